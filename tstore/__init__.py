@@ -1,0 +1,33 @@
+"""An asynchronous, transactional store of chunked arrays for ML checkpoints.
+
+Every verb is awaited; `tstore.sync` has the same names, blocking.
+"""
+
+from __future__ import annotations
+
+from tstore import errors, sharding
+from tstore.array import Array
+from tstore.checkpoint import Shards, restore, save, steps
+from tstore.quantize import QuantizeReport, quantize
+from tstore.snapshot import Snapshot
+from tstore.store import Commit, Store, open
+from tstore.transaction import Transaction
+
+__all__ = [
+    "Array",
+    "Commit",
+    "QuantizeReport",
+    "Shards",
+    "Snapshot",
+    "Store",
+    "Transaction",
+    "errors",
+    "open",
+    "quantize",
+    "restore",
+    "save",
+    "sharding",
+    "steps",
+]
+
+__version__ = "0.1.0"

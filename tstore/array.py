@@ -1,0 +1,165 @@
+"""An array of a snapshot or a transaction, and lazy views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.codec import ArrayMeta
+from tstore.errors import InvalidArgument
+from tstore.grid import Index, Selection, whole
+
+__all__ = ["Array", "ArraySource"]
+
+
+class ArraySource(Protocol):
+    """Where an array's values come from and go to: a snapshot or a transaction."""
+
+    async def read_array(
+        self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]
+    ) -> None:
+        """Fills `out`, which has one axis per axis of the array."""
+
+    async def write_array(
+        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+    ) -> None:
+        """Stages values, which have one axis per axis of the array; `Misuse` where nothing can be written."""
+
+    async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
+        """Stages another shape and returns the metadata with it."""
+
+
+class Array:
+    """A chunked array, or a view of one: indexing gives a view and does no I/O.
+
+    `shape` and `ndim` are those of the view; `dtype`, `chunks`, `attributes`, `dimension_names` and
+    `fill_value` are those of the array it was taken from.
+    """
+
+    def __init__(self, source: ArraySource, path: str, meta: ArrayMeta, selection: Selection | None = None):
+        self._source = source
+        self._meta = meta
+        self._selection = whole(meta.shape) if selection is None else selection
+        self.path = path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length along each axis of the view."""
+        return self._selection.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the view."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of values in the view."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the view's values in memory, decoded."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values as they are read."""
+        return self._meta.dtype
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Shape of one chunk of the array."""
+        return self._meta.chunks
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The array's attributes; a copy."""
+        return dict(self._meta.attributes)
+
+    @property
+    def dimension_names(self) -> tuple[str | None, ...] | None:
+        """A name or None per axis of the array, or None."""
+        return self._meta.dimension_names
+
+    @property
+    def fill_value(self) -> Any:
+        """The value of what was not written in a sparse array, or in a chunk written in part."""
+        return self._meta.fill_value
+
+    @property
+    def codecs(self) -> list[dict[str, Any]]:
+        """The codec chain, as in `zarr.json`."""
+        return [dict(c) for c in self._meta.codecs]
+
+    def __getitem__(self, index: Index) -> Array:
+        """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
+        return Array(self._source, self.path, self._meta, self._selection[index])
+
+    def __repr__(self) -> str:
+        return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"
+
+    async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """The values, verified, in a new array, or in `out` of the same shape and dtype.
+
+        Raises `NotFound` where a chunk was never written and the array is not sparse, `Corrupt` where stored
+        bytes have changed.
+        """
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.writeable:
+            raise InvalidArgument(
+                f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "
+                f"not {out.shape} and {out.dtype}"
+            )
+        await self._source.read_array(self.path, self._meta, self._selection, self._full_rank(out))
+        return out
+
+    async def write(self, values: npt.ArrayLike) -> None:
+        """Stages values, broadcast to the view's shape; the caller may change them once this returns.
+
+        Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
+        on an array of a snapshot or of a transaction that has ended.
+        """
+        given = np.asarray(values)
+        if not _fits(given, values, self.dtype):
+            raise InvalidArgument(
+                f"{self.path}: values of dtype {given.dtype} can't be written to an array of {self.dtype} "
+                "without loss of kind; cast them first"
+            )
+        try:
+            spread = np.broadcast_to(given, self.shape)
+        except ValueError:
+            raise InvalidArgument(
+                f"{self.path}: values of shape {given.shape} do not fit the region of shape {self.shape}"
+            ) from None
+        await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(spread))
+
+    async def resize(self, shape: Sequence[int]) -> None:
+        """Stages another shape with as many axes; chunks that fall outside are dropped.
+
+        What is added was never written: it reads as the fill value only where the array is sparse.
+        """
+        if self._selection != whole(self._meta.shape):
+            raise InvalidArgument(f"{self.path}: only a whole array can be resized, not a view of one")
+        self._meta = await self._source.resize_array(self.path, self._meta, shape)
+        self._selection = whole(self._meta.shape)
+
+    def _full_rank(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        kept = tuple(np.newaxis if i in self._selection.dropped else slice(None) for i in range(self._rank))
+        return values[kept] if self._selection.dropped else values
+
+    @property
+    def _rank(self) -> int:
+        return len(self._selection.axes)
+
+
+def _fits(given: npt.NDArray[Any], values: npt.ArrayLike, dtype: np.dtype[Any]) -> bool:
+    if given.dtype == dtype or np.can_cast(given.dtype, dtype, "same_kind"):
+        return True
+    if isinstance(values, (bool, int, float, complex)):  # a Python scalar takes the array's type
+        return np.can_cast(np.min_scalar_type(values), dtype, "same_kind") or dtype.kind in "Vfc"
+    return False

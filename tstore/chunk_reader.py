@@ -1,0 +1,325 @@
+"""The way of values out of packs: read, verify, decode, scatter.
+
+References of all arrays of a call are sorted by pack and offset; neighbours are read together, straight into
+the destination where a chunk lies there as it is stored. Every block is verified while it is in the caches,
+before any value is decoded from it. Of a long chunk that is stored as it is, only the blocks that hold selected
+values are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, block_checks, digest
+from tstore.codec import ArrayMeta
+from tstore.errors import Corrupt, NotFound
+from tstore.grid import Cover, Selection, covers
+from tstore.kv.base import Backend, PackReader
+from tstore.pool import WORKERS, each, scratch
+
+__all__ = ["ReadJob", "read_chunks", "verify_chunks"]
+
+_BATCH = 4 << 20
+_BATCH_CHUNKS = 512
+_GAP = 32 << 10
+_WORKER_SHARE = 2 << 20
+_PIECE = BLOCK
+
+Values = npt.NDArray[Any]
+
+
+class ReadJob:
+    """A selection of one array and where its values go.
+
+    `out` has one axis per axis of the array (length 1 where an index dropped it); `rows` finds a chunk's row
+    by its number.
+    """
+
+    __slots__ = ("meta", "out", "path", "rows", "selection")
+
+    def __init__(
+        self, path: str, meta: ArrayMeta, rows: Mapping[int, ChunkRow], selection: Selection, out: Values
+    ) -> None:
+        self.path = path
+        self.meta = meta
+        self.rows = rows
+        self.selection = selection
+        self.out = out
+
+
+class _Task(NamedTuple):
+    pack: str | bytes
+    offset: int
+    length: int
+    row: ChunkRow
+    job: ReadJob
+    cover: Cover | None  # None: the whole array is this one chunk, and `out` takes it as it is stored
+
+
+class _Part(NamedTuple):
+    """The bytes of a task that are wanted: from block `first` on, `size` bytes at `offset`."""
+
+    task: _Task
+    offset: int
+    size: int
+    checks: bytes
+    skipped: int
+
+
+async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
+    """Fills the `out` of every job; `NotFound` for a chunk that was never written, `Corrupt` for a bad one."""
+    tasks = [task for job in jobs for task in _tasks(job)]
+    await _for_batches(backend, tasks, _read_batch)
+
+
+async def verify_chunks(
+    backend: Backend, rows: Iterable[tuple[ChunkRow, str]], fault: Callable[[str], None]
+) -> None:
+    """Reads every chunk and calls `fault` with a sentence for each that is damaged or gone."""
+    tasks = [(row, where) for row, where in rows]
+    tasks.sort(key=lambda t: (isinstance(t[0].pack, bytes), str(t[0].pack), t[0].offset))
+
+    def check(task: tuple[ChunkRow, str]) -> None:
+        row, where = task
+        with scratch(min(row.length, BLOCK)) as buffer:
+            for i in range(0, max(1, row.length), BLOCK):
+                part = buffer[: min(BLOCK, row.length - i)]
+                try:
+                    _fill(_reader(backend, row.pack), row.offset + i, [part], len(part))
+                except (Corrupt, NotFound) as error:
+                    fault(f"{where}: {error}")
+                    return
+                at = i // BLOCK * CHECK_SIZE
+                if digest(part) != row.checks[at : at + CHECK_SIZE]:
+                    fault(f"{where}: {_mismatch(row, i)}")
+                    return
+
+    await each(check, tasks, WORKERS)
+
+
+async def _for_batches(
+    backend: Backend, tasks: list[_Task], work: Callable[[Backend, list[_Part]], None]
+) -> None:
+    if not tasks:
+        return
+    tasks.sort(key=_place)
+    size = sum(t.length for t in tasks)
+    workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
+    await each(lambda batch: work(backend, batch), _batches(tasks), workers)
+
+
+def _place(task: _Task) -> tuple[bool, str, int]:
+    inline = isinstance(task.pack, bytes)
+    return (inline, "" if inline else task.pack, task.offset)  # type: ignore[return-value]
+
+
+def _tasks(job: ReadJob) -> Iterator[_Task]:
+    meta, rows = job.meta, job.rows
+    if meta.chunk_count == 1 and meta.shape == meta.chunks and job.selection.shape == meta.shape:
+        row = rows.get(0)
+        if row is not None and _as_stored(job.out, meta) and all(r.step == 1 for r in job.selection.axes):
+            yield _Task(row.pack, row.offset, row.length, row, job, None)
+            return
+    for cover in covers(job.selection, meta.shape, meta.chunks):
+        number = 0
+        for i, n in zip(cover.chunk, meta.counts, strict=True):
+            number = number * n + i
+        row = rows.get(number)
+        if row is None:
+            if not meta.sparse:
+                raise NotFound(
+                    f"chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
+                    "with sparse=True to read its fill value there"
+                )
+            job.out[(*cover.result, ...)] = meta.fill_value
+            continue
+        yield _Task(row.pack, row.offset, row.length, row, job, cover)
+
+
+def _as_stored(target: Values, meta: ArrayMeta) -> bool:
+    return meta.chain.identity and target.flags.c_contiguous and target.dtype == meta.dtype
+
+
+def _batches(tasks: Sequence[_Task]) -> Iterator[list[_Part]]:
+    """Parts of one pack that lie close together, up to about `_BATCH` bytes."""
+    batch: list[_Part] = []
+    end = size = 0
+    pack: str | bytes | None = None
+    for task in tasks:
+        part = _wanted(task)
+        near = task.pack is pack or task.pack == pack
+        near = near and 0 <= part.offset - end <= _GAP
+        if batch and not (near and size + part.size <= _BATCH and len(batch) < _BATCH_CHUNKS):
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.size
+        end, pack = part.offset + part.size, task.pack
+    if batch:
+        yield batch
+
+
+def _wanted(task: _Task) -> _Part:
+    meta, cover, row = task.job.meta, task.cover, task.row
+    if cover is None or cover.full or row.length <= BLOCK or not meta.chain.identity:
+        return _Part(task, row.offset, row.length, row.checks, 0)
+    low = high = 0
+    for s, n in zip(cover.inside, meta.chunks, strict=True):
+        low, high = low * n + s.start, high * n + s.stop - 1
+    size = meta.dtype.itemsize
+    first, last = low * size // BLOCK, -(-(high + 1) * size // BLOCK)
+    skipped = first * BLOCK
+    return _Part(
+        task,
+        row.offset + skipped,
+        min(last * BLOCK, row.length) - skipped,
+        row.checks[first * CHECK_SIZE : last * CHECK_SIZE],
+        skipped,
+    )
+
+
+def _read_batch(backend: Backend, batch: list[_Part]) -> None:
+    try:
+        reader = _reader(backend, batch[0].task.pack)
+    except NotFound as error:
+        raise Corrupt(f"{_where(batch[0].task)}: its pack is gone: {error}") from error
+    direct = [_destination(part) for part in batch]
+    room = sum(part.size for part, d in zip(batch, direct, strict=True) if d is None)
+    if len(batch) == 1 and direct[0] is not None:
+        _read_long(reader, batch[0], direct[0])
+        return
+    with scratch(room + _GAP) as buffer:
+        buffers: list[Any] = []
+        data: list[Any] = []
+        at, end = 0, batch[0].offset
+        for part, target in zip(batch, direct, strict=True):
+            if part.offset > end:
+                buffers.append(buffer[room : room + part.offset - end])
+            if target is None:
+                target = buffer[at : at + part.size]
+                at += part.size
+            buffers.append(target)
+            data.append(target)
+            end = part.offset + part.size
+        try:
+            _fill(reader, batch[0].offset, buffers, end - batch[0].offset)
+        except Corrupt as error:
+            behind = f" (or one of the {len(batch) - 1} chunks behind it)" if len(batch) > 1 else ""
+            raise Corrupt(f"{_where(batch[0].task)}{behind}: {error}") from error
+        for part, piece, target in zip(batch, data, direct, strict=True):
+            if block_checks(memoryview(piece)) != part.checks:
+                raise _damaged(part)
+            if target is None:
+                _deliver(part, piece)
+
+
+def _read_long(reader: PackReader, part: _Part, target: Values) -> None:
+    """One chunk straight into its place, verified block by block while each is in the caches."""
+    for i in range(0, max(1, part.size), _PIECE):
+        piece = target[i : i + _PIECE]
+        try:
+            _fill(reader, part.offset + i, [piece], len(piece))
+        except Corrupt as error:
+            raise Corrupt(f"{_where(part.task)}: {error}") from error
+        at = i // BLOCK * CHECK_SIZE
+        if digest(piece) != part.checks[at : at + CHECK_SIZE]:
+            raise _damaged(part)
+
+
+def _destination(part: _Part) -> Values | None:
+    """The bytes of the result that the chunk fills as it is stored, if there are such."""
+    task = part.task
+    job, meta = task.job, task.job.meta
+    if part.size != meta.encoded_bound or not meta.chain.identity:
+        return None
+    if task.cover is None:
+        return job.out.reshape(-1).view(np.uint8)
+    if not task.cover.full or any(s.step is not None and s.step < 0 for s in task.cover.result):
+        return None
+    target = job.out[(*task.cover.result, ...)]
+    if target.shape != meta.chunks or not _as_stored(target, meta):
+        return None
+    return target.reshape(-1).view(np.uint8)
+
+
+def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
+    """Decodes a verified chunk and puts the selected values in their places."""
+    task = part.task
+    job, meta, cover = task.job, task.job.meta, task.cover
+    if cover is None:
+        inside: tuple[slice, ...] = tuple(slice(0, n, 1) for n in meta.chunks)
+        target = job.out
+    else:
+        inside, target = cover.inside, job.out[(*cover.result, ...)]
+    if meta.chain.identity:
+        if part.skipped == 0 and part.size != meta.encoded_bound:
+            raise Corrupt(f"{_where(task)}: expected {meta.encoded_bound} bytes, found {part.size}")
+        strides = _strides(meta)
+        start = sum(s.start * t for s, t in zip(inside, strides, strict=True)) - part.skipped
+        values: Values = np.ndarray(
+            tuple(len(range(s.start, s.stop, s.step)) for s in inside),
+            meta.dtype,
+            buffer=data,  # type: ignore[arg-type]
+            offset=start,
+            strides=tuple(t * s.step for s, t in zip(inside, strides, strict=True)),
+        )
+        np.copyto(target, values)
+        return
+    try:
+        if target.shape == meta.chunks and target.dtype == meta.dtype and target.flags.c_contiguous:
+            meta.chain.decode(memoryview(data), target)
+            return
+        with scratch(meta.chunk_size * meta.dtype.itemsize) as room:
+            decoded = room.view(meta.dtype).reshape(meta.chunks)
+            meta.chain.decode(memoryview(data), decoded)
+            np.copyto(target, decoded[inside])
+    except Corrupt as error:
+        raise Corrupt(f"{_where(task)}: {error}") from error
+
+
+def _strides(meta: ArrayMeta) -> tuple[int, ...]:
+    return tuple(math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks)))
+
+
+class _Inline:
+    """A pack that travels in a manifest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        if offset + size > len(self._data):
+            raise Corrupt(f"an inline pack of {len(self._data)} bytes has no {size} bytes at {offset}")
+        for buffer in buffers:
+            buffer[:] = np.frombuffer(self._data, np.uint8, len(buffer), offset)
+            offset += len(buffer)
+
+
+def _reader(backend: Backend, pack: str | bytes) -> PackReader:
+    return _Inline(pack) if isinstance(pack, bytes) else backend.reader(pack)
+
+
+def _fill(reader: PackReader, offset: int, buffers: Sequence[Any], size: int) -> None:
+    if size:
+        reader.read_into(offset, buffers, size)
+
+
+def _damaged(part: _Part) -> Corrupt:
+    return Corrupt(f"{_where(part.task)}: {_mismatch(part.task.row, part.skipped)}")
+
+
+def _where(task: _Task) -> str:
+    return f"{task.job.path}, chunk {task.cover.chunk if task.cover else (0,) * len(task.job.meta.shape)}"
+
+
+def _mismatch(row: ChunkRow, at: int) -> str:
+    place = "inline in its manifest" if isinstance(row.pack, bytes) else f"in {row.pack}"
+    return (
+        f"checksum mismatch in the {row.length} bytes at {row.offset} {place} (from byte {at} of the chunk on); "
+        "the bytes have changed since they were committed: restore the file from a copy, or read another version"
+    )

@@ -1,0 +1,246 @@
+"""References to chunks: where each lies and what its bytes must be, as columns; pure, no I/O.
+
+A chunk's checks are the xxh3-128 of each `BLOCK` of its encoded bytes, so that a part of a long chunk can be
+read and still be checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tstore.errors import Corrupt
+
+__all__ = [
+    "BLOCK",
+    "CHECK_SIZE",
+    "ChunkRow",
+    "ChunkTable",
+    "Span",
+    "as_checks",
+    "block_checks",
+    "column",
+    "digest",
+    "gather",
+]
+
+BLOCK = 1 << 20
+"""Bytes of an encoded chunk under one checksum."""
+
+CHECK_SIZE = 16
+
+digest = xxhash.xxh3_128_digest
+
+
+class ChunkRow(NamedTuple):
+    """Where one chunk lies: its number in the grid, its pack (a key, or the bytes themselves), its checks."""
+
+    number: int
+    pack: str | bytes
+    offset: int
+    length: int
+    checks: bytes
+
+
+def block_checks(data: memoryview) -> bytes:
+    """The concatenated xxh3-128 digests of each `BLOCK` of the bytes; one digest for no bytes."""
+    if len(data) <= BLOCK:
+        return digest(data)
+    return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
+
+
+class ChunkTable:
+    """References to chunks, as columns: number in the grid, pack, offset, length, checks."""
+
+    def __init__(
+        self,
+        packs: tuple[str | bytes, ...],
+        index: npt.NDArray[np.uint64],
+        pack: npt.NDArray[np.uint32],
+        offset: npt.NDArray[np.uint64],
+        length: npt.NDArray[np.uint64],
+        checks: npt.NDArray[np.uint8],
+    ) -> None:
+        self.packs = packs
+        self.index = index
+        self.pack = pack
+        self.offset = offset
+        self.length = length
+        self.checks = checks  # (blocks, 16)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @staticmethod
+    def empty() -> ChunkTable:
+        """The table of no chunks."""
+        return ChunkTable.from_rows((), [])
+
+    @staticmethod
+    def from_rows(
+        packs: Sequence[str | bytes], rows: Sequence[tuple[int, int, int, int, bytes]]
+    ) -> ChunkTable:
+        """The table of these rows: number, position in `packs`, offset, length, checks."""
+        index, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+        return ChunkTable(
+            tuple(packs),
+            np.array(index, "<u8"),
+            np.array(pack, "<u4"),
+            np.array(offset, "<u8"),
+            np.array(length, "<u8"),
+            as_checks(b"".join(checks)),
+        )
+
+    @functools.cached_property
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """Where the checks of each row begin, and after the last where they end."""
+        per_row = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(per_row)])
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[int, int, int, int, bytes]]:
+        """The rows as Python values: number, pack, offset, length, checks; for loops over chunks."""
+        data, ends = self.checks.tobytes(), (self.blocks * CHECK_SIZE).tolist()
+        checks = [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        return list(
+            zip(
+                self.index.tolist(),
+                self.pack.tolist(),
+                self.offset.tolist(),
+                self.length.tolist(),
+                checks,
+                strict=True,
+            )
+        )
+
+    def validate(self) -> None:
+        """Raises `Corrupt` where the columns do not fit each other."""
+        n = len(self.index)
+        if not len(self.pack) == len(self.offset) == len(self.length) == n:
+            raise Corrupt("the columns of a manifest differ in length")
+        if n and int(self.pack.max()) >= len(self.packs):
+            raise Corrupt("a manifest refers to a pack that it does not name")
+        if n and max(int(self.length.max()), int(self.offset.max())) >= 1 << 62:
+            raise Corrupt("a manifest holds an impossible offset or length")
+        if int(self.blocks[-1]) != len(self.checks):
+            raise Corrupt("a manifest holds a wrong number of checksums")
+
+    def take(self, at: slice | npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """The rows at these positions, in their order."""
+        if isinstance(at, slice):
+            low, high, _ = at.indices(len(self))
+            checks = self.checks[self.blocks[low] : self.blocks[high]]
+        else:
+            begin, size = self.blocks[:-1][at], np.diff(self.blocks)[at]
+            ends = np.cumsum(size)
+            total = int(ends[-1]) if len(ends) else 0
+            checks = self.checks[np.arange(total) + np.repeat(begin - (ends - size), size)]
+        return ChunkTable(self.packs, self.index[at], self.pack[at], self.offset[at], self.length[at], checks)
+
+    def locate(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """The row of each chunk number, -1 where it has none. The table must be sorted by number."""
+        if not len(self):
+            return np.full(len(numbers), -1, np.int64)
+        at = np.minimum(np.searchsorted(self.index, numbers), len(self) - 1).astype(np.int64)
+        return np.where(self.index[at] == numbers, at, -1)
+
+    @staticmethod
+    def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
+        """All rows of the tables, one after the other; a pack that several use is named once."""
+        names: dict[str | bytes, int] = {}
+        numbers = [
+            np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack]
+            for t in tables
+            if len(t)
+        ]
+        return ChunkTable(
+            tuple(names),
+            _joined([t.index for t in tables], "<u8"),
+            _joined(numbers, "<u4"),
+            _joined([t.offset for t in tables], "<u8"),
+            _joined([t.length for t in tables], "<u8"),
+            _joined([t.checks for t in tables], np.uint8).reshape(-1, CHECK_SIZE),
+        )
+
+    def compact(self) -> ChunkTable:
+        """The same rows, naming only the packs that they refer to."""
+        used, renamed = np.unique(self.pack, return_inverse=True)
+        if len(used) == len(self.packs):
+            return self
+        packs = tuple(self.packs[p] for p in used.tolist())
+        return ChunkTable(packs, self.index, renamed.astype("<u4"), self.offset, self.length, self.checks)
+
+    @staticmethod
+    def overlay(tables: Sequence[ChunkTable]) -> ChunkTable:
+        """The rows by chunk number, the last table's where several have one; sorted by number."""
+        if len(tables) == 1 and bool(np.all(tables[0].index[1:] > tables[0].index[:-1])):
+            return tables[0]
+        joined = ChunkTable.concat(tables)
+        # the first occurrence in reversed order is the newest
+        _, first = np.unique(joined.index[::-1], return_index=True)
+        return joined.take(len(joined) - 1 - first)
+
+
+class Span(NamedTuple):
+    """A run of rows of a table."""
+
+    table: ChunkTable
+    start: int
+    stop: int
+
+    def chunks(self) -> ChunkTable:
+        """The rows as a table of their own."""
+        return self.table.take(slice(self.start, self.stop))
+
+
+def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
+    """The overlaid rows of each node, one node after the other in one table, and their number per node.
+
+    Whole tables are joined and taken from once, whatever the number of nodes.
+    """
+    base: dict[int, int] = {}
+    tables: list[ChunkTable] = []
+    total = 0
+    for table, *_ in (span for spans in nodes for span in spans):
+        if id(table) not in base:
+            base[id(table)] = total
+            tables.append(table)
+            total += len(table)
+    joined = ChunkTable.concat(tables)
+    owners = np.array([i for i, spans in enumerate(nodes) for _ in spans], np.int64)
+    starts = np.array([base[id(t)] + a for spans in nodes for t, a, _ in spans], np.int64)
+    sizes = np.array([b - a for spans in nodes for _, a, b in spans], np.int64)
+    ends = np.cumsum(sizes)
+    at = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+    owner = np.repeat(owners, sizes)
+    order = np.lexsort((joined.index[at], owner))  # stable: of equal numbers the newest is the last
+    at, owner = at[order], owner[order]
+    number = joined.index[at]
+    newest = np.ones(len(at), np.bool_)
+    newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
+    counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
+    return joined.take(at[newest]).compact(), counts
+
+
+def column(data: bytes, kind: str) -> npt.NDArray[Any]:
+    """The values of a column; `Corrupt` where its bytes hold no whole number of them."""
+    size = np.dtype(kind).itemsize
+    if len(data) % size:
+        raise Corrupt(f"a column of {len(data)} bytes does not hold whole values of {size}")
+    return np.frombuffer(data, kind)
+
+
+def as_checks(data: bytes) -> npt.NDArray[np.uint8]:
+    """The checks in a column, one row of 16 bytes each."""
+    if len(data) % CHECK_SIZE:
+        raise Corrupt(f"{len(data)} bytes of checksums are no multiple of {CHECK_SIZE}")
+    return np.frombuffer(data, np.uint8).reshape(-1, CHECK_SIZE)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], kind: Any) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, kind)

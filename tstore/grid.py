@@ -1,0 +1,200 @@
+"""Arithmetic of regular chunk grids and basic indexing; pure, no I/O.
+
+A selection is one `range` per axis of the array plus the set of axes that an integer index dropped. Ranges
+compose by slicing, so a view of a view is again a selection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from types import EllipsisType
+from typing import NamedTuple
+
+from tstore.errors import InvalidArgument
+
+__all__ = [
+    "AxisCover",
+    "Cover",
+    "Index",
+    "Selection",
+    "along",
+    "boxes",
+    "chunk_counts",
+    "covers",
+    "default_chunks",
+    "whole",
+]
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+TARGET_BYTES = 8 << 20
+"""Default size of a chunk: small enough that another topology reads little more than it needs."""
+
+
+class Selection(NamedTuple):
+    """A basic index into an array: a range per axis, and which axes the result does not have."""
+
+    axes: tuple[range, ...]
+    dropped: frozenset[int] = frozenset()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the selected values."""
+        return tuple(len(r) for i, r in enumerate(self.axes) if i not in self.dropped)
+
+    def __getitem__(self, index: Index) -> Selection:  # type: ignore[override]
+        """The selection of `index` within this one, by NumPy's rules for integers, slices and `...`."""
+        items = index if isinstance(index, tuple) else (index,)
+        open_axes = [i for i in range(len(self.axes)) if i not in self.dropped]
+        dots = [i for i, item in enumerate(items) if item is Ellipsis]
+        if len(dots) > 1:
+            raise InvalidArgument("an index can hold only one ellipsis ('...')")
+        if len(items) - len(dots) > len(open_axes):
+            raise InvalidArgument(
+                f"{len(items) - len(dots)} indices for an array of {len(open_axes)} dimensions"
+            )
+        at = dots[0] if dots else len(items)
+        fill = (slice(None),) * (len(open_axes) - len(items) + len(dots))
+        axes, dropped = list(self.axes), set(self.dropped)
+        for axis, item in zip(open_axes, items[:at] + fill + items[at + 1 :], strict=True):
+            if isinstance(item, slice):
+                try:
+                    axes[axis] = axes[axis][item]
+                except (TypeError, ValueError) as error:
+                    raise InvalidArgument(f"slice {item} on axis {axis}: {error}") from None
+                continue
+            try:
+                number = item.__index__()  # type: ignore[union-attr]
+            except AttributeError:
+                raise InvalidArgument(
+                    f"index {item!r} on axis {axis}: integers, slices and '...' are understood"
+                ) from None
+            if not -len(axes[axis]) <= number < len(axes[axis]):
+                raise InvalidArgument(
+                    f"index {number} is out of range for axis {axis} of length {len(axes[axis])}"
+                )
+            axes[axis] = axes[axis][slice(number, number + 1 or None)]
+            dropped.add(axis)
+        return Selection(tuple(axes), frozenset(dropped))
+
+
+def whole(shape: Sequence[int]) -> Selection:
+    """The selection of every element of an array of that shape."""
+    return Selection(tuple(range(n) for n in shape))
+
+
+def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
+    """Number of chunks along each axis; the last of an axis may reach over the edge."""
+    return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+
+
+class Cover(NamedTuple):
+    """How a selection meets one chunk."""
+
+    chunk: tuple[int, ...]
+    inside: tuple[slice, ...]
+    """Which elements of the chunk, with steps of one or more."""
+    result: tuple[slice, ...]
+    """Where they stand in the selection's full-rank result; a negative step where the order turns."""
+    full: bool
+    """Whether every element of the chunk that lies in the array is selected."""
+
+
+def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
+    """Every chunk that the selection touches, in C order."""
+    per_axis = [along(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
+    for parts in itertools.product(*per_axis):
+        yield Cover(
+            tuple(p.chunk for p in parts),
+            tuple(p.inside for p in parts),
+            tuple(p.result for p in parts),
+            all(p.full for p in parts),
+        )
+
+
+class AxisCover(NamedTuple):
+    """How a range meets one chunk of one axis; fields as those of `Cover`."""
+
+    chunk: int
+    inside: slice
+    result: slice
+    full: bool
+
+
+def along(selected: range, length: int, chunk: int) -> list[AxisCover]:
+    """Every chunk of one axis that the range touches."""
+    if not selected:
+        return []
+    turned = selected.step < 0
+    forward = selected[::-1] if turned else selected
+    step, count = forward.step, len(forward)
+    found = []
+    done = 0
+    while done < count:
+        number = forward[done] // chunk
+        low = number * chunk
+        high = min(low + chunk, length)
+        # the first position in `forward` whose element lies at or beyond the end of this chunk
+        until = min(count, -(-(high - forward.start) // step))
+        start, last = forward[done] - low, forward[until - 1] - low
+        if turned:
+            result = slice(count - 1 - done, count - 1 - until if count - 1 - until >= 0 else None, -1)
+        else:
+            result = slice(done, until)
+        full = until - done == high - low
+        found.append(AxisCover(number, slice(start, last + 1, step), result, full))
+        done = until
+    return found
+
+
+def boxes(counts: Sequence[int], most: int) -> Iterator[tuple[range, ...]]:
+    """Cuts a grid of `counts` cells into boxes of at most `most` cells that are runs in C order."""
+    sides: list[int] = []
+    room = max(1, most)
+    for n in reversed(counts):
+        side = max(1, min(n, room))
+        sides.append(side)
+        room = room // side if side == n else 1
+    sides.reverse()
+    steps = [[range(i, min(i + s, n)) for i in range(0, n, s)] for n, s in zip(counts, sides, strict=True)]
+    yield from itertools.product(*steps)
+
+
+def default_chunks(
+    shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
+) -> tuple[int, ...]:
+    """A chunk shape of about `target` bytes (half to twice) that never crosses the edge of a shard.
+
+    Leading axes are cut first, so that chunks stay contiguous in memory. Where a shard's length has no
+    fitting divisor, its chunks come out smaller rather than crossing it.
+    """
+    chunks = [max(1, n) for n in (shape if shard is None else shard)]
+    for axis, n in enumerate(chunks):
+        size = math.prod(chunks) * itemsize
+        if size <= 2 * target:
+            break
+        pieces = min(n, -(-size // target))
+        aligned = shard is not None and shape[axis] != n
+        chunks[axis] = _divisor(n, pieces) if aligned else _even(n, pieces)
+    return tuple(chunks)
+
+
+def _even(n: int, pieces: int) -> int:
+    """The length of each of about `pieces` parts of n, dividing n where a near number of parts does."""
+    for k in range(pieces, min(n, pieces + pieces // 2) + 1):
+        if n % k == 0:
+            return n // k
+    return -(-n // pieces)
+
+
+def _divisor(n: int, pieces: int) -> int:
+    """The largest divisor of n that cuts it into at least `pieces` parts."""
+    best = 1
+    for k in range(1, math.isqrt(n) + 1):
+        if n % k == 0:
+            for length in (k, n // k):
+                if n // length >= pieces:
+                    best = max(best, length)
+    return best

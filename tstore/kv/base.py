@@ -1,0 +1,106 @@
+"""What a backend must be able to do: a small protocol over bytes by key.
+
+Keys are relative, `/`-separated, and never `..`. Objects are immutable: `create` makes a new one or raises
+`AlreadyExists`; `hint` alone may replace what stands there. Control calls are awaited. Packs carry the bulk
+of the data; their writers and readers are blocking and called from the pool's threads, so that the event loop
+is not crossed for each chunk.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["Backend", "Buffers", "Capabilities", "Durability", "PackReader", "PackWriter"]
+
+Buffers = Sequence[Any]
+"""Objects with the buffer protocol, C-contiguous."""
+
+
+class Durability(enum.Enum):
+    """What an acknowledged write survives."""
+
+    FSYNC = "fsync"
+    """A power failure."""
+    NONE = "none"
+    """The end of the process, not of the machine's power: for benchmarks and scratch."""
+
+
+class Capabilities(NamedTuple):
+    """What a backend really has; a store asks before it relies on one."""
+
+    conditional_create: bool
+    """`create` has exactly one winner among racing writers, in any process."""
+    listing: bool
+    durable: bool
+    """An answered write with `Durability.FSYNC` survives the end of process and machine."""
+
+
+class PackWriter(Protocol):
+    """An object that is written in positioned pieces, by one thread at a time, and then finished."""
+
+    key: str
+
+    def reserve(self, size: int) -> None:
+        """Prepares room for that many more bytes; `StorageFull` where there is none."""
+
+    def append(self, buffers: Buffers, size: int) -> int:
+        """Writes the buffers (`size` bytes in all) one after the other and returns their offset."""
+
+    def finish(self, durability: Durability) -> None:
+        """Makes the object complete, and durable if asked; no more can be appended."""
+
+    def discard(self) -> None:
+        """Gives the object up; what was written may be deleted."""
+
+
+class PackReader(Protocol):
+    """Positioned reads of one object."""
+
+    def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
+        """Fills the buffers (`size` bytes in all) from `offset`; `Corrupt` where the object is shorter."""
+
+
+class Backend(Protocol):
+    """Bytes by key under one URL."""
+
+    url: str
+    capabilities: Capabilities
+
+    async def get(self, key: str) -> bytes:
+        """The whole object; `NotFound`."""
+
+    async def size(self, key: str) -> int | None:
+        """The object's length in bytes, None where it does not exist."""
+
+    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+        """Makes the object, all of it or nothing; `AlreadyExists` where the key is taken.
+
+        `CommitOutcomeUnknown` is never raised here: a backend whose reply was lost raises `Unavailable`,
+        and the caller reads back.
+        """
+
+    async def hint(self, key: str, data: bytes) -> None:
+        """Puts the object in place of whatever stands there; its loss must cost nothing."""
+
+    async def empty(self) -> bool:
+        """Whether nothing at all lies under the URL."""
+
+    async def list(self, prefix: str) -> list[str]:
+        """The keys that begin with the prefix, sorted."""
+
+    async def delete(self, key: str) -> None:
+        """Removes the object; no error where it does not exist."""
+
+    async def settle(self, prefix: str, durability: Durability) -> None:
+        """Makes the names of finished packs under the folder `prefix` durable, if asked."""
+
+    def writer(self, key: str) -> PackWriter:
+        """A writer of the new object `key`. Blocking."""
+
+    def reader(self, key: str) -> PackReader:
+        """A reader of the object; `NotFound`. Blocking."""
+
+    async def close(self) -> None:
+        """Releases what is held open."""

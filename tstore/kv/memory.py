@@ -1,0 +1,106 @@
+"""Objects in this process's memory (`memory://name`): the reference backend."""
+
+from __future__ import annotations
+
+import threading
+
+from tstore.errors import AlreadyExists, Corrupt, NotFound
+from tstore.kv.base import Buffers, Capabilities, Durability
+
+__all__ = ["MemoryBackend"]
+
+
+class MemoryBackend:
+    """All objects of one name; every store opened under that name in this process shares them."""
+
+    capabilities = Capabilities(conditional_create=True, listing=True, durable=False)
+
+    _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
+    _lock = threading.Lock()
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        with self._lock:
+            self._objects = self._stores.setdefault(name, {})
+
+    async def get(self, key: str) -> bytes:
+        return bytes(self._find(key))
+
+    async def size(self, key: str) -> int | None:
+        found = self._objects.get(key)
+        return None if found is None else len(found)
+
+    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExists(f"{self.url}: {key} exists already")
+            self._objects[key] = data
+
+    async def hint(self, key: str, data: bytes) -> None:
+        self._objects[key] = data
+
+    async def empty(self) -> bool:
+        return not self._objects
+
+    async def list(self, prefix: str) -> list[str]:
+        with self._lock:
+            return sorted(k for k in self._objects if k.startswith(prefix))
+
+    async def delete(self, key: str) -> None:
+        self._objects.pop(key, None)
+
+    async def settle(self, prefix: str, durability: Durability) -> None:
+        return None
+
+    def writer(self, key: str) -> _MemoryPack:
+        return _MemoryPack(self._objects, key)
+
+    def reader(self, key: str) -> _MemoryReader:
+        return _MemoryReader(f"{self.url}: {key}", self._find(key))
+
+    async def close(self) -> None:
+        return None
+
+    def _find(self, key: str) -> bytes | bytearray:
+        try:
+            return self._objects[key]
+        except KeyError:
+            raise NotFound(f"{self.url}: there is no object {key}") from None
+
+
+class _MemoryPack:
+    def __init__(self, objects: dict[str, bytes | bytearray], key: str) -> None:
+        self.key = key
+        self._objects = objects
+        self._data = bytearray()
+        objects[key] = self._data  # a transaction reads its own writes before the pack is finished
+
+    def reserve(self, size: int) -> None:
+        return None
+
+    def append(self, buffers: Buffers, size: int) -> int:
+        offset = len(self._data)
+        for buffer in buffers:
+            self._data += buffer
+        return offset
+
+    def finish(self, durability: Durability) -> None:
+        return None
+
+    def discard(self) -> None:
+        self._objects.pop(self.key, None)
+
+
+class _MemoryReader:
+    def __init__(self, where: str, data: bytes | bytearray) -> None:
+        self._where = where
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
+        if offset + size > len(self._data):
+            raise Corrupt(
+                f"{self._where}: {size} bytes expected at {offset}, the object has only {len(self._data)}"
+            )
+        for buffer in buffers:  # a slice is a copy, so the pack can still grow meanwhile
+            memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
+            offset += len(buffer)

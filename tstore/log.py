@@ -1,0 +1,250 @@
+"""The log of commits: numbered records, each created once.
+
+Finding the newest version
+1. Start from the highest version this process has seen, or from the `latest` hint if that version exists.
+2. Gallop: probe 1, 2, 4, … numbers further while they exist; numbers are dense and never deleted.
+3. Bisect between the last that exists and the first that does not.
+
+Appending a record (its data is durable already)
+1. Read every record above the one it was validated against. If one carries the same transaction id, that is
+   this very commit (a lost reply, or another finisher of the group): done. Otherwise validate against it: the
+   caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
+2. Create the first absent number. If created: done.
+3. If it exists by now, go to 1, after a back-off with jitter.
+4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
+   there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
+   nothing can be learned, raise `CommitOutcomeUnknown` and delete nothing.
+5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then
+   the `latest` hint; their loss costs nothing but time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from tstore.errors import (
+    AlreadyExists,
+    CommitOutcomeUnknown,
+    Corrupt,
+    Denied,
+    NotFound,
+    StorageFull,
+    Unavailable,
+    UnsupportedFormat,
+)
+from tstore.kv.base import Backend, Durability
+from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
+from tstore.tree import Tree
+
+__all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
+
+ROOT_EVERY = 64
+
+_HINT = "latest"
+_CACHED = 256
+_BACKOFF_BASE, _BACKOFF_CAP = 0.002, 0.5
+
+T = TypeVar("T", Record, Manifest, Fragment, Root)
+Validate = Callable[[int, Record], Awaitable[Record]]
+
+
+def commit_key(version: int) -> str:
+    """The key of a commit's record."""
+    return f"commits/{version:020d}"
+
+
+def root_key(version: int) -> str:
+    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
+    return f"roots/{version:020d}"
+
+
+class Log:
+    """The commits of one store. Records and trees never change, so what was read once is kept."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._newest = 0
+        self._records: dict[int, Record] = {}
+        self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
+
+    async def newest(self) -> int:
+        """The highest version that is committed now; 0 for an empty log."""
+        low = self._newest or await self._hinted()
+        step = 1
+        while await self._exists(low + step):
+            low += step
+            step *= 2
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if await self._exists(middle):
+                low = middle
+            else:
+                high = middle
+        self._newest = max(self._newest, low)
+        return low
+
+    async def record(self, version: int) -> Record:
+        """The record of a version; `NotFound` where there is none."""
+        found = self._records.get(version)
+        if found is None:
+            found = await self.read(commit_key(version), Record)
+            self._records[version] = found
+            if len(self._records) > _CACHED:
+                del self._records[next(iter(self._records))]
+        return found
+
+    async def manifests(self, record: Record) -> list[Manifest]:
+        """The manifests of a record, read where they do not travel in it."""
+        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
+
+    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
+        """The manifest itself, or the one at that place, checked against its reference."""
+        if isinstance(where, Manifest):
+            return where
+        data = await self.backend.get(where.key)
+        if len(data) != where.length or data[-len(where.check) :] != where.check:
+            raise Corrupt(
+                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
+                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
+            )
+        return self._decoded(where.key, data, Manifest)
+
+    async def read(self, key: str, kind: type[T]) -> T:
+        """The object at a key; errors name it."""
+        return self._decoded(key, await self.backend.get(key), kind)
+
+    def _decoded(self, key: str, data: bytes, kind: type[T]) -> T:
+        try:
+            return decode(data, kind)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
+
+    async def tree(self, version: int) -> Tree:
+        """The tree as of a version that exists."""
+        if version in self._trees:
+            return self._trees[version]
+        start = await self._nearest_tree(version)
+        numbers = range(start.version + 1, version + 1)
+        records = await asyncio.gather(*[self.record(v) for v in numbers])
+        resets = [v for v, r in zip(numbers, records, strict=True) if r.replaces]
+        tree = start
+        for number, record in zip(numbers, records, strict=True):
+            hidden = bool(resets) and number < resets[-1]  # a later commit replaces all that it wrote
+            manifests: Sequence[Manifest] = () if hidden else await self.manifests(record)
+            tree = tree.after(number, record, manifests)
+        self._trees[version] = tree
+        while len(self._trees) > 4:
+            del self._trees[next(v for v in self._trees if v != 0)]
+        return tree
+
+    async def _nearest_tree(self, version: int) -> Tree:
+        cached = max(v for v in self._trees if v <= version)
+        rooted = version - version % ROOT_EVERY
+        while rooted > cached:
+            try:
+                return Tree.of(await self.read(root_key(rooted), Root))
+            except NotFound:
+                rooted -= ROOT_EVERY
+        return self._trees[cached]
+
+    async def append(self, record: Record, validate: Validate, durability: Durability) -> int:
+        """The version that the record became, by the steps at the top of this file.
+
+        `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
+        or returns the record to go on with.
+        """
+        seen, tries = record.base, 0
+        while True:
+            while (other := await self._record_or_none(seen + 1)) is not None:
+                seen += 1
+                if other.transaction == record.transaction:
+                    await self.backend.settle("commits", durability)  # its creator may not have got to it
+                    return await self._appended(seen)
+                if not other.void:
+                    record = await validate(seen, other)
+            try:
+                await self.backend.create(commit_key(seen + 1), encode(record), durability)
+            except AlreadyExists:
+                tries += 1
+                pause = min(_BACKOFF_CAP, _BACKOFF_BASE * 2**tries)
+                await asyncio.sleep(random.uniform(0, pause))
+            except Unavailable as error:
+                await self._decide(seen + 1, record, error)
+            else:
+                return await self._appended(seen + 1)
+
+    async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
+        """Makes sure that the unanswered create of `version` has landed or never will."""
+        void = Record(record.transaction + ".void", record.base, record.time, void=True)
+        try:
+            if await self._record_or_none(version) is None:
+                await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)
+        except AlreadyExists:
+            return
+        except Unavailable:
+            raise CommitOutcomeUnknown(
+                f"{self.backend.url}: no answer came to the creation of version {version} ({cause}), nor when "
+                f"asked again; nothing was deleted. Ask store.outcome({record.transaction!r}) later",
+                record.transaction,
+            ) from cause
+
+    async def _appended(self, version: int) -> int:
+        self._newest = max(self._newest, version)
+        if version % ROOT_EVERY == 0:
+            root = encode((await self.tree(version)).root())
+            try:
+                await self.backend.create(root_key(version), root, Durability.FSYNC)
+            except AlreadyExists:
+                pass  # another finisher wrote the same bytes
+            except (Denied, StorageFull, Unavailable):
+                return version  # the commit stands; opening it costs more reads until the next root
+            await self._write_hint(version)
+        return version
+
+    async def _write_hint(self, version: int) -> None:
+        try:
+            await self.backend.hint(_HINT, str(version).encode())
+        except (Denied, StorageFull, Unavailable):
+            return  # only a hint: the next reader gallops further
+
+    async def _hinted(self) -> int:
+        try:
+            version = int(await self.backend.get(_HINT))
+        except (NotFound, ValueError):
+            return 0
+        return version if version > 0 and await self._exists(version) else 0
+
+    async def _exists(self, version: int) -> bool:
+        return version in self._records or await self.backend.size(commit_key(version)) is not None
+
+    async def _record_or_none(self, version: int) -> Record | None:
+        try:
+            return await self.record(version)
+        except NotFound:
+            return None
+
+    async def find(self, transaction: str, above: int = 0) -> int | None:
+        """The version above `above` that a transaction became, None where it is not committed."""
+        version = above
+        while (record := await self._record_or_none(version + 1)) is not None:
+            version += 1
+            if record.transaction == transaction:
+                return version
+        return None
+
+    async def resolve(self, at: int | str) -> int:
+        """The version of a number or tag; `NotFound` names what there is."""
+        newest = await self.newest()
+        if isinstance(at, int):
+            if not 0 <= at <= newest:
+                raise NotFound(f"{self.backend.url} has no version {at}; its newest is {newest}")
+            return at
+        tags = (await self.tree(newest)).tags
+        if at not in tags:
+            known = ", ".join(sorted(tags)[-10:]) or "none"
+            raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
+        return tags[at]

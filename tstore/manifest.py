@@ -1,0 +1,210 @@
+"""Records and manifests: what the store's metadata objects hold, and their bytes; pure, no I/O.
+
+Every metadata object is one frame:
+
+    b"tstore"      6 bytes
+    kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
+    version        1 byte    of the format; 1 now
+    body           msgpack
+    check          16 bytes  xxh3-128, big-endian, of all bytes before it
+
+A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six
+buffers and not a million objects. Columns are little-endian.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from tstore.chunks import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
+from tstore.errors import Corrupt, UnsupportedFormat
+
+__all__ = [
+    "Fragment",
+    "Manifest",
+    "ObjectRef",
+    "Record",
+    "Root",
+    "decode",
+    "encode",
+    "reference",
+]
+_MAGIC = b"tstore"
+_VERSION = 1
+_HEADER = len(_MAGIC) + 2
+
+T = TypeVar("T", bound="_Body")
+
+
+class _Body(msgspec.Struct, array_like=True, frozen=True):
+    pass
+
+
+class ObjectRef(_Body, tag="object"):
+    """Where a metadata object lies and what its bytes must be."""
+
+    key: str
+    length: int
+    check: bytes
+
+
+class Manifest(_Body, tag="manifest", dict=True):
+    """The nodes one writer touched and the chunks it wrote, as columns.
+
+    `packs[i]` is the key of a pack, or "" for one small enough to travel here: the next of `inline`.
+    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of
+    the chunk columns. `fresh[i]` tells that its metadata was created or changed: then its rows are all the
+    chunks it has; otherwise they overlay those of earlier commits.
+    """
+
+    packs: tuple[str, ...]
+    inline: tuple[bytes, ...]
+    documents: tuple[bytes, ...]
+    paths: tuple[str, ...]
+    document: bytes  # u32
+    fresh: bytes  # u8
+    count: bytes  # u64
+    index: bytes  # u64, the chunk's C-order number in its grid
+    pack: bytes  # u32
+    offset: bytes  # u64
+    length: bytes  # u64
+    checks: bytes  # 16 bytes per block
+
+    @functools.cached_property
+    def table(self) -> ChunkTable:
+        """All chunk rows; raises `Corrupt` where columns and node counts do not fit each other."""
+        carried = iter(self.inline)
+        if self.packs.count("") != len(self.inline):
+            raise Corrupt("a manifest does not hold the packs that should travel in it")
+        table = ChunkTable(
+            tuple(key or next(carried) for key in self.packs),
+            column(self.index, "<u8"),
+            column(self.pack, "<u4"),
+            column(self.offset, "<u8"),
+            column(self.length, "<u8"),
+            as_checks(self.checks),
+        )
+        table.validate()
+        n = len(self.paths)
+        fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
+        if not fits or int(column(self.count, "<u8").sum()) != len(table):
+            raise Corrupt("the columns of a manifest do not fit each other")
+        if n and int(column(self.document, "<u4").max()) >= len(self.documents):
+            raise Corrupt("a manifest refers to a metadata document that it does not hold")
+        return table
+
+    def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
+        """Per node: path, document, fresh, and its rows."""
+        table = self.table
+        counts = column(self.count, "<u8")
+        stops = np.cumsum(counts).tolist()
+        rows = zip(
+            self.paths, column(self.document, "<u4").tolist(), self.fresh, stops, counts.tolist(), strict=True
+        )
+        return [
+            (path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows
+        ]
+
+    @staticmethod
+    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
+        """The manifest of these nodes: path, document, fresh, and their chunks (later spans overlay)."""
+        documents: dict[bytes, int] = {}
+        numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
+        table, counts = gather([spans for *_, spans in nodes])
+        return Manifest(
+            packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
+            inline=tuple(p for p in table.packs if isinstance(p, bytes)),
+            documents=tuple(documents),
+            paths=tuple(path for path, *_ in nodes),
+            document=np.array(numbers, "<u4").tobytes(),
+            fresh=bytes(fresh for _, _, fresh, _ in nodes),
+            count=counts.astype("<u8").tobytes(),
+            index=table.index.tobytes(),
+            pack=table.pack.tobytes(),
+            offset=table.offset.tobytes(),
+            length=table.length.tobytes(),
+            checks=table.checks.tobytes(),
+        )
+
+
+class Record(_Body):
+    """One commit. Its bytes do not depend on the version it becomes, so that a retry re-sends the same.
+
+    `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
+    nothing: it was created to decide that a late request for its number can no longer land.
+    """
+
+    transaction: str
+    base: int
+    time: float
+    message: str = ""
+    tags: tuple[str, ...] = ()
+    replaces: bool = False
+    deleted: tuple[str, ...] = ()
+    manifests: tuple[ObjectRef | Manifest, ...] = ()
+    bytes_added: int = 0
+    void: bool = False
+    facts: dict[str, Any] = {}
+
+
+class Fragment(_Body):
+    """What one host of a cooperative transaction contributes."""
+
+    transaction: str
+    host: int
+    hosts: int
+    base: int
+    message: str
+    tags: tuple[str, ...]
+    replaces: bool
+    deleted: tuple[str, ...]
+    manifest: ObjectRef | Manifest
+    bytes_added: int
+    structure: bytes
+    facts: dict[str, Any] = {}
+
+
+class Root(_Body):
+    """The whole tree and all tags as of one version."""
+
+    version: int
+    tags: dict[str, int]
+    manifest: Manifest
+
+
+_KINDS: dict[type[_Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+
+
+def encode(body: _Body) -> bytes:
+    """The frame of a record, manifest, fragment or root."""
+    data = _MAGIC + _KINDS[type(body)] + bytes([_VERSION]) + msgspec.msgpack.encode(body)
+    return data + digest(data)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The body of a frame; `Corrupt` where a bit is wrong, `UnsupportedFormat` where it is newer."""
+    if data[: len(_MAGIC)] != _MAGIC or len(data) < _HEADER + CHECK_SIZE:
+        raise Corrupt(f"expected an object of tstore, found {len(data)} bytes that begin with {data[:8]!r}")
+    if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
+        raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
+    found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
+    if version > _VERSION:
+        raise UnsupportedFormat(
+            f"an object has format version {version}; this tstore reads up to {_VERSION}: install a newer one"
+        )
+    if found != _KINDS[kind]:
+        raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[_HEADER:-CHECK_SIZE], type=kind)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"an object does not parse: {error}") from error
+
+
+def reference(key: str, data: bytes) -> ObjectRef:
+    """The reference by which another object names these bytes."""
+    return ObjectRef(key, len(data), data[-CHECK_SIZE:])

@@ -1,0 +1,149 @@
+"""The one place where tstore uses threads.
+
+Blocking work (file calls, checksums, encoding) runs here as plain functions on buffers that release the GIL.
+A call crosses the event loop once: `each` starts a few workers, every worker draws items until none is left,
+and the caller is woken when all of them have ended. A cancelled or failed call also waits for its workers, so
+that no thread touches the caller's memory after the call has returned.
+
+Memory: what workers allocate beyond the caller's arrays is drawn from one byte budget per process. Scratch
+buffers belong to their worker thread and are used again, which also spares the page faults of fresh memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BUDGET", "WORKERS", "each", "run", "scratch"]
+
+T = TypeVar("T")
+
+WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
+"""Worker threads that carry data; control calls (small reads, creates) have threads of their own."""
+
+BUDGET = 256 << 20
+"""Bytes that all calls of this process together may hold beyond the caller's arrays."""
+
+_KEPT_SCRATCH = 16 << 20
+
+
+class _Budget:
+    """A counting semaphore in bytes; a claim above the whole budget waits until it is alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def claim(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+class _Threads:
+    """The executors of this process, made at first use and again in a forked child."""
+
+    def __init__(self) -> None:
+        self.data = ThreadPoolExecutor(WORKERS, thread_name_prefix="tstore-data")
+        self.control = ThreadPoolExecutor(16, thread_name_prefix="tstore-io")
+        self.budget = _Budget(BUDGET)
+        self.local = threading.local()
+
+
+_threads = _Threads()
+
+
+def _after_fork() -> None:
+    global _threads  # noqa: PLW0603 - the parent's threads do not exist in the child
+    _threads = _Threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+async def run(call: Callable[..., T], *args: Any) -> T:
+    """The result of one blocking call, made in a control thread; cancelling waits for its end."""
+    return (await _settle([_threads.control.submit(call, *args)], threading.Event()))[0]
+
+
+async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:
+    """Calls `call(item)` for every item on up to `workers` threads; returns when all have ended.
+
+    The first exception stops the drawing of further items and is raised once every worker has ended.
+    """
+    source = iter(items)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                with lock:
+                    item = next(source, stop)
+                if item is stop:
+                    return
+                call(item)  # type: ignore[arg-type]
+        except BaseException:
+            stop.set()
+            raise
+
+    workers = max(1, min(workers, WORKERS))
+    await _settle([_threads.data.submit(work) for _ in range(workers)], stop)
+
+
+async def _settle(futures: list[Future[T]], stop: threading.Event) -> list[T]:
+    waiting = [asyncio.wrap_future(f) for f in futures]
+    cancelled: asyncio.CancelledError | None = None
+    pending: set[asyncio.Future[T]] = set(waiting)
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            stop.set()
+    failures = [e for w in waiting if (e := w.exception()) is not None]
+    if cancelled is not None:
+        raise cancelled
+    if failures:
+        raise failures[0]
+    return [w.result() for w in waiting]
+
+
+@contextlib.contextmanager
+def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """A buffer of `size` bytes for the running worker thread, drawn from the byte budget.
+
+    Nested claims get distinct buffers. The contents are undefined.
+    """
+    local = _threads.local
+    free: list[npt.NDArray[np.uint8]] = local.__dict__.setdefault("free", [])
+    buffer = free.pop() if free else None
+    if size > _KEPT_SCRATCH:
+        if buffer is not None:
+            free.append(buffer)
+        with _threads.budget.claim(size):
+            yield np.empty(size, np.uint8)
+        return
+    if buffer is None or buffer.size < size:
+        buffer = np.empty(size, np.uint8)
+    try:
+        yield buffer[:size]
+    finally:
+        free.append(buffer)

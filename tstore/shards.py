@@ -1,0 +1,103 @@
+"""One host's part of an array that many hosts hold together; pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.codec import dtype_named
+from tstore.errors import InvalidArgument
+from tstore.sharding import Mesh, P
+
+__all__ = ["Shards"]
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Shards:
+    """The regions of an array that one host holds: what it saves, or what it wants restored.
+
+    `parts` maps an index (a tuple of slices, one per axis) to the values there, or is an iterable of such
+    pairs (before Python 3.12 a slice can't be a key); None in place of values asks a restore for them.
+    `shard_shape` is the shape of a full shard, the same on every host; chunks are cut so that they never cross
+    a shard. It may be left out where this host's largest part is a full shard.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        parts: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        *,
+        shard_shape: Sequence[int] | None = None,
+    ) -> None:
+        self.shape = tuple(int(n) for n in shape)
+        self.dtype = dtype_named(dtype)
+        self._parts: dict[Bounds, npt.NDArray[Any] | None] = {}
+        for index, values in parts.items() if isinstance(parts, Mapping) else parts:
+            bounds = self._bounds(index)
+            if bounds in self._parts:
+                raise InvalidArgument(f"the region {bounds} is given twice")
+            self._parts[bounds] = None if values is None else self._checked(bounds, values)
+        if shard_shape is None:
+            sizes = [[b - a for a, b in bounds] for bounds in self._parts]
+            shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else self.shape
+        self.shard_shape = tuple(int(n) for n in shard_shape)
+        if len(self.shard_shape) != len(self.shape):
+            raise InvalidArgument(f"shard_shape {self.shard_shape} does not fit shape {self.shape}")
+
+    @staticmethod
+    def of(values: npt.NDArray[Any], mesh: Mesh, spec: P, host: int) -> Shards:
+        """What `host` of a mesh must write of a whole array: its shards that are replica 0; views, no copy."""
+        parts = [(index, values[index]) for index in mesh.host_shards(host, values.shape, spec)]
+        return Shards(values.shape, values.dtype, parts, shard_shape=mesh.shard_shape(values.shape, spec))
+
+    @staticmethod
+    def wanted(shape: Sequence[int], dtype: Any, mesh: Mesh, spec: P, host: int) -> Shards:
+        """A target for `restore`: every region that a device of `host` needs, replicas included."""
+        indices = {
+            tuple((s.start, s.stop) for s in shard.index): shard.index
+            for shard in mesh.shards(tuple(shape), spec)
+            if shard.host == host
+        }
+        return Shards(shape, dtype, [(index, None) for index in indices.values()])
+
+    @property
+    def parts(self) -> list[tuple[tuple[slice, ...], npt.NDArray[Any] | None]]:
+        """The regions and their values."""
+        return [(tuple(slice(a, b) for a, b in bounds), v) for bounds, v in self._parts.items()]
+
+    def filled(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
+        """The same regions with these values, in the order of `parts`."""
+        pairs = [(index, v) for (index, _), v in zip(self.parts, values, strict=True)]
+        return Shards(self.shape, self.dtype, pairs, shard_shape=self.shard_shape)
+
+    def __repr__(self) -> str:
+        return f"Shards({self.shape}, {self.dtype}, {len(self._parts)} parts)"
+
+    def _bounds(self, index: Any) -> Bounds:
+        items = index if isinstance(index, tuple) else (index,)
+        if len(items) != len(self.shape):
+            raise InvalidArgument(f"index {index!r} has {len(items)} axes, the array has {len(self.shape)}")
+        bounds = []
+        for item, n in zip(items, self.shape, strict=True):
+            if not isinstance(item, slice):
+                item = slice(*item)
+            start, stop, step = item.indices(n)
+            if step != 1 or (item.stop is not None and item.stop > n):
+                raise InvalidArgument(f"index {index!r} is no box inside of shape {self.shape}")
+            bounds.append((start, max(start, stop)))
+        return tuple(bounds)
+
+    def _checked(self, bounds: Bounds, values: Any) -> npt.NDArray[Any]:
+        array = np.asarray(values)
+        shape = tuple(b - a for a, b in bounds)
+        if array.shape != shape or array.dtype != self.dtype:
+            raise InvalidArgument(
+                f"the part at {bounds} must have shape {shape} and dtype {self.dtype}, not {array.shape} "
+                f"and {array.dtype}"
+            )
+        return array

@@ -1,0 +1,142 @@
+"""The tree of groups and arrays as of one commit: read-only, never changing under its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.chunk_reader import ReadJob, read_chunks
+from tstore.chunks import ChunkRow
+from tstore.codec import ArrayMeta
+from tstore.errors import Misuse, NotFound
+from tstore.grid import Selection, whole
+from tstore.log import Log
+from tstore.tree import Node, Tree, checked_path
+
+__all__ = ["Snapshot", "array_node", "node_rows"]
+
+_SMALL_TABLE = 1 << 16
+
+
+class Rows(Mapping[int, ChunkRow]):
+    """The rows of one array by chunk number, made from columns when they are asked for."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._chunks = node.chunks
+        count = len(self._chunks)
+        self._dense = count > 0 and int(self._chunks.index[-1]) == count - 1
+
+    def __getitem__(self, number: int) -> ChunkRow:
+        at = number if self._dense else int(self._chunks.locate(np.array([number], np.uint64))[0])
+        if not 0 <= at < len(self._chunks):
+            raise KeyError(number)
+        if len(self._chunks) <= _SMALL_TABLE:
+            _, pack, offset, length, checks = self._chunks.rows[at]
+        else:
+            _, pack, offset, length, checks = self._chunks.take(slice(at, at + 1)).rows[0]
+        return ChunkRow(number, self._chunks.packs[pack], offset, length, checks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._chunks.index.tolist())
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+
+def node_rows(node: Node) -> Mapping[int, ChunkRow]:
+    """The rows of an array's chunks by chunk number."""
+    if len(node.spans) == 1:
+        table, start, stop = node.spans[0]
+        if stop - start == 1 and len(table) <= _SMALL_TABLE:  # thousands of small arrays in one table
+            number, pack, offset, length, checks = table.rows[start]
+            return {number: ChunkRow(number, table.packs[pack], offset, length, checks)}
+    return Rows(node)
+
+
+class Snapshot:
+    """What a store holds as of one version."""
+
+    def __init__(self, log: Log, tree: Tree) -> None:
+        self._log = log
+        self._tree = tree
+
+    @property
+    def version(self) -> int:
+        """The version this is the state of; 0 for the empty store before its first commit."""
+        return self._tree.version
+
+    @property
+    def tags(self) -> dict[str, int]:
+        """Every tag that was set up to this version, with the version it names."""
+        return dict(self._tree.tags)
+
+    @property
+    def tree(self) -> Tree:
+        """The nodes behind this snapshot."""
+        return self._tree
+
+    def paths(self) -> list[str]:
+        """The paths of all arrays, sorted."""
+        return sorted(p for p, n in self._tree.nodes.items() if n.is_array)
+
+    def attributes(self, path: str = "") -> dict[str, Any]:
+        """The attributes of the array or group at a path; empty for a group that has none."""
+        node = self._tree.nodes.get(path.strip("/"))
+        return {} if node is None else node.attributes
+
+    async def array(self, path: str) -> Array:
+        """The array at a path; `NotFound` names near paths where there is none."""
+        path = checked_path(path)
+        return Array(self, path, array_node(self._tree, path, self._where()).meta)
+
+    async def read_array(
+        self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]
+    ) -> None:
+        """Fills `out`, which has one axis per axis of the array."""
+        rows = node_rows(array_node(self._tree, path, self._where()))
+        await read_chunks(self._log.backend, [ReadJob(path, meta, rows, selection, out)])
+
+    async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
+        """Fills many arrays (path, selection or None for all of it, destination) in one call."""
+        jobs = []
+        for path, selection, out in wanted:
+            node = array_node(self._tree, path, self._where())
+            meta = node.meta
+            jobs.append(
+                ReadJob(
+                    path, meta, node_rows(node), whole(meta.shape) if selection is None else selection, out
+                )
+            )
+        await read_chunks(self._log.backend, jobs)
+
+    async def write_array(
+        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+    ) -> None:
+        """Refuses: a snapshot never changes."""
+        raise Misuse(f"{path}: a snapshot can't be written; open a transaction: store.transaction()")
+
+    async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
+        """Refuses: a snapshot never changes."""
+        raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
+
+    def _where(self) -> str:
+        return f"{self._log.backend.url} at version {self.version}"
+
+    def __repr__(self) -> str:
+        return f"<tstore.Snapshot {self._where()}>"
+
+
+def array_node(tree: Tree, path: str, where: str) -> Node:
+    """The array at a path of a tree; `NotFound` says what is near it."""
+    node = tree.nodes.get(path)
+    if node is not None and node.is_array:
+        return node
+    head = path.rpartition("/")[0]
+    near = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(head))[:5]
+    shown = f"; near it are: {', '.join(near)}" if near else "; it holds no arrays there"
+    raise NotFound(f"{where} has no array {path!r}{shown}")

@@ -1,0 +1,245 @@
+"""A store: everything under one URL, and the way into its snapshots, transactions and history."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import uuid
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tstore.check import VerifyReport, verify_store
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotAStore,
+    NotFound,
+    UnsupportedFormat,
+)
+from tstore.group import Membership
+from tstore.kv.base import Backend, Durability
+from tstore.kv.url import connect
+from tstore.log import Log
+from tstore.manifest import Record
+from tstore.snapshot import Snapshot
+from tstore.transaction import Transaction
+
+__all__ = ["FORMAT_VERSION", "Commit", "Store", "open"]
+
+FORMAT_VERSION = 1
+_MARKER = "tstore.json"
+
+Mode = Literal["r", "a", "x"]
+
+
+class Commit(NamedTuple):
+    """What the history tells of one version."""
+
+    version: int
+    tag: str | None
+    message: str
+    time: datetime.datetime
+    tags: tuple[str, ...]
+    transaction: str
+    bytes_added: int
+    facts: dict[str, Any]
+
+
+class _Marker(msgspec.Struct):
+    format: int
+    uuid: str
+    created: str = ""
+
+
+async def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
+    """The store at a URL: a path, `file://…` or `memory://name`.
+
+    Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
+    Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied`, `InvalidArgument`.
+    """
+    if mode not in ("r", "a", "x"):
+        raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
+    backend = connect(url)
+    found = await _marker(backend)
+    if found is not None and mode == "x":
+        raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
+    if found is None:
+        if mode == "r":
+            raise NotAStore(f"{backend.url} is not a tstore store: it has no {_MARKER}; check the path")
+        found = await _create(backend, mode)
+    if found.format > FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{backend.url} has format version {found.format}; this tstore knows up to {FORMAT_VERSION}: "
+            "install a newer one"
+        )
+    return Store(backend, found.uuid, mode)
+
+
+async def _marker(backend: Backend) -> _Marker | None:
+    try:
+        data = await backend.get(_MARKER)
+    except NotFound:
+        return None
+    try:
+        return msgspec.json.decode(data, type=_Marker)
+    except msgspec.DecodeError as error:
+        raise Corrupt(
+            f"{backend.url}: {_MARKER} does not parse ({error}); restore this small file from a copy"
+        ) from error
+
+
+async def _create(backend: Backend, mode: Mode) -> _Marker:
+    if not await backend.empty():
+        raise NotAStore(
+            f"{backend.url} holds other files and no {_MARKER}, so it is not made a store; choose an empty or "
+            "a new folder"
+        )
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    marker = _Marker(FORMAT_VERSION, str(uuid.uuid4()), now)
+    try:
+        await backend.create(_MARKER, msgspec.json.encode(marker), Durability.FSYNC)
+    except AlreadyExists:
+        if mode == "x":
+            raise AlreadyExists(f"{backend.url} was made a store by another process just now") from None
+        marker = await _marker(backend) or marker
+    return marker
+
+
+class Store:
+    """Everything under one URL. Readers never block; writers meet only in the commit."""
+
+    def __init__(self, backend: Backend, identity: str, mode: Mode) -> None:
+        self._log = Log(backend)
+        self.uuid = identity
+        self.mode = mode
+
+    @property
+    def url(self) -> str:
+        """Where the store is."""
+        return self._log.backend.url
+
+    @property
+    def log(self) -> Log:
+        """The commits behind this store."""
+        return self._log
+
+    def transaction(
+        self,
+        message: str = "",
+        tag: str | None = None,
+        isolation: Literal["snapshot"] = "snapshot",
+        durability: Literal["fsync", "none"] = "fsync",
+        *,
+        name: str | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        attempt: str | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> Transaction:
+        """A new transaction; `async with` commits it on exit and aborts it on an exception.
+
+        `tag` names the version it becomes. `durability="none"` gives up surviving a power failure. With
+        `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which
+        becomes one commit once all hosts have called `commit`.
+        Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit.
+        """
+        if self.mode == "r":
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a' to write")
+        if isolation != "snapshot":
+            raise InvalidArgument(f"isolation {isolation!r} is not known: expected 'snapshot'")
+        try:
+            kept = Durability(durability)
+        except ValueError:
+            raise InvalidArgument(f"durability {durability!r}: expected 'fsync' or 'none'") from None
+        if name is None and hosts != 1:
+            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+        return Transaction(
+            self._log,
+            message=message,
+            tags=() if tag is None else (_checked_tag(tag),),
+            durability=kept,
+            member=None if name is None else Membership.of(name, host, hosts, attempt),
+            facts=facts,
+        )
+
+    async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+        """The state as of a version, a tag, or a time; by default the newest.
+
+        Raises `NotFound` where there is no such version or tag, or nothing was committed by that time.
+        """
+        if at is None:
+            version = await self._log.newest()
+        elif isinstance(at, datetime.datetime):
+            version = await self._version_at(at)
+        elif isinstance(at, (int, str)) and not isinstance(at, bool):
+            version = await self._log.resolve(at)
+        else:
+            raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
+        return Snapshot(self._log, await self._log.tree(version))
+
+    async def _version_at(self, at: datetime.datetime) -> int:
+        if at.tzinfo is None:
+            raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
+        for version in range(await self._log.newest(), 0, -1):
+            if (await self._log.record(version)).time <= at.timestamp():
+                return version
+        raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
+
+    async def history(self) -> AsyncIterator[Commit]:
+        """Every commit, newest first."""
+        for version in range(await self._log.newest(), 0, -1):
+            record = await self._log.record(version)
+            if not record.void:
+                yield _commit(version, record)
+
+    async def tags(self) -> dict[str, int]:
+        """Every tag and the version it names."""
+        return (await self.snapshot()).tags
+
+    async def outcome(self, transaction: str) -> int | None:
+        """The version that a transaction became, None if it is not committed (and if voided never will be)."""
+        return await self._log.find(transaction)
+
+    async def verify(self) -> VerifyReport:
+        """Reads and checks every record, manifest and chunk of every version; the report lists each fault."""
+        return await verify_store(self._log)
+
+    async def close(self) -> None:
+        """Releases open files; the store can still be used, and opens them again."""
+        await self._log.backend.close()
+
+    async def __aenter__(self) -> Store:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<tstore.Store {self.url} mode={self.mode!r}>"
+
+
+def _commit(version: int, record: Record) -> Commit:
+    return Commit(
+        version,
+        record.tags[0] if record.tags else None,
+        record.message,
+        datetime.datetime.fromtimestamp(record.time, datetime.UTC),
+        record.tags,
+        record.transaction,
+        record.bytes_added,
+        record.facts,
+    )
+
+
+def _checked_tag(tag: str) -> str:
+    if not tag or tag != tag.strip() or any(ord(c) < 32 for c in tag) or tag.isdigit():
+        raise InvalidArgument(f"tag {tag!r} can't be used: expected printable text that is no number")
+    return tag

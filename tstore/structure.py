@@ -1,0 +1,238 @@
+"""Nested containers of arrays, as a document and the leaves at their paths; pure, no I/O.
+
+A document is JSON: `["dict", [[key, node], …]]`, `["list", [node, …]]`, `["tuple", …]`,
+`["dataclass", name, [[field, node], …]]`, `["namedtuple", name, [[field, node], …]]`, `["none"]`,
+`["int", "5"]` and so on for Python scalars, `["array", path]` for an array and `["scalar", path]` for a NumPy
+scalar. A key is `[type, text]`, so that 5 and "5" stay apart. Paths join the keys by "/".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tstore.errors import InvalidArgument
+
+__all__ = ["compile_patterns", "flatten", "paths_in", "scalars_in", "unflatten", "unflatten_like"]
+
+Document = list[Any]
+
+_SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    bool: (str, lambda text: text == "True"),
+    int: (str, int),
+    float: (float.hex, float.fromhex),
+    complex: (
+        lambda c: f"{c.real.hex()} {c.imag.hex()}",
+        lambda text: complex(*(float.fromhex(part) for part in text.split())),
+    ),
+    str: (str, str),
+    bytes: (bytes.hex, bytes.fromhex),
+}
+_SCALAR_NAMES = {t.__name__: t for t in _SCALARS}
+_KEY_TYPES = (bool, int, float, str, bytes)
+
+
+def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
+    """The document of a tree, and its arrays by path in the order of the tree.
+
+    Leaves are everything with `shape` and `dtype`; NumPy scalars become 0-d arrays. Raises
+    `InvalidArgument`, naming the path, for anything else that is no container or Python scalar.
+    """
+    leaves: dict[str, Any] = {}
+
+    def add(path: str, leaf: Any) -> str:
+        path = path or "value"
+        while path in leaves:
+            path += "%"
+        leaves[path] = leaf
+        return path
+
+    def node(value: Any, path: str) -> Document:
+        if value is None:
+            return ["none"]
+        if isinstance(value, np.generic):
+            return ["scalar", add(path, np.asarray(value))]
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return ["array", add(path, value)]
+        if type(value) in _SCALARS:
+            return [type(value).__name__, _SCALARS[type(value)][0](value)]
+        if isinstance(value, Mapping):
+            return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named(value)]]
+        fields = _fields(value)
+        if fields is not None:
+            kind = "namedtuple" if isinstance(value, tuple) else "dataclass"
+            return [kind, type(value).__name__, [[f, node(v, _join(path, f))] for f, v in fields]]
+        if isinstance(value, (list, tuple)):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return [kind, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
+        raise InvalidArgument(
+            f"{path or 'the tree'}: a {type(value).__name__} can't be stored; expected arrays, Python or NumPy "
+            "scalars, None, and dicts, lists, tuples and dataclasses of them"
+        )
+
+    return node(tree, ""), leaves
+
+
+def _named(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Keys, values and path components; of two keys with one text (5 and "5") the later gets a mark."""
+    taken: set[str] = set()
+    for key, value in mapping.items():
+        part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"
+        if part in (".", "..", "zarr.json"):
+            part = "%" + part
+        while part in taken:
+            part += "%"
+        taken.add(part)
+        yield key, value, part
+
+
+def _join(path: str, part: str) -> str:
+    return f"{path}/{part}" if path else part
+
+
+def _key(key: Any, path: str) -> list[str]:
+    if type(key) not in _KEY_TYPES:
+        raise InvalidArgument(
+            f"{path or 'the tree'}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
+            "float, bool or bytes"
+        )
+    return [type(key).__name__, _SCALARS[type(key)][0](key)]
+
+
+def _fields(value: Any) -> list[tuple[str, Any]] | None:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    return None
+
+
+def paths_in(document: Document) -> Iterator[str]:
+    """The paths of all arrays of a document, in its order."""
+    match document:
+        case ["array" | "scalar", path]:
+            yield path
+        case ["dict" | "list" | "tuple", items]:
+            for item in items:
+                yield from paths_in(item[1] if document[0] == "dict" else item)
+        case ["dataclass" | "namedtuple", _, items]:
+            for _, item in items:
+                yield from paths_in(item)
+
+
+_DROPPED = object()
+
+
+def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
+    """The tree of a document with these leaves.
+
+    Dataclasses and named tuples come back as dicts of their fields: a class is never loaded from a store.
+    Where leaves are left out, dicts lose their keys and lists hold None in their place; Python scalars stay
+    only in containers that keep a leaf, or where nothing is left out.
+    """
+    partial = any(path not in leaves for path in paths_in(document))
+
+    def build(node: Document) -> Any:
+        match node:
+            case ["array", path]:
+                return leaves.get(path, _DROPPED)
+            case ["scalar", path]:
+                return leaves[path][()] if path in leaves else _DROPPED
+            case ["none"]:
+                return _DROPPED if partial else None
+            case ["dict", items]:
+                found = {_key_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
+            case ["dataclass" | "namedtuple", _, items]:
+                found = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
+            case ["list" | "tuple" as kind, items]:
+                values = [build(n) for n in items]
+                if partial and all(v is _DROPPED for v in values):
+                    return _DROPPED
+                values = [None if v is _DROPPED else v for v in values]
+                return values if kind == "list" else tuple(values)
+            case [name, text]:
+                return _DROPPED if partial else _SCALARS[_SCALAR_NAMES[name]][1](text)
+        return _DROPPED if partial and not found else found
+
+    built = build(document)
+    return {} if built is _DROPPED else built
+
+
+def _key_value(key: list[str]) -> Any:
+    return _SCALARS[_SCALAR_NAMES[key[0]]][1](key[1])
+
+
+def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
+    """The target's structure with these leaves, and Python scalars by path, in place of its own."""
+    counter: dict[str, int] = {}
+
+    def take(path: str, old: Any) -> Any:
+        path = path or "value"
+        while path in counter:
+            path += "%"
+        counter[path] = 1
+        return leaves.get(path, old)
+
+    def build(value: Any, path: str) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, np.generic):
+            found = take(path, value)
+            return found[()] if isinstance(found, np.ndarray) else found
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return take(path, value)
+        if type(value) in _SCALARS:
+            return scalars.get(path, value)
+        if isinstance(value, Mapping):
+            built = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
+            return built if type(value) is dict else type(value)(built)  # type: ignore[call-arg]
+        fields = _fields(value)
+        if fields is not None:
+            made = {f: build(v, _join(path, f)) for f, v in fields}
+            return type(value)(**made) if isinstance(value, tuple) else dataclasses.replace(value, **made)
+        items = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+
+    return build(target, "")
+
+
+def scalars_in(document: Document) -> dict[str, Any]:
+    """The Python scalars of a document by path."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Document, path: str) -> None:
+        match node:
+            case ["array" | "scalar", _] | ["none"]:
+                return
+            case ["dict", items]:
+                for _, child, part in _named({_key_value(k): n for k, n in items}):
+                    walk(child, _join(path, part))
+            case ["dataclass" | "namedtuple", _, items]:
+                for field, child in items:
+                    walk(child, _join(path, field))
+            case ["list" | "tuple", items]:
+                for i, child in enumerate(items):
+                    walk(child, _join(path, str(i)))
+            case [name, text]:
+                found[path] = _SCALARS[_SCALAR_NAMES[name]][1](text)
+
+    walk(document, "")
+    return found
+
+
+def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[str], bool]:
+    """A test of paths against globs: `*` within one name, `**` over any number, `?` one character."""
+    texts = [patterns] if isinstance(patterns, str) else list(patterns)
+    joined = re.compile("|".join(f"(?:{_regex(t)})" for t in texts) or r"(?!)")
+    return lambda path: joined.fullmatch(path) is not None
+
+
+def _regex(pattern: str) -> str:
+    parts = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
+    return "".join(
+        parts.get(t, re.escape(t)) for t in re.findall(r"\*\*/|/\*\*(?=$)|\*\*|\*|\?|[^*?/]+|/", pattern)
+    )

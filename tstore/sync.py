@@ -1,0 +1,246 @@
+"""The names of `tstore`, blocking: `import tstore.sync as tstore`.
+
+One event loop in one daemon thread serves all calls of a process, so they also work under a running loop, as in
+a notebook, and from many threads. A forked child gets a loop of its own. Ctrl-C cancels the call and waits until
+it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+import tstore as _async
+from tstore import Commit, QuantizeReport, Shards, errors, sharding
+from tstore.errors import Misuse
+from tstore.grid import Index
+from tstore.store import Mode
+
+__all__ = [
+    "Array",
+    "Commit",
+    "QuantizeReport",
+    "Shards",
+    "Snapshot",
+    "Store",
+    "Transaction",
+    "errors",
+    "open",
+    "quantize",
+    "restore",
+    "save",
+    "sharding",
+    "steps",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_THREAD = "tstore-loop"
+
+
+class _Loop:
+    """The event loop of this process, started at its first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, call: Coroutine[Any, Any, R]) -> R:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name=_THREAD, daemon=True).start()
+            loop = self._loop
+        if threading.current_thread().name == _THREAD:
+            call.close()
+            raise Misuse(
+                "a blocking call of tstore.sync was made inside of its own loop; await tstore's instead"
+            )
+        ended = threading.Event()
+        tasks: list[asyncio.Task[R]] = []
+
+        def start() -> None:
+            task = loop.create_task(call)
+            tasks.append(task)
+            task.add_done_callback(lambda _: ended.set())
+
+        loop.call_soon_threadsafe(start)
+        try:
+            ended.wait()
+        except BaseException:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
+            if not tasks[0].cancelled():
+                tasks[0].exception()  # looked at, so that it is not reported as lost
+            raise
+        return tasks[0].result()
+
+
+_loop = _Loop()
+
+
+def _after_fork() -> None:
+    global _loop  # noqa: PLW0603 - the parent's loop has no thread in the child
+    _loop = _Loop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Twin:
+    """A blocking object beside the awaited one that does the work."""
+
+    def __init__(self, awaited: Any) -> None:
+        self._awaited = awaited
+
+    def __repr__(self) -> str:
+        return repr(self._awaited).replace("<tstore.", "<tstore.sync.", 1)
+
+
+def _blocking(call: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
+    """The same function or method, blocking; blocking objects among its arguments stand for awaited ones."""
+
+    @functools.wraps(call)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        plain = [a._awaited if isinstance(a, _Twin) else a for a in args]
+        return _loop.run(call(*plain, **kwargs))  # type: ignore[arg-type]
+
+    return wrapper
+
+
+def _same(of: type, name: str) -> Any:
+    """The property of the awaited class, read from the awaited object."""
+    return property(lambda self: getattr(self._awaited, name), doc=getattr(of, name).__doc__)
+
+
+class Array(_Twin):
+    """A chunked array, or a view of one: indexing gives a view and does no I/O."""
+
+    path: str = property(lambda self: self._awaited.path, doc="Where the array stands in its tree.")  # type: ignore[assignment]
+    shape: tuple[int, ...] = _same(_async.Array, "shape")
+    ndim: int = _same(_async.Array, "ndim")
+    size: int = _same(_async.Array, "size")
+    nbytes: int = _same(_async.Array, "nbytes")
+    dtype: np.dtype[Any] = _same(_async.Array, "dtype")
+    chunks: tuple[int, ...] = _same(_async.Array, "chunks")
+    attributes: dict[str, Any] = _same(_async.Array, "attributes")
+    dimension_names: tuple[str | None, ...] | None = _same(_async.Array, "dimension_names")
+    fill_value: Any = _same(_async.Array, "fill_value")
+    codecs: list[dict[str, Any]] = _same(_async.Array, "codecs")
+
+    read = _blocking(_async.Array.read)
+    write = _blocking(_async.Array.write)
+    resize = _blocking(_async.Array.resize)
+
+    def __getitem__(self, index: Index) -> Array:
+        return Array(self._awaited[index])
+
+
+class Snapshot(_Twin):
+    """What a store holds as of one version."""
+
+    version: int = _same(_async.Snapshot, "version")
+    tags: dict[str, int] = _same(_async.Snapshot, "tags")
+
+    def paths(self) -> list[str]:
+        """The paths of all arrays, sorted."""
+        found: list[str] = self._awaited.paths()
+        return found
+
+    def attributes(self, path: str = "") -> dict[str, Any]:
+        """The attributes of the array or group at a path; empty for a group that has none."""
+        found: dict[str, Any] = self._awaited.attributes(path)
+        return found
+
+    def array(self, path: str) -> Array:
+        """The array at a path; `NotFound` names near paths where there is none."""
+        return Array(_loop.run(self._awaited.array(path)))
+
+
+class Transaction(_Twin):
+    """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
+
+    version: int | None = property(  # type: ignore[assignment]
+        lambda self: self._awaited.version, doc="The version it became, None before."
+    )
+    id: str = property(lambda self: self._awaited.id, doc="Its id in the log.")  # type: ignore[assignment]
+
+    create_group = _blocking(_async.Transaction.create_group)
+    paths = _blocking(_async.Transaction.paths)
+    delete = _blocking(_async.Transaction.delete)
+    commit = _blocking(_async.Transaction.commit)
+    abort = _blocking(_async.Transaction.abort)
+
+    @functools.wraps(_async.Transaction.create_array)
+    def create_array(self, *args: Any, **kwargs: Any) -> Array:
+        return Array(_loop.run(self._awaited.create_array(*args, **kwargs)))
+
+    @functools.wraps(_async.Transaction.array)
+    def array(self, path: str) -> Array:
+        return Array(_loop.run(self._awaited.array(path)))
+
+    def __enter__(self) -> Transaction:
+        _loop.run(self._awaited.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _loop.run(self._awaited.__aexit__(kind, error, trace))
+
+
+class Store(_Twin):
+    """Everything under one URL. Readers never block; writers meet only in the commit."""
+
+    url: str = _same(_async.Store, "url")
+    mode: Mode = property(lambda self: self._awaited.mode, doc='"r", "a" or "x".')  # type: ignore[assignment]
+    uuid: str = property(lambda self: self._awaited.uuid, doc="Made with the store.")  # type: ignore[assignment]
+
+    tags = _blocking(_async.Store.tags)
+    outcome = _blocking(_async.Store.outcome)
+    verify = _blocking(_async.Store.verify)
+    close = _blocking(_async.Store.close)
+
+    @functools.wraps(_async.Store.transaction)
+    def transaction(self, *args: Any, **kwargs: Any) -> Transaction:
+        return Transaction(self._awaited.transaction(*args, **kwargs))
+
+    @functools.wraps(_async.Store.snapshot)
+    def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+        return Snapshot(_loop.run(self._awaited.snapshot(at)))
+
+    def history(self) -> Iterator[Commit]:
+        """Every commit, newest first."""
+        commits = self._awaited.history()
+        while (commit := _loop.run(anext(commits, None))) is not None:
+            yield commit
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@functools.wraps(_async.open)
+def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
+    """The store at a URL, for blocking use."""
+    return Store(_loop.run(_async.open(url, mode)))
+
+
+save = _blocking(_async.save)
+restore = _blocking(_async.restore)
+steps = _blocking(_async.steps)
+quantize = _blocking(_async.quantize)

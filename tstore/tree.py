@@ -1,0 +1,203 @@
+"""The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
+
+Two commits overlap where both wrote the same chunk, where one changed the metadata of a node that the other
+touched, where one deleted what the other touched, or where both set one tag. A commit that replaces the whole
+tree (a checkpoint) rests on nothing that was there, so it overlaps with another only in its tags.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.chunks import ChunkTable, Span
+from tstore.codec import ArrayMeta
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.manifest import Manifest, Record, Root
+
+__all__ = ["Changes", "Node", "NodeChange", "Overlap", "Tree", "checked_path", "group_document", "is_below"]
+
+
+class Node:
+    """A group or an array of a tree; its chunks lie in spans of manifests, later ones over earlier ones."""
+
+    __slots__ = ("_chunks", "document", "spans")
+
+    def __init__(self, document: bytes, spans: tuple[Span, ...]) -> None:
+        self.document = document
+        self.spans = spans
+        self._chunks: ChunkTable | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the node is an array, not a group."""
+        return _kind(self.document) == "array"
+
+    @property
+    def meta(self) -> ArrayMeta:
+        """The metadata of an array."""
+        return ArrayMeta.parse(self.document)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the group or array."""
+        found: dict[str, Any] = msgspec.json.decode(self.document).get("attributes", {})
+        return found
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The references to all chunks of the array, sorted by number."""
+        if self._chunks is None:
+            self._chunks = ChunkTable.overlay([s.chunks() for s in self.spans]) if self.spans else _NO_CHUNKS
+        return self._chunks
+
+
+_NO_CHUNKS = ChunkTable.empty()
+
+
+class Tree:
+    """All nodes by path, and all tags, as of `version`; never changed once made."""
+
+    def __init__(self, version: int, nodes: Mapping[str, Node], tags: Mapping[str, int]) -> None:
+        self.version = version
+        self.nodes = nodes
+        self.tags = tags
+
+    def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
+        """The tree that the commit makes of this one."""
+        tags = {**self.tags, **dict.fromkeys(record.tags, version)} if record.tags else self.tags
+        if record.void:
+            return Tree(version, self.nodes, tags)
+        nodes = {} if record.replaces else dict(self.nodes)
+        for top in record.deleted:
+            for path in [p for p in nodes if is_below(p, top)]:
+                del nodes[path]
+        made: set[str] = set()
+        for manifest in manifests:
+            for path, document, fresh, span in manifest.nodes():
+                old = nodes.get(path)
+                if old is None or (fresh and path not in made):
+                    nodes[path] = Node(document, (span,))
+                    made.add(path)
+                else:
+                    nodes[path] = Node(document, (*old.spans, span))
+        return Tree(version, nodes, tags)
+
+    def manifest(self) -> Manifest:
+        """All nodes and their chunks in one manifest; every node is fresh in it."""
+        return Manifest.of([(path, n.document, True, n.spans) for path, n in self.nodes.items()])
+
+    def root(self) -> Root:
+        """This tree as the object that spares the reading of all records before it."""
+        return Root(self.version, dict(self.tags), self.manifest())
+
+    @staticmethod
+    def of(root: Root) -> Tree:
+        """The tree in a root."""
+        nodes = {path: Node(document, (span,)) for path, document, _, span in root.manifest.nodes()}
+        return Tree(root.version, nodes, root.tags)
+
+
+class NodeChange(NamedTuple):
+    """What a commit did to one node."""
+
+    fresh: bool
+    numbers: npt.NDArray[np.uint64]
+
+
+class Overlap(NamedTuple):
+    """Where two commits meet: `fatal` as readable paths, and chunks written by both, by path."""
+
+    fatal: list[str]
+    chunks: dict[str, npt.NDArray[np.uint64]]
+
+
+class Changes(NamedTuple):
+    """What a commit changes, as far as others can conflict with it."""
+
+    nodes: Mapping[str, NodeChange]
+    deleted: tuple[str, ...] = ()
+    replaces: bool = False
+    tags: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
+        """The changes that a committed record made."""
+        nodes = {
+            path: NodeChange(fresh, span.table.index[span.start : span.stop])
+            for manifest in manifests
+            for path, _, fresh, span in manifest.nodes()
+        }
+        return Changes(nodes, record.deleted, record.replaces, record.tags)
+
+    def overlap(self, other: Changes) -> Overlap:
+        """Where these changes, not yet committed, meet those of a newer commit."""
+        fatal = [f"tag {t}" for t in self.tags if t in other.tags]
+        if self.replaces:
+            return Overlap(fatal, {})
+        if other.replaces:
+            return Overlap([*fatal, *self.nodes, *self.deleted], {})
+        chunks = {}
+        fatal += [p for p in self.nodes if any(is_below(p, d) for d in other.deleted)]
+        fatal += [p for p in other.nodes if any(is_below(p, d) for d in self.deleted)]
+        fatal += _nested(self.nodes, other.nodes)
+        for path in self.nodes.keys() & other.nodes.keys():
+            mine, theirs = self.nodes[path], other.nodes[path]
+            if mine.fresh or theirs.fresh:
+                fatal.append(path)
+                continue
+            both = np.intersect1d(mine.numbers, theirs.numbers)
+            if len(both):
+                chunks[path] = both
+        return Overlap(fatal, chunks)
+
+
+def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
+    """Paths that one side created above or below a node that the other side created."""
+    made = {p for p, c in mine.items() if c.fresh}
+    others = {p for p, c in theirs.items() if c.fresh}
+    found = [p for p in made if any(a in others for a in _parents(p))]
+    return found + [p for p in others if any(a in made for a in _parents(p))]
+
+
+def _parents(path: str) -> Iterable[str]:
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def is_below(path: str, top: str) -> bool:
+    """Whether the path is `top` or lies below it; everything lies below the root, ""."""
+    return path == top or not top or path.startswith(top + "/")
+
+
+def checked_path(path: str) -> str:
+    """The path of a node without outer slashes; `InvalidArgument` where it can't be one."""
+    stripped = path.strip("/")
+    if any(part in ("", ".", "..") or part == "zarr.json" for part in stripped.split("/")) or "\0" in path:
+        raise InvalidArgument(
+            f"{path!r} is not the path of a node: expected names joined by '/', without '', '.', '..' "
+            "and 'zarr.json'"
+        )
+    return stripped
+
+
+def group_document(attributes: Mapping[str, Any]) -> bytes:
+    """The `zarr.json` of a group with these attributes."""
+    try:
+        return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+    except TypeError as error:
+        raise InvalidArgument(f"attributes can't be stored as JSON: {error}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(document: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(document)["node_type"])
+    except (KeyError, TypeError, msgspec.DecodeError) as error:
+        raise Corrupt(f"metadata of a node does not parse: {error!r}") from error
