@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from tstore import errors, sharding
 from tstore.array import Array
-from tstore.checkpoint import Shards, restore, save, steps
+from tstore.checkpoint import restore, save, steps
 from tstore.quantize import QuantizeReport, quantize
+from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
 from tstore.transaction import Transaction

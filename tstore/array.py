@@ -18,9 +18,7 @@ __all__ = ["Array", "ArraySource"]
 class ArraySource(Protocol):
     """Where an array's values come from and go to: a snapshot or a transaction."""
 
-    async def read_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]
-    ) -> None:
+    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out`, which has one axis per axis of the array."""
 
     async def write_array(
@@ -97,7 +95,7 @@ class Array:
 
     def __getitem__(self, index: Index) -> Array:
         """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
-        return Array(self._source, self.path, self._meta, self._selection[index])
+        return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
 
     def __repr__(self) -> str:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"

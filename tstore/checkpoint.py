@@ -148,9 +148,7 @@ def codec_for(rules: CodecRules) -> Callable[[str, np.dtype[Any]], Codecs]:
     return choose
 
 
-def _job(
-    path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int
-) -> WriteJob:
+def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
     """What this host writes of a leaf."""
     if isinstance(leaf, Shards):
         meta = _meta(metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
@@ -334,9 +332,7 @@ def _check_fit(
             mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
     for path, value in asked.items():
         if path in kept and type(kept[path]) is not type(value):
-            mismatched.append(
-                f"{path}: stored a {type(kept[path]).__name__}, target a {type(value).__name__}"
-            )
+            mismatched.append(f"{path}: stored a {type(kept[path]).__name__}, target a {type(value).__name__}")
     if missing or unexpected or mismatched:
         raise StructureMismatch(name, missing, unexpected, mismatched)
     return stored

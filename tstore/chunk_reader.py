@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, block_checks, digest
 from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, NotFound
-from tstore.grid import Cover, Selection, covers
+from tstore.grid import Cover, Selection, covers, part_of
 from tstore.kv.base import Backend, PackReader
 from tstore.pool import WORKERS, each, scratch
 
@@ -95,16 +95,14 @@ async def verify_chunks(
                     fault(f"{where}: {error}")
                     return
                 at = i // BLOCK * CHECK_SIZE
-                if digest(part) != row.checks[at : at + CHECK_SIZE]:
+                if digest(part.data) != row.checks[at : at + CHECK_SIZE]:
                     fault(f"{where}: {_mismatch(row, i)}")
                     return
 
     await each(check, tasks, WORKERS)
 
 
-async def _for_batches(
-    backend: Backend, tasks: list[_Task], work: Callable[[Backend, list[_Part]], None]
-) -> None:
+async def _for_batches(backend: Backend, tasks: list[_Task], work: Callable[[Backend, list[_Part]], None]) -> None:
     if not tasks:
         return
     tasks.sort(key=_place)
@@ -136,7 +134,7 @@ def _tasks(job: ReadJob) -> Iterator[_Task]:
                     f"chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
                     "with sparse=True to read its fill value there"
                 )
-            job.out[(*cover.result, ...)] = meta.fill_value
+            part_of(job.out, cover.result)[...] = meta.fill_value
             continue
         yield _Task(row.pack, row.offset, row.length, row, job, cover)
 
@@ -212,7 +210,7 @@ def _read_batch(backend: Backend, batch: list[_Part]) -> None:
             behind = f" (or one of the {len(batch) - 1} chunks behind it)" if len(batch) > 1 else ""
             raise Corrupt(f"{_where(batch[0].task)}{behind}: {error}") from error
         for part, piece, target in zip(batch, data, direct, strict=True):
-            if block_checks(memoryview(piece)) != part.checks:
+            if block_checks(piece.data) != part.checks:
                 raise _damaged(part)
             if target is None:
                 _deliver(part, piece)
@@ -227,7 +225,7 @@ def _read_long(reader: PackReader, part: _Part, target: Values) -> None:
         except Corrupt as error:
             raise Corrupt(f"{_where(part.task)}: {error}") from error
         at = i // BLOCK * CHECK_SIZE
-        if digest(piece) != part.checks[at : at + CHECK_SIZE]:
+        if digest(piece.data) != part.checks[at : at + CHECK_SIZE]:
             raise _damaged(part)
 
 
@@ -241,7 +239,7 @@ def _destination(part: _Part) -> Values | None:
         return job.out.reshape(-1).view(np.uint8)
     if not task.cover.full or any(s.step is not None and s.step < 0 for s in task.cover.result):
         return None
-    target = job.out[(*task.cover.result, ...)]
+    target = part_of(job.out, task.cover.result)
     if target.shape != meta.chunks or not _as_stored(target, meta):
         return None
     return target.reshape(-1).view(np.uint8)
@@ -255,7 +253,7 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
         inside: tuple[slice, ...] = tuple(slice(0, n, 1) for n in meta.chunks)
         target = job.out
     else:
-        inside, target = cover.inside, job.out[(*cover.result, ...)]
+        inside, target = cover.inside, part_of(job.out, cover.result)
     if meta.chain.identity:
         if part.skipped == 0 and part.size != meta.encoded_bound:
             raise Corrupt(f"{_where(task)}: expected {meta.encoded_bound} bytes, found {part.size}")
@@ -264,7 +262,7 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
         values: Values = np.ndarray(
             tuple(len(range(s.start, s.stop, s.step)) for s in inside),
             meta.dtype,
-            buffer=data,  # type: ignore[arg-type]
+            buffer=data,
             offset=start,
             strides=tuple(t * s.step for s, t in zip(inside, strides, strict=True)),
         )
@@ -272,11 +270,11 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
         return
     try:
         if target.shape == meta.chunks and target.dtype == meta.dtype and target.flags.c_contiguous:
-            meta.chain.decode(memoryview(data), target)
+            meta.chain.decode(data.data, target)
             return
         with scratch(meta.chunk_size * meta.dtype.itemsize) as room:
             decoded = room.view(meta.dtype).reshape(meta.chunks)
-            meta.chain.decode(memoryview(data), decoded)
+            meta.chain.decode(data.data, decoded)
             np.copyto(target, decoded[inside])
     except Corrupt as error:
         raise Corrupt(f"{_where(task)}: {error}") from error

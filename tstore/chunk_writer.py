@@ -25,7 +25,6 @@ from tstore.codec import ArrayMeta
 from tstore.errors import NotFinite
 from tstore.grid import boxes
 from tstore.kv.base import Backend, Durability, PackWriter
-
 from tstore.pool import WORKERS, each, run, scratch
 
 __all__ = ["PackSet", "WriteJob"]
@@ -68,7 +67,7 @@ class _Box(NamedTuple):
     job: WriteJob
     first: tuple[int, ...]
     values: Values
-    count: int
+    chunks: int
 
 
 class PackSet:
@@ -165,7 +164,7 @@ def _reused(job: WriteJob, row: ChunkRow) -> ChunkRow | None:
 
 
 def _encoded(box: _Box) -> int:
-    return box.job.meta.encoded_bound * box.count
+    return box.job.meta.encoded_bound * box.chunks
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
@@ -176,12 +175,12 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
         for origin, values in job.pieces:
             for box in _boxes(job, origin, values):
                 raw = box.values.nbytes
-                if batch and (size + raw > _BATCH or chunks + box.count > _BATCH_CHUNKS):
+                if batch and (size + raw > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
                     yield batch
                     batch, size, chunks = [], 0, 0
                 batch.append(box)
                 size += raw
-                chunks += box.count
+                chunks += box.chunks
     if batch:
         yield batch
 
@@ -195,8 +194,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
     most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, meta.chunk_size * meta.dtype.itemsize)))
     for box in boxes(counts, most):
         region = tuple(
-            slice(r.start * c, min(r.stop * c, n))
-            for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
+            slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
         yield _Box(job, first, values[region], math.prod(len(r) for r in box))
@@ -206,9 +204,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
 def _encoded_chunks(batch: list[_Box]) -> Iterator[list[tuple[WriteJob, int, memoryview]]]:
     """The encoded chunks of a batch: views of the caller's memory, or of scratch while inside."""
     gathered = [None if _contiguous(box) else box.job.meta for box in batch]
-    raw = sum(
-        m.chunk_size * m.dtype.itemsize * box.count for m, box in zip(gathered, batch, strict=True) if m
-    )
+    raw = sum(m.chunk_size * m.dtype.itemsize * box.chunks for m, box in zip(gathered, batch, strict=True) if m)
     packed = sum(_encoded(box) for box in batch if not box.job.meta.chain.identity)
     with scratch(raw) as plain, scratch(packed) as encoded:
         found: list[tuple[WriteJob, int, memoryview]] = []
@@ -218,12 +214,12 @@ def _encoded_chunks(batch: list[_Box]) -> Iterator[list[tuple[WriteJob, int, mem
             if _contiguous(box):
                 chunks = box.values.reshape(1, *meta.chunks)
             else:
-                size = meta.chunk_size * meta.dtype.itemsize * box.count
+                size = meta.chunk_size * meta.dtype.itemsize * box.chunks
                 chunks = _gather(box, plain[a : a + size])
                 a += size
             numbers = _numbers(box)
             if meta.chain.identity:
-                data = memoryview(chunks.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+                data = chunks.reshape(-1).view(np.uint8).data
                 step = meta.encoded_bound
                 for i, number in enumerate(numbers):
                     found.append((box.job, number, data[i * step : (i + 1) * step]))
@@ -273,7 +269,7 @@ def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
 def _numbers(box: _Box) -> list[int]:
     """The numbers of the box's chunks in the array's grid, in C order."""
     meta = box.job.meta
-    if box.count == 1:
+    if box.chunks == 1:
         number = 0
         for i, n in zip(box.first, meta.counts, strict=True):
             number = number * n + i

@@ -7,6 +7,7 @@ read and still be checked.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -82,9 +83,7 @@ class ChunkTable:
         return ChunkTable.from_rows((), [])
 
     @staticmethod
-    def from_rows(
-        packs: Sequence[str | bytes], rows: Sequence[tuple[int, int, int, int, bytes]]
-    ) -> ChunkTable:
+    def from_rows(packs: Sequence[str | bytes], rows: Sequence[tuple[int, int, int, int, bytes]]) -> ChunkTable:
         """The table of these rows: number, position in `packs`, offset, length, checks."""
         index, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
         return ChunkTable(
@@ -106,7 +105,7 @@ class ChunkTable:
     def rows(self) -> list[tuple[int, int, int, int, bytes]]:
         """The rows as Python values: number, pack, offset, length, checks; for loops over chunks."""
         data, ends = self.checks.tobytes(), (self.blocks * CHECK_SIZE).tolist()
-        checks = [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        checks = [data[a:b] for a, b in itertools.pairwise(ends)]
         return list(
             zip(
                 self.index.tolist(),
@@ -154,9 +153,7 @@ class ChunkTable:
         """All rows of the tables, one after the other; a pack that several use is named once."""
         names: dict[str | bytes, int] = {}
         numbers = [
-            np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack]
-            for t in tables
-            if len(t)
+            np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack] for t in tables if len(t)
         ]
         return ChunkTable(
             tuple(names),

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import exmy
 import ml_dtypes
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from numcodecs import GZip, Zstd
 
-import exmy
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.grid import chunk_counts
 
@@ -57,7 +57,8 @@ def dtype_named(name: Any) -> np.dtype[Any]:
             f"dtype {found} can't be stored: expected bool, an integer, float or complex type of NumPy, "
             "bfloat16, or an 8-bit float of ml_dtypes"
         )
-    return found.newbyteorder("=") if found.kind != "V" else found
+    native: np.dtype[Any] = found if found.kind == "V" else found.newbyteorder("=")
+    return native
 
 
 class _ArrayBytes(Protocol):
@@ -111,7 +112,7 @@ class _Exmy:
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
         try:
             fitted = self._format.fit(chunk)
-            _EXMY_HEADER.pack_into(out, 0, fitted.bias)
+            _EXMY_HEADER.pack_into(out.data, 0, fitted.bias)
             exmy.encode_packed(chunk, fitted, out=out[_EXMY_HEADER.size :])
         except exmy.NonFiniteError as error:
             raise NotFinite(str(error)) from None
@@ -120,9 +121,7 @@ class _Exmy:
         (bias,) = _EXMY_HEADER.unpack_from(data, 0)
         packed = np.frombuffer(data, np.uint8, offset=_EXMY_HEADER.size)
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        exmy.decode_packed(
-            packed, self._format.with_bias(bias), target.size, self._dtype, out=target.reshape(-1)
-        )
+        exmy.decode_packed(packed, self._format.with_bias(bias), target.size, self._dtype, out=target.reshape(-1))
         if target is not out:
             np.copyto(out, target)
 
@@ -216,12 +215,13 @@ def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
     return number
 
 
-def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> np.generic[Any]:
+def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "c":
         value = complex(float(value[0]), float(value[1]))
     elif isinstance(value, str):
         value = float(value)
-    return np.asarray(value).astype(dtype)[()]
+    filled: Any = np.asarray(value).astype(dtype)[()]
+    return filled
 
 
 class ArrayMeta:

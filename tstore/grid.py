@@ -10,7 +10,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
 
@@ -24,6 +26,7 @@ __all__ = [
     "chunk_counts",
     "covers",
     "default_chunks",
+    "part_of",
     "whole",
 ]
 
@@ -44,7 +47,7 @@ class Selection(NamedTuple):
         """Shape of the selected values."""
         return tuple(len(r) for i, r in enumerate(self.axes) if i not in self.dropped)
 
-    def __getitem__(self, index: Index) -> Selection:  # type: ignore[override]
+    def narrowed(self, index: Index) -> Selection:
         """The selection of `index` within this one, by NumPy's rules for integers, slices and `...`."""
         items = index if isinstance(index, tuple) else (index,)
         open_axes = [i for i in range(len(self.axes)) if i not in self.dropped]
@@ -52,9 +55,7 @@ class Selection(NamedTuple):
         if len(dots) > 1:
             raise InvalidArgument("an index can hold only one ellipsis ('...')")
         if len(items) - len(dots) > len(open_axes):
-            raise InvalidArgument(
-                f"{len(items) - len(dots)} indices for an array of {len(open_axes)} dimensions"
-            )
+            raise InvalidArgument(f"{len(items) - len(dots)} indices for an array of {len(open_axes)} dimensions")
         at = dots[0] if dots else len(items)
         fill = (slice(None),) * (len(open_axes) - len(items) + len(dots))
         axes, dropped = list(self.axes), set(self.dropped)
@@ -83,6 +84,13 @@ class Selection(NamedTuple):
 def whole(shape: Sequence[int]) -> Selection:
     """The selection of every element of an array of that shape."""
     return Selection(tuple(range(n) for n in shape))
+
+
+def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[Any]:
+    """A view of the region; an array also where there are no axes, for which NumPy gives a scalar."""
+    index: tuple[slice | EllipsisType, ...] = (*region, ...)
+    view: npt.NDArray[Any] = values[index]
+    return view
 
 
 def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:

@@ -230,9 +230,7 @@ def _check_nodes(member: Membership, manifests: Sequence[Manifest]) -> None:
         for path, document, _, _ in manifest.nodes():
             other, found = documents.setdefault(path, (host, document))
             if found != document:
-                differing.append(
-                    f"{path}: host {other} has {_short(found)}, host {host} has {_short(document)}"
-                )
+                differing.append(f"{path}: host {other} has {_short(found)}, host {host} has {_short(document)}")
     if differing:
         raise Inconsistent(
             f"transaction {member.name!r}: hosts disagree on the metadata of arrays; nothing was committed",

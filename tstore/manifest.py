@@ -42,10 +42,10 @@ T = TypeVar("T", bound="_Body")
 
 
 class _Body(msgspec.Struct, array_like=True, frozen=True):
-    pass
+    """What can stand in a frame."""
 
 
-class ObjectRef(_Body, tag="object"):
+class ObjectRef(_Body, tag="object", frozen=True):
     """Where a metadata object lies and what its bytes must be."""
 
     key: str
@@ -53,7 +53,7 @@ class ObjectRef(_Body, tag="object"):
     check: bytes
 
 
-class Manifest(_Body, tag="manifest", dict=True):
+class Manifest(_Body, tag="manifest", dict=True, frozen=True):
     """The nodes one writer touched and the chunks it wrote, as columns.
 
     `packs[i]` is the key of a pack, or "" for one small enough to travel here: the next of `inline`.
@@ -106,9 +106,7 @@ class Manifest(_Body, tag="manifest", dict=True):
         rows = zip(
             self.paths, column(self.document, "<u4").tolist(), self.fresh, stops, counts.tolist(), strict=True
         )
-        return [
-            (path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows
-        ]
+        return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
 
     @staticmethod
     def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
@@ -132,7 +130,7 @@ class Manifest(_Body, tag="manifest", dict=True):
         )
 
 
-class Record(_Body):
+class Record(_Body, frozen=True):
     """One commit. Its bytes do not depend on the version it becomes, so that a retry re-sends the same.
 
     `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
@@ -152,7 +150,7 @@ class Record(_Body):
     facts: dict[str, Any] = {}
 
 
-class Fragment(_Body):
+class Fragment(_Body, frozen=True):
     """What one host of a cooperative transaction contributes."""
 
     transaction: str
@@ -169,7 +167,7 @@ class Fragment(_Body):
     facts: dict[str, Any] = {}
 
 
-class Root(_Body):
+class Root(_Body, frozen=True):
     """The whole tree and all tags as of one version."""
 
     version: int

@@ -111,9 +111,7 @@ async def quantize(
             elif isinstance(codecs, str):
                 rows.append(await _encode(tx, source, path, node, codecs))
             else:
-                raise InvalidArgument(
-                    f"{path}: expected the name of an eXmY format, as 'e4m3', not {codecs!r}"
-                )
+                raise InvalidArgument(f"{path}: expected the name of an eXmY format, as 'e4m3', not {codecs!r}")
     assert tx.version is not None
     return QuantizeReport(tx.version, name, source.version, rows)
 
@@ -157,6 +155,5 @@ def _slabs(array: Array, itemsize: int) -> Iterator[tuple[slice, ...]]:
     counts: Sequence[int] = [-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)]
     for box in boxes(counts, _SLAB // max(1, math.prod(array.chunks) * itemsize)):
         yield tuple(
-            slice(r.start * c, min(r.stop * c, n))
-            for r, c, n in zip(box, array.chunks, array.shape, strict=True)
+            slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, array.chunks, array.shape, strict=True)
         )

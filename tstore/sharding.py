@@ -143,9 +143,7 @@ class Mesh:
 
     def _cut(self, shape: Sequence[int], spec: P) -> _Cut:
         if not isinstance(spec, P):
-            raise InvalidArgument(
-                f"a partition spec is a P, as P('data', None), not {spec!r}; wrap it in P(…)"
-            )
+            raise InvalidArgument(f"a partition spec is a P, as P('data', None), not {spec!r}; wrap it in P(…)")
         lengths = tuple(_whole(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
         if len(spec) > len(lengths):
             raise InvalidArgument(
@@ -215,8 +213,7 @@ def _axes_of(part: Part) -> tuple[str, ...]:
     axes = (part,) if isinstance(part, str) else part
     if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
         raise InvalidArgument(
-            f"a part of a partition spec is None, an axis name or a tuple of axis names, "
-            f"not {part!r}; mend it"
+            f"a part of a partition spec is None, an axis name or a tuple of axis names, not {part!r}; mend it"
         )
     return axes
 

@@ -94,9 +94,7 @@ class Snapshot:
         path = checked_path(path)
         return Array(self, path, array_node(self._tree, path, self._where()).meta)
 
-    async def read_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]
-    ) -> None:
+    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out`, which has one axis per axis of the array."""
         rows = node_rows(array_node(self._tree, path, self._where()))
         await read_chunks(self._log.backend, [ReadJob(path, meta, rows, selection, out)])
@@ -108,9 +106,7 @@ class Snapshot:
             node = array_node(self._tree, path, self._where())
             meta = node.meta
             jobs.append(
-                ReadJob(
-                    path, meta, node_rows(node), whole(meta.shape) if selection is None else selection, out
-                )
+                ReadJob(path, meta, node_rows(node), whole(meta.shape) if selection is None else selection, out)
             )
         await read_chunks(self._log.backend, jobs)
 

@@ -20,7 +20,7 @@ from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkRow
 from tstore.codec import ArrayMeta
-from tstore.grid import AxisCover, Cover, Selection, along, chunk_counts
+from tstore.grid import AxisCover, Cover, Selection, along, chunk_counts, part_of
 from tstore.kv.base import Backend
 
 __all__ = ["StagedArray"]
@@ -50,12 +50,12 @@ class StagedArray:
         """Writes the whole chunks of a selection into packs and keeps the rest as patches."""
         turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
-        values = values[(*turned, ...)]
+        values = part_of(values, turned)
         per_axis = [along(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         if not all(per_axis):
             return
         pieces = [
-            (tuple(r.chunk for r in runs), values[(*(r.result for r in runs), ...)])
+            (tuple(r.chunk for r in runs), part_of(values, tuple(r.result for r in runs)))
             for runs in itertools.product(*[_runs(r, parts) for r, parts in zip(axes, per_axis, strict=True)])
         ]
         if pieces:

@@ -62,9 +62,7 @@ class _Loop:
             loop = self._loop
         if threading.current_thread().name == _THREAD:
             call.close()
-            raise Misuse(
-                "a blocking call of tstore.sync was made inside of its own loop; await tstore's instead"
-            )
+            raise Misuse("a blocking call of tstore.sync was made inside of its own loop; await tstore's instead")
         ended = threading.Event()
         tasks: list[asyncio.Task[R]] = []
 
@@ -77,12 +75,16 @@ class _Loop:
         try:
             ended.wait()
         except BaseException:
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            loop.call_soon_threadsafe(_cancel, tasks)
             ended.wait()
             if not tasks[0].cancelled():
                 tasks[0].exception()  # looked at, so that it is not reported as lost
             raise
         return tasks[0].result()
+
+
+def _cancel(tasks: list[asyncio.Task[R]]) -> None:
+    tasks[0].cancel()
 
 
 _loop = _Loop()
@@ -183,10 +185,11 @@ class Transaction(_Twin):
 
     @functools.wraps(_async.Transaction.create_array)
     def create_array(self, *args: Any, **kwargs: Any) -> Array:
+        """See `tstore.Transaction.create_array`."""
         return Array(_loop.run(self._awaited.create_array(*args, **kwargs)))
 
-    @functools.wraps(_async.Transaction.array)
     def array(self, path: str) -> Array:
+        """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
         return Array(_loop.run(self._awaited.array(path)))
 
     def __enter__(self) -> Transaction:
@@ -209,15 +212,19 @@ class Store(_Twin):
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
     verify = _blocking(_async.Store.verify)
-    close = _blocking(_async.Store.close)
 
     @functools.wraps(_async.Store.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> Transaction:
+        """See `tstore.Store.transaction`."""
         return Transaction(self._awaited.transaction(*args, **kwargs))
 
-    @functools.wraps(_async.Store.snapshot)
     def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
+        """The state as of a version, a tag, or a time; by default the newest."""
         return Snapshot(_loop.run(self._awaited.snapshot(at)))
+
+    def close(self) -> None:
+        """Releases open files; the store can still be used, and opens them again."""
+        _loop.run(self._awaited.close())
 
     def history(self) -> Iterator[Commit]:
         """Every commit, newest first."""

@@ -120,9 +120,7 @@ class Transaction:
             chunks = default_chunks(shape, dtype_named(dtype).itemsize)
         return await self.put_array(
             path,
-            ArrayMeta.of(
-                shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse
-            ),
+            ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse),
         )
 
     async def put_array(self, path: str, meta: ArrayMeta) -> Array:
@@ -197,9 +195,7 @@ class Transaction:
         staged = self._arrays[path] = StagedArray(path, meta, fresh=True)
         staged.kept = {number: rows[number] for number in rows}
 
-    async def read_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]
-    ) -> None:
+    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out` with what this transaction sees: its own writes over its base."""
         base = await self._begin()
         staged = self._arrays.get(path)
@@ -323,7 +319,7 @@ class Transaction:
     async def _manifest(self) -> ObjectRef | Manifest:
         """The manifest of all that is staged: itself if it is small, else where it was written."""
         packs: dict[str | bytes, int] = {}
-        raw = []
+        raw: list[tuple[int, int, int, int, bytes]] = []
         nodes: list[tuple[str, bytes, bool, int, int]] = []
         for path, document in self._groups.items():
             nodes.append((path, document, True, len(raw), len(raw)))
@@ -376,12 +372,11 @@ class Transaction:
         stored = [] if self._replaces else [p for p in base.nodes if not self._is_deleted(p)]
         for other in (*stored, *self._arrays):
             array = other in self._arrays or base.nodes[other].is_array
-            if other == path or (array and is_below(path, other)) or is_below(other, path):
-                if other:
-                    raise AlreadyExists(
-                        f"{self._where()}: {other!r} stands in the way of an array at {path!r}; delete it first, "
-                        "or choose another path"
-                    )
+            if other and (other == path or (array and is_below(path, other)) or is_below(other, path)):
+                raise AlreadyExists(
+                    f"{self._where()}: {other!r} stands in the way of an array at {path!r}; delete it first, "
+                    "or choose another path"
+                )
 
     def _where(self) -> str:
         return f"{self._log.backend.url} at version {self._base.version if self._base else '?'}"

@@ -12,10 +12,12 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Backend", "Buffers", "Capabilities", "Durability", "PackReader", "PackWriter"]
+__all__ = ["Backend", "Buffers", "Capabilities", "Durability", "Keys", "PackReader", "PackWriter"]
 
 Buffers = Sequence[Any]
-"""Objects with the buffer protocol, C-contiguous."""
+"""Objects with the buffer protocol, C-contiguous, of bytes."""
+
+Keys = list[str]
 
 
 class Durability(enum.Enum):
@@ -87,7 +89,7 @@ class Backend(Protocol):
     async def empty(self) -> bool:
         """Whether nothing at all lies under the URL."""
 
-    async def list(self, prefix: str) -> list[str]:
+    async def list(self, prefix: str) -> Keys:
         """The keys that begin with the prefix, sorted."""
 
     async def delete(self, key: str) -> None:

@@ -39,7 +39,7 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
-from tstore.kv.base import Buffers, Capabilities, Durability
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys
 from tstore.pool import run
 
 __all__ = ["LocalBackend"]
@@ -65,9 +65,7 @@ def _explained(action: str, path: str) -> Iterator[None]:
             case errno.EEXIST:
                 raise AlreadyExists(f"{what}; it was left as it is") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise Denied(
-                    f"{what}; check the owner, the permissions and whether it is read-only"
-                ) from error
+                raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
                 raise StorageFull(
                     f"{what}; make room or raise the limit, then repeat: nothing committed was harmed"
@@ -104,7 +102,7 @@ class LocalBackend:
     async def empty(self) -> bool:
         return await run(self._empty)
 
-    async def list(self, prefix: str) -> list[str]:
+    async def list(self, prefix: str) -> Keys:
         return await run(self._list, prefix)
 
     async def delete(self, key: str) -> None:
@@ -191,7 +189,7 @@ class LocalBackend:
                 raise
             return True
 
-    def _list(self, prefix: str) -> list[str]:
+    def _list(self, prefix: str) -> Keys:
         top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
         found = []
         with _explained("list", top):

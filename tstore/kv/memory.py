@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.kv.base import Buffers, Capabilities, Durability
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys
 
 __all__ = ["MemoryBackend"]
 
@@ -42,7 +42,7 @@ class MemoryBackend:
     async def empty(self) -> bool:
         return not self._objects
 
-    async def list(self, prefix: str) -> list[str]:
+    async def list(self, prefix: str) -> Keys:
         with self._lock:
             return sorted(k for k in self._objects if k.startswith(prefix))
 

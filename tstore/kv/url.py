@@ -33,6 +33,4 @@ def connect(url: str | os.PathLike[str]) -> Backend:
         case "memory":
             return MemoryBackend(text.partition("://")[2].strip("/"))
         case other:
-            raise InvalidArgument(
-                f"{text}: scheme {other}:// is not known; expected a path, file:// or memory://"
-            )
+            raise InvalidArgument(f"{text}: scheme {other}:// is not known; expected a path, file:// or memory://")
