@@ -1,0 +1,53 @@
+"""eXmY: numbers of 2 to 16 bits for tensors, with any split between exponent and mantissa.
+
+>>> import exmy, numpy as np
+>>> f = exmy.Format("e4m3")
+>>> x = np.array([0.3, -1.0, 500.0], np.float32)
+>>> exmy.decode(exmy.encode(x, f), f)
+array([   0.3125,   -1.    ,  480.    ], dtype=float32)
+
+FORMAT.md, beside this file, says what each code is worth and how codes are packed.  Reading the source:
+format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py (the
+shared exponent), kernels.py (who does the work), _lanes.h (how it is done fast).
+"""
+
+from exmy import kernels
+from exmy.codes import decode, decode_packed, encode, encode_packed, round
+from exmy.errors import (
+    CodeError,
+    DtypeError,
+    ExmyError,
+    FormatError,
+    KernelError,
+    NonFiniteError,
+    SizeError,
+    SlowPathWarning,
+)
+from exmy.format import Format, formats
+from exmy.noise import sqnr
+from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
+
+__all__ = [
+    "TILE",
+    "CodeError",
+    "DtypeError",
+    "ExmyError",
+    "Format",
+    "FormatError",
+    "KernelError",
+    "NonFiniteError",
+    "SizeError",
+    "SlowPathWarning",
+    "decode",
+    "decode_packed",
+    "encode",
+    "encode_packed",
+    "formats",
+    "kernels",
+    "pack",
+    "packed_size",
+    "round",
+    "slice_bytes",
+    "sqnr",
+    "unpack",
+]

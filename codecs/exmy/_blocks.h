@@ -1,0 +1,380 @@
+/* Whole arrays, block by block: what the Python functions of _kernels.c call without the interpreter lock.
+ *
+ * A block is BLOCK elements, so that its codes and what it is widened to stay in the first-level cache.
+ */
+
+#include "_levels.h"
+
+static size_t kind_size(int kind)
+{
+    return kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2;
+}
+
+/* 0 finite, 1 infinite, 2 NaN */
+static int nonfinite(int kind, const uint8_t *src, size_t i)
+{
+    uint64_t magnitude, infinity;
+    if (kind == FLOAT64) {
+        magnitude = ((const float64_bits *)src)[i] & 0x7fffffffffffffffu;
+        infinity = 0x7ff0000000000000u;
+    } else if (kind == FLOAT32) {
+        magnitude = ((const float32_bits *)src)[i] & 0x7fffffffu;
+        infinity = 0x7f800000u;
+    } else {
+        magnitude = ((const code16 *)src)[i] & 0x7fffu;
+        infinity = kind == FLOAT16 ? 0x7c00u : 0x7f80u;
+    }
+    return magnitude < infinity ? 0 : magnitude == infinity ? 1 : 2;
+}
+
+static void count_nonfinite(int kind, const uint8_t *src, size_t n, size_t *bad, size_t *first)
+{
+    *bad = *first = 0;
+    for (size_t i = 0; i < n; i++)
+        if (nonfinite(kind, src, i)) {
+            if (*bad == 0)
+                *first = i;
+            ++*bad;
+        }
+}
+
+/* Room for one block. */
+typedef struct {
+    uint64_t wide[BLOCK];  /* float64 */
+    uint64_t exact[BLOCK]; /* float64 values of codes */
+    uint32_t middle[BLOCK];
+    uint16_t codes[BLOCK];
+    uint8_t low[BLOCK], high[BLOCK];
+} room;
+
+/* Encodes a block of n into codes (uint8 up to 8 bits, uint16 above).  Says whether all were finite. */
+static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *src, size_t n, int saturate,
+                        room *r, void *codes)
+{
+    const int narrow = s->bits <= 8;
+    int finite;
+    if (kind == FLOAT16 || kind == BFLOAT16)
+        (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)src, n, r->middle);
+    const float32_bits *single = kind == FLOAT32 ? (const float32_bits *)src : r->middle;
+    if (kind != FLOAT64 && s->sum32) {
+        uint32_t peak = narrow ? l->codes8_f32(single, n, s, codes) : l->codes16_f32(single, n, s, codes);
+        finite = peak < 0x7f800000u;
+    } else {
+        const float64_bits *from = (const float64_bits *)src;
+        if (kind != FLOAT64) {
+            l->widen_f32((const float32_value *)single, n, (float64_value *)r->wide);
+            from = r->wide;
+        }
+        uint64_t peak = narrow ? l->codes8_f64(from, n, s, codes) : l->codes16_f64(from, n, s, codes);
+        finite = peak < 0x7ff0000000000000u;
+    }
+    if (!finite && saturate)
+        for (size_t i = 0; i < n; i++)
+            if (nonfinite(kind, src, i) == 2) {
+                if (narrow)
+                    ((uint8_t *)codes)[i] = 0;
+                else
+                    ((code16 *)codes)[i] = 0;
+            }
+    return finite;
+}
+
+/* Decodes a block of n codes into dst: exactly, then rounded once where dst cannot hold the value. */
+static void decode_block(const lanes *l, const spec *s, int kind, const void *codes, size_t n, room *r,
+                         uint8_t *dst)
+{
+    const int narrow = s->bits <= 8;
+    if (kind == FLOAT64 || !s->exact32) {
+        float64_bits *exact = kind == FLOAT64 ? (float64_bits *)dst : r->exact;
+        if (narrow)
+            l->values8_f64(codes, n, s, exact);
+        else
+            l->values16_f64(codes, n, s, exact);
+        if (kind == FLOAT32)
+            l->narrow_f64((const float64_value *)exact, n, (float32_value *)dst);
+        else if (kind != FLOAT64) { /* both are eXmY formats whose next code above the largest is infinity */
+            spec half = kind == FLOAT16 ? spec_of(5, 10, 15, 0x1p16) : spec_of(8, 7, 127, 0x1p128);
+            l->codes16_f64(exact, n, &half, (code16 *)dst);
+        }
+        return;
+    }
+    float32_bits *single = kind == FLOAT32 ? (float32_bits *)dst : r->middle;
+    if (narrow)
+        l->values8_f32(codes, n, s, single);
+    else
+        l->values16_f32(codes, n, s, single);
+    if (kind == BFLOAT16)
+        l->narrow_bf16(single, n, (code16 *)dst);
+    else if (kind == FLOAT16) {
+        spec half = spec_of(5, 10, 15, 0x1p16);
+        l->narrow_f16(single, n, &half, (code16 *)dst);
+    }
+}
+
+static size_t packed_bytes(size_t n, int bits)
+{
+    return n / TILE * (TILE / 8) * (size_t)bits + (n % TILE + 7) / 8 * (size_t)bits;
+}
+
+/* Packs n codes of one byte each, `bits` of them used, with `stride` bytes from tile to tile. */
+static void pack_bytes(const lanes *l, uint8_t *codes, size_t n, int bits, size_t stride, uint8_t *out)
+{
+    const size_t tiles = n / TILE, rest = n % TILE, length = (rest + 7) / 8 * 8;
+    uint8_t *last = codes + tiles * TILE, *end = out + tiles * stride;
+    unsigned shift = 0;
+    memset(last + rest, 0, length - rest);
+    if (bits == 8) {
+        for (size_t t = 0; t < tiles; t++)
+            memcpy(out + t * stride, codes + t * TILE, TILE);
+        memcpy(end, last, length);
+        return;
+    }
+    for (int k = 0; k < 3; k++) {
+        const unsigned p = 4u >> k;
+        if (!((unsigned)bits & p))
+            continue;
+        l->pack_plane[k](codes, tiles, shift, stride, out);
+        const size_t bytes = length / 8 * p;
+        for (size_t j = 0; j < bytes; j++) {
+            unsigned byte = 0;
+            for (unsigned i = 0; i < 8 / p; i++)
+                byte |= (((unsigned)last[j + i * bytes] >> shift) & ((1u << p) - 1)) << (i * p);
+            end[j] = (uint8_t)byte;
+        }
+        shift += p;
+        out += TILE / 8 * p;
+        end += bytes;
+    }
+}
+
+static void unpack_bytes(const lanes *l, const uint8_t *in, size_t n, int bits, size_t stride, uint8_t *codes)
+{
+    const size_t tiles = n / TILE, rest = n % TILE, length = (rest + 7) / 8 * 8;
+    uint8_t *last = codes + tiles * TILE;
+    const uint8_t *end = in + tiles * stride;
+    unsigned shift = 0;
+    if (bits == 8) {
+        for (size_t t = 0; t < tiles; t++)
+            memcpy(codes + t * TILE, in + t * stride, TILE);
+        memcpy(last, end, length);
+        return;
+    }
+    memset(last, 0, length);
+    for (int k = 0; k < 3; k++) {
+        const unsigned p = 4u >> k;
+        if (!((unsigned)bits & p))
+            continue;
+        l->unpack_plane[k](in, tiles, shift, stride, codes);
+        const size_t bytes = length / 8 * p;
+        for (size_t j = 0; j < bytes; j++)
+            for (unsigned i = 0; i < 8 / p; i++)
+                last[j + i * bytes] |= (uint8_t)((((unsigned)end[j] >> (i * p)) & ((1u << p) - 1)) << shift);
+        shift += p;
+        in += TILE / 8 * p;
+        end += bytes;
+    }
+}
+
+/* Packs a block; codes has room for BLOCK.  The last tile of 9 bits and more holds its low bytes first. */
+static void pack_block(const lanes *l, const void *codes, size_t n, int bits, room *r, uint8_t *out)
+{
+    const size_t stride = TILE / 8 * (size_t)bits;
+    if (bits <= 8) {
+        pack_bytes(l, (uint8_t *)codes, n, bits, stride, out);
+        return;
+    }
+    l->split16(codes, n, r->low, r->high);
+    pack_bytes(l, r->low, n, 8, stride, out);
+    const size_t whole = n / TILE * TILE;
+    pack_bytes(l, r->high, whole, bits - 8, stride, out + TILE);
+    pack_bytes(l, r->high + whole, n - whole, bits - 8, stride,
+               out + n / TILE * stride + (n - whole + 7) / 8 * 8);
+}
+
+static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, room *r, void *codes)
+{
+    const size_t stride = TILE / 8 * (size_t)bits;
+    if (bits <= 8) {
+        unpack_bytes(l, in, n, bits, stride, codes);
+        return;
+    }
+    unpack_bytes(l, in, n, 8, stride, r->low);
+    const size_t whole = n / TILE * TILE;
+    unpack_bytes(l, in + TILE, whole, bits - 8, stride, r->high);
+    unpack_bytes(l, in + n / TILE * stride + (n - whole + 7) / 8 * 8, n - whole, bits - 8, stride,
+                 r->high + whole);
+    l->join16(r->low, r->high, n, codes);
+}
+
+/* Copies past the caches: for outputs too large to be found there again. */
+static void stream(uint8_t *dst, const uint8_t *src, size_t n)
+{
+#if HAVE_SSE2
+    size_t head = (size_t)(-(uintptr_t)dst & 63);
+    head = head < n ? head : n;
+    memcpy(dst, src, head);
+    dst += head, src += head, n -= head;
+    for (; n >= 64; n -= 64, dst += 64, src += 64)
+        for (size_t i = 0; i < 64; i += 16)
+            _mm_stream_si128((__m128i *)(dst + i), _mm_loadu_si128((const __m128i *)(src + i)));
+#endif
+    memcpy(dst, src, n);
+}
+
+static void stream_end(void)
+{
+#if HAVE_SSE2
+    _mm_sfence();
+#endif
+}
+
+/* From here on outputs are written past the caches: more than a core's share of them. */
+static const size_t STREAM_BYTES = (size_t)4 << 20;
+
+typedef struct {
+    size_t count, first; /* how many values are not finite, and where the first lies */
+} census;
+
+static census encode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed,
+                         int saturate, uint8_t *dst)
+{
+    room r;
+    census bad = {0, 0};
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        void *codes = packed ? (void *)r.codes : (void *)(dst + i * (s.bits <= 8 ? 1 : 2));
+        if (!encode_block(l, &s, kind, src + i * size, m, saturate, &r, codes) && !saturate) {
+            count_nonfinite(kind, src + i * size, n - i, &bad.count, &bad.first);
+            bad.first += i;
+            break;
+        }
+        if (packed)
+            pack_block(l, codes, m, s.bits, &r, dst + packed_bytes(i, s.bits));
+    }
+    leave_float_mode(mode);
+    return bad;
+}
+
+static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed, uint8_t *dst)
+{
+    room r;
+    uint64_t values[BLOCK];
+    const size_t size = kind_size(kind);
+    const int streaming = n * size >= STREAM_BYTES;
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const void *codes = src + i * (s.bits <= 8 ? 1 : 2);
+        if (packed) {
+            unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
+            codes = r.codes;
+        }
+        if (streaming) {
+            decode_block(l, &s, kind, codes, m, &r, (uint8_t *)values);
+            stream(dst + i * size, (uint8_t *)values, m * size);
+        } else
+            decode_block(l, &s, kind, codes, m, &r, dst + i * size);
+    }
+    if (streaming)
+        stream_end();
+    leave_float_mode(mode);
+}
+
+static census round_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int saturate,
+                        uint8_t *dst)
+{
+    room r;
+    census bad = {0, 0};
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        if (!encode_block(l, &s, kind, src + i * size, m, saturate, &r, r.codes) && !saturate) {
+            count_nonfinite(kind, src + i * size, n - i, &bad.count, &bad.first);
+            bad.first += i;
+            break;
+        }
+        decode_block(l, &s, kind, r.codes, m, &r, dst + i * size);
+    }
+    leave_float_mode(mode);
+    return bad;
+}
+
+static void pack_all(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *dst)
+{
+    room r;
+    const size_t size = bits <= 8 ? 1 : 2;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        memcpy(r.codes, src + i * size, m * size);
+        pack_block(l, r.codes, m, bits, &r, dst + packed_bytes(i, bits));
+    }
+}
+
+static void unpack_all(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *dst)
+{
+    room r;
+    const size_t size = bits <= 8 ? 1 : 2;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        unpack_block(l, src + packed_bytes(i, bits), m, bits, &r, r.codes);
+        memcpy(dst + i * size, r.codes, m * size);
+    }
+}
+
+/* The largest magnitude as a float64; infinity or NaN where there is one. */
+static double peak_all(const lanes *l, int kind, const uint8_t *src, size_t n)
+{
+    float64_word wide;
+    float32_word single;
+    if (kind == FLOAT64) {
+        wide.i = (int64_t)l->peak64((const float64_bits *)src, n);
+        return wide.f;
+    }
+    if (kind == FLOAT32)
+        single.i = (int32_t)l->peak32((const float32_bits *)src, n);
+    else {
+        code16 half = (uint16_t)l->peak16((const code16 *)src, n);
+        uint32_t bits;
+        (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)(&half, 1, &bits);
+        single.i = (int32_t)bits;
+    }
+    return single.f;
+}
+
+/* Sums of the squared errors of formats that differ in bias only, in the fixed order of 16 partial sums. */
+static void squared_errors_all(const lanes *l, int exponent_bits, int mantissa_bits, int bias, size_t biases,
+                               int kind, const uint8_t *src, size_t n, double (*sums)[16])
+{
+    room r;
+    uint64_t values[BLOCK];
+    uint32_t wide[BLOCK];
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const uint8_t *from = src + i * size;
+        const float32_value *single = (const float32_value *)from;
+        if (kind == FLOAT16 || kind == BFLOAT16) {
+            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)from, m, wide);
+            single = (const float32_value *)wide;
+        }
+        for (size_t k = 0; k < biases; k++) {
+            const spec s = spec_of(exponent_bits, mantissa_bits, bias + (int)k, 0);
+            const int working = kind != FLOAT64 && s.exact32 ? FLOAT32 : FLOAT64;
+            encode_block(l, &s, kind, from, m, 0, &r, r.codes);
+            decode_block(l, &s, working, r.codes, m, &r, (uint8_t *)values);
+            if (working == FLOAT32)
+                l->squares_f32(single, (const float32_value *)values, m, sums[k]);
+            else {
+                if (kind != FLOAT64)
+                    l->widen_f32(single, m, (float64_value *)r.wide);
+                l->squares(kind == FLOAT64 ? (const float64_value *)from : (const float64_value *)r.wide,
+                           (const float64_value *)values, m, sums[k]);
+            }
+        }
+    }
+    leave_float_mode(mode);
+}

@@ -1,0 +1,250 @@
+/* exmy._kernels: the eXmY loops for Python, on contiguous buffers, without the interpreter lock.
+ *
+ * The Python layer (kernels.py) checks what it passes; what is checked again here is what could touch memory
+ * outside of the buffers.  Every function takes the level first (0 baseline, 1 AVX2, 2 AVX-512); formats are
+ * three integers: exponent bits, mantissa bits, bias.  See FORMAT.md for what is computed, _lanes.h for how.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "_blocks.h"
+
+static const lanes *lanes_of(int level)
+{
+    const lanes *l = level_lanes(level);
+    if (l == NULL)
+        PyErr_Format(PyExc_ValueError, "this machine does not run kernel level %d", level);
+    return l;
+}
+
+static int check_format(int exponent_bits, int mantissa_bits, int bias)
+{
+    if (exponent_bits >= 0 && exponent_bits <= 8 && mantissa_bits >= 0 &&
+        1 + exponent_bits + mantissa_bits >= 2 && 1 + exponent_bits + mantissa_bits <= 16 && bias >= -512 &&
+        bias <= 512)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "no such format: e%dm%db%d", exponent_bits, mantissa_bits, bias);
+    return 0;
+}
+
+static int check_kind(int kind)
+{
+    if (kind >= FLOAT16 && kind <= FLOAT64)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "no such kind of element: %d", kind);
+    return 0;
+}
+
+static int check_length(const char *name, Py_ssize_t length, size_t expected)
+{
+    if ((size_t)length == expected)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, expected %zd", name, length, (Py_ssize_t)expected);
+    return 0;
+}
+
+static size_t codes_bytes(size_t n, int bits, int packed)
+{
+    return packed ? packed_bytes(n, bits) : n * (bits <= 8 ? 1 : 2);
+}
+
+static PyObject *py_encode(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias, packed, saturate;
+    Py_buffer src, dst;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiippy*w*", &level, &kind, &x, &y, &bias, &packed, &saturate, &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
+        const size_t n = (size_t)src.len / kind_size(kind);
+        if (check_length("out", dst.len, codes_bytes(n, 1 + x + y, packed))) {
+            census bad;
+            Py_BEGIN_ALLOW_THREADS;
+            bad = encode_all(l, spec_of(x, y, bias, 0), kind, src.buf, n, packed, saturate, dst.buf);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("nn", (Py_ssize_t)bad.count, (Py_ssize_t)bad.first);
+        }
+    }
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_decode(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias, packed;
+    Py_buffer src, dst;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiipy*w*", &level, &kind, &x, &y, &bias, &packed, &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
+        const size_t n = (size_t)dst.len / kind_size(kind);
+        if (check_length("codes", src.len, codes_bytes(n, 1 + x + y, packed))) {
+            Py_BEGIN_ALLOW_THREADS;
+            decode_all(l, spec_of(x, y, bias, 0), kind, src.buf, n, packed, dst.buf);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("");
+        }
+    }
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_round(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias, saturate;
+    Py_buffer src, dst;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiipy*w*", &level, &kind, &x, &y, &bias, &saturate, &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind) && check_format(x, y, bias) &&
+        check_length("out", dst.len, (size_t)src.len)) {
+        const size_t n = (size_t)src.len / kind_size(kind);
+        census bad;
+        Py_BEGIN_ALLOW_THREADS;
+        bad = round_all(l, spec_of(x, y, bias, 0), kind, src.buf, n, saturate, dst.buf);
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("nn", (Py_ssize_t)bad.count, (Py_ssize_t)bad.first);
+    }
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_repack(PyObject *args, int packing)
+{
+    int level, bits;
+    Py_ssize_t count;
+    Py_buffer src, dst;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "iiny*w*", &level, &bits, &count, &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_format(0, bits - 1 < 16 ? bits - 1 : 16, 0) && count >= 0 &&
+        check_length("codes", packing ? src.len : dst.len, codes_bytes((size_t)count, bits, 0)) &&
+        check_length("packed", packing ? dst.len : src.len, packed_bytes((size_t)count, bits))) {
+        Py_BEGIN_ALLOW_THREADS;
+        (packing ? pack_all : unpack_all)(l, bits, src.buf, (size_t)count, dst.buf);
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("");
+    } else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "count is negative");
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_pack(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_repack(args, 1);
+}
+
+static PyObject *py_unpack(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_repack(args, 0);
+}
+
+static PyObject *py_peak(PyObject *self, PyObject *args)
+{
+    int level, kind;
+    Py_buffer src;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiy*", &level, &kind, &src))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind)) {
+        const size_t n = (size_t)src.len / kind_size(kind);
+        double peak;
+        census bad = {0, 0};
+        Py_BEGIN_ALLOW_THREADS;
+        peak = peak_all(l, kind, src.buf, n);
+        if (!(peak - peak == 0))
+            count_nonfinite(kind, src.buf, n, &bad.count, &bad.first);
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("dnn", peak, (Py_ssize_t)bad.count, (Py_ssize_t)bad.first);
+    }
+    PyBuffer_Release(&src);
+    return result;
+}
+
+enum { MOST_BIASES = 64 };
+
+static PyObject *py_squared_errors(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias, biases;
+    Py_buffer src;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiiiy*", &level, &kind, &x, &y, &bias, &biases, &src))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (biases < 1 || biases > MOST_BIASES)
+        PyErr_Format(PyExc_ValueError, "biases must be 1 to %d, not %d", MOST_BIASES, biases);
+    else if (l != NULL && check_kind(kind) && check_format(x, y, bias) && check_format(x, y, bias + biases - 1)) {
+        double sums[MOST_BIASES][16] = {{0}};
+        Py_BEGIN_ALLOW_THREADS;
+        squared_errors_all(l, x, y, bias, (size_t)biases, kind, src.buf, (size_t)src.len / kind_size(kind), sums);
+        Py_END_ALLOW_THREADS;
+        result = PyList_New(biases);
+        for (int k = 0; result != NULL && k < biases; k++) {
+            double total = 0;
+            for (int j = 0; j < 16; j++)
+                total += sums[k][j];
+            PyObject *value = PyFloat_FromDouble(total);
+            if (value == NULL || PyList_SetItem(result, k, value) < 0) {
+                Py_DECREF(result);
+                result = NULL;
+            }
+        }
+    }
+    PyBuffer_Release(&src);
+    return result;
+}
+
+static PyObject *py_supports(PyObject *self, PyObject *args)
+{
+    int level;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i", &level))
+        return NULL;
+    return PyBool_FromLong(level_lanes(level) != NULL);
+}
+
+static PyMethodDef methods[] = {
+    {"supports", py_supports, METH_VARARGS, "supports(level) -> bool: whether this machine runs the level."},
+    {"encode", py_encode, METH_VARARGS,
+     "encode(level, kind, x, y, bias, packed, saturate, src, out) -> (count, first) of what is not finite."},
+    {"decode", py_decode, METH_VARARGS, "decode(level, kind, x, y, bias, packed, codes, out)."},
+    {"round", py_round, METH_VARARGS,
+     "round(level, kind, x, y, bias, saturate, src, out) -> (count, first) of what is not finite."},
+    {"pack", py_pack, METH_VARARGS, "pack(level, bits, count, codes, out)."},
+    {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
+    {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
+    {"squared_errors", py_squared_errors, METH_VARARGS,
+     "squared_errors(level, kind, x, y, bias, biases, src) -> one sum for each of biases from bias on."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "exmy._kernels", "The eXmY loops on contiguous buffers.", 0, methods, slots,
+    NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernels(void)
+{
+    highest_level = find_highest_level();
+    return PyModuleDef_Init(&definition);
+}

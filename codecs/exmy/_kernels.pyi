@@ -1,0 +1,50 @@
+from exmy.elements import Array
+
+def supports(level: int, /) -> bool: ...
+def encode(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    packed: bool,
+    saturate: bool,
+    src: Array,
+    out: Array,
+    /,
+) -> tuple[int, int]: ...
+def decode(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    packed: bool,
+    codes: Array,
+    out: Array,
+    /,
+) -> None: ...
+def round(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    saturate: bool,
+    src: Array,
+    out: Array,
+    /,
+) -> tuple[int, int]: ...
+def pack(level: int, bits: int, count: int, codes: Array, out: Array, /) -> None: ...
+def unpack(level: int, bits: int, count: int, packed: Array, out: Array, /) -> None: ...
+def peak(level: int, kind: int, src: Array, /) -> tuple[float, int, int]: ...
+def squared_errors(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    biases: int,
+    src: Array,
+    /,
+) -> list[float]: ...

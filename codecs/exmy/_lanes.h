@@ -1,0 +1,307 @@
+/* The loops of eXmY on one block: plain C that the compiler vectorises.
+ *
+ * _kernels.c includes this file once for each level (baseline, AVX2, AVX-512), with LANE(name) giving the
+ * function its level's name.  Every loop is branch-free, has no dependence between elements other than a
+ * maximum, and works on unaligned pointers.  The arithmetic is explained in FORMAT.md and in reference.py:
+ *
+ *   quanta  n = round(|x| / 2^(E - mantissa_bits)),  E = max(exponent of |x|, exponent of the smallest normal)
+ *   code      = n + (E - exponent of the smallest normal) * 2^mantissa_bits
+ *
+ * The rounding is one floating-point addition: with g = 2^(E - mantissa_bits) * 2^(significand bits - 1), the
+ * sum |x| + g has its last bit worth one quantum, so the processor rounds to nearest, ties to even, and the
+ * difference of the bit patterns of the sum and of g is n.
+ */
+
+/* Encodes n float32 given as bits.  Returns the largest magnitude seen, as bits. */
+#define DEFINE_CODES32(NAME, CODE)                                                                           \
+    static uint32_t LANE(NAME)(const float32_bits *src, size_t n, const spec *s, CODE *out)                  \
+    {                                                                                                        \
+        const int32_t limit = s->limit32, tiny = s->tiny32, lift = s->lift32;                                \
+        const uint32_t drop = 23u - (uint32_t)s->mantissa_bits;                                              \
+        const uint32_t sign_shift = 32u - (uint32_t)s->bits, sign = 1u << (s->bits - 1);                     \
+        int32_t peak = 0;                                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint32_t word = src[i];                                                                          \
+            int32_t a = (int32_t)(word & 0x7fffffffu);                                                       \
+            peak = a > peak ? a : peak;                                                                      \
+            int32_t c = a < limit ? a : limit;                                                               \
+            int32_t e = (c > tiny ? c : tiny) & 0x7f800000;                                                  \
+            int32_t g = e + lift;                                                                            \
+            float32_word sum, quantum;                                                                       \
+            sum.i = c;                                                                                       \
+            quantum.i = g;                                                                                   \
+            sum.f += quantum.f;                                                                              \
+            uint32_t code = (uint32_t)(sum.i - g) + ((uint32_t)(e - tiny) >> drop);                          \
+            out[i] = (CODE)(code | ((word >> sign_shift) & sign));                                           \
+        }                                                                                                    \
+        return (uint32_t)peak;                                                                               \
+    }
+DEFINE_CODES32(codes8_f32, uint8_t)
+DEFINE_CODES32(codes16_f32, code16)
+#undef DEFINE_CODES32
+
+/* The same for n float64: any bias, any input. */
+#define DEFINE_CODES64(NAME, CODE)                                                                           \
+    static uint64_t LANE(NAME)(const float64_bits *src, size_t n, const spec *s, CODE *out)                  \
+    {                                                                                                        \
+        const int64_t limit = s->limit64, tiny = s->tiny64, lift = s->lift64;                                \
+        const uint32_t drop = 52u - (uint32_t)s->mantissa_bits;                                              \
+        const uint32_t sign_shift = 64u - (uint32_t)s->bits, sign = 1u << (s->bits - 1);                     \
+        int64_t peak = 0;                                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint64_t word = src[i];                                                                          \
+            int64_t a = (int64_t)(word & 0x7fffffffffffffffu);                                               \
+            peak = a > peak ? a : peak;                                                                      \
+            int64_t c = a < limit ? a : limit;                                                               \
+            int64_t e = (c > tiny ? c : tiny) & 0x7ff0000000000000;                                          \
+            int64_t g = e + lift;                                                                            \
+            float64_word sum, quantum;                                                                       \
+            sum.i = c;                                                                                       \
+            quantum.i = g;                                                                                   \
+            sum.f += quantum.f;                                                                              \
+            uint64_t code = (uint64_t)(sum.i - g) + ((uint64_t)(e - tiny) >> drop);                          \
+            out[i] = (CODE)(code | ((word >> sign_shift) & sign));                                           \
+        }                                                                                                    \
+        return (uint64_t)peak;                                                                               \
+    }
+DEFINE_CODES64(codes8_f64, uint8_t)
+DEFINE_CODES64(codes16_f64, code16)
+#undef DEFINE_CODES64
+
+/* Decodes n codes to float32, exact where the format lies within float32 (spec.exact32). */
+#define DEFINE_VALUES32(NAME, CODE)                                                                          \
+    static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float32_bits *out)                    \
+    {                                                                                                        \
+        const uint32_t rise = 23u - (uint32_t)s->mantissa_bits;                                              \
+        const int32_t magnitude = (1 << (s->bits - 1)) - 1, normal = 1 << s->mantissa_bits;                  \
+        const int32_t tiny = s->tiny32, one = 1 << 23;                                                       \
+        const uint32_t sign_shift = 32u - (uint32_t)s->bits;                                                 \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint32_t code = codes[i];                                                                        \
+            int32_t w = (int32_t)code & magnitude;                                                           \
+            int32_t below = w < normal ? -1 : 0;                                                             \
+            float32_word value, implicit;                                                                    \
+            value.i = (int32_t)((uint32_t)w << rise) + tiny - (one & ~below);                                \
+            implicit.i = tiny & below;                                                                       \
+            value.f -= implicit.f;                                                                           \
+            out[i] = (uint32_t)value.i | ((code << sign_shift) & 0x80000000u);                               \
+        }                                                                                                    \
+    }
+DEFINE_VALUES32(values8_f32, uint8_t)
+DEFINE_VALUES32(values16_f32, code16)
+#undef DEFINE_VALUES32
+
+/* Decodes n codes to float64: exact for every format. */
+#define DEFINE_VALUES64(NAME, CODE)                                                                          \
+    static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float64_bits *out)                    \
+    {                                                                                                        \
+        const uint32_t rise = 52u - (uint32_t)s->mantissa_bits;                                              \
+        const int64_t magnitude = (1 << (s->bits - 1)) - 1, normal = 1 << s->mantissa_bits;                  \
+        const int64_t tiny = s->tiny64, one = (int64_t)1 << 52;                                              \
+        const uint32_t sign_shift = 64u - (uint32_t)s->bits;                                                 \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint64_t code = codes[i];                                                                        \
+            int64_t w = (int64_t)code & magnitude;                                                           \
+            int64_t below = w < normal ? -1 : 0;                                                             \
+            float64_word value, implicit;                                                                    \
+            value.i = (int64_t)((uint64_t)w << rise) + tiny - (one & ~below);                                \
+            implicit.i = tiny & below;                                                                       \
+            value.f -= implicit.f;                                                                           \
+            out[i] = (uint64_t)value.i | ((code << sign_shift) & 0x8000000000000000u);                       \
+        }                                                                                                    \
+    }
+DEFINE_VALUES64(values8_f64, uint8_t)
+DEFINE_VALUES64(values16_f64, code16)
+#undef DEFINE_VALUES64
+
+/* float16 bits to float32 bits, exact; infinities and NaNs stay what they are. */
+static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
+{
+    size_t i = 0;
+#if LANE_HAS_F16C
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps((float *)(out + i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + i))));
+#endif
+    for (; i < n; i++) {
+        uint32_t half = src[i];
+        int32_t a = (int32_t)(half & 0x7fffu);
+        float32_word small;
+        small.f = (float)a * 0x1p-24f; /* what a subnormal is worth */
+        int32_t normal = (a << 13) + (112 << 23) + (a >= 0x7c00 ? 112 << 23 : 0);
+        int32_t below = a < 0x0400 ? -1 : 0;
+        out[i] = (uint32_t)((small.i & below) | (normal & ~below)) | ((half & 0x8000u) << 16);
+    }
+}
+
+/* bfloat16 bits to float32 bits. */
+static void LANE(widen_bf16)(const code16 *src, size_t n, float32_bits *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (uint32_t)src[i] << 16;
+}
+
+/* float32 to float64. */
+static void LANE(widen_f32)(const float32_value *src, size_t n, float64_value *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (double)src[i];
+}
+
+/* float64 to the nearest float32, overflow to infinity. */
+static void LANE(narrow_f64)(const float64_value *src, size_t n, float32_value *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (float)src[i];
+}
+
+/* Finite float32 to the nearest float16 bits, ties to even, overflow to infinity.  `half` is e5m10 with the limit
+ * 2^16, whose code is that of infinity. */
+static void LANE(narrow_f16)(const float32_bits *src, size_t n, const spec *half, code16 *out)
+{
+    size_t i = 0;
+#if LANE_HAS_F16C
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(out + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(src + i)), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    LANE(codes16_f32)(src + i, n - i, half, out + i);
+}
+
+/* Finite float32 bits to the nearest bfloat16 bits, ties to even, overflow to infinity. */
+static void LANE(narrow_bf16)(const float32_bits *src, size_t n, code16 *out)
+{
+    for (size_t i = 0; i < n; i++) {
+        uint32_t word = src[i];
+        out[i] = (uint16_t)((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+    }
+}
+
+/* The largest magnitude, as bits. */
+static uint32_t LANE(peak16)(const code16 *src, size_t n)
+{
+    int16_t peak = 0;
+    for (size_t i = 0; i < n; i++) {
+        int16_t a = (int16_t)(src[i] & 0x7fffu);
+        peak = a > peak ? a : peak;
+    }
+    return (uint32_t)peak;
+}
+
+static uint32_t LANE(peak32)(const float32_bits *src, size_t n)
+{
+    int32_t peak = 0;
+    for (size_t i = 0; i < n; i++) {
+        int32_t a = (int32_t)(src[i] & 0x7fffffffu);
+        peak = a > peak ? a : peak;
+    }
+    return (uint32_t)peak;
+}
+
+static uint64_t LANE(peak64)(const float64_bits *src, size_t n)
+{
+    int64_t peak = 0;
+    for (size_t i = 0; i < n; i++) {
+        int64_t a = (int64_t)(src[i] & 0x7fffffffffffffffu);
+        peak = a > peak ? a : peak;
+    }
+    return (uint64_t)peak;
+}
+
+/* sums[i % 16] += (x[i] - y[i])^2 in float64.  The 16 sums make the result the same at every level. */
+static void LANE(squares)(const float64_value *x, const float64_value *y, size_t n, double *sums)
+{
+    double lane[16];
+    size_t i = 0;
+    memcpy(lane, sums, sizeof lane);
+    for (; i + 16 <= n; i += 16)
+        for (size_t j = 0; j < 16; j++) {
+            double d = x[i + j] - y[i + j];
+            lane[j] += d * d;
+        }
+    for (; i < n; i++) {
+        double d = x[i] - y[i];
+        lane[i % 16] += d * d;
+    }
+    memcpy(sums, lane, sizeof lane);
+}
+
+/* The same for float32, whose differences are taken in float64 too. */
+static void LANE(squares_f32)(const float32_value *x, const float32_value *y, size_t n, double *sums)
+{
+    double lane[16];
+    size_t i = 0;
+    memcpy(lane, sums, sizeof lane);
+    for (; i + 16 <= n; i += 16)
+        for (size_t j = 0; j < 16; j++) {
+            double d = (double)x[i + j] - (double)y[i + j];
+            lane[j] += d * d;
+        }
+    for (; i < n; i++) {
+        double d = (double)x[i] - (double)y[i];
+        lane[i % 16] += d * d;
+    }
+    memcpy(sums, lane, sizeof lane);
+}
+
+static void LANE(split16)(const code16 *src, size_t n, uint8_t *low, uint8_t *high)
+{
+    for (size_t i = 0; i < n; i++) {
+        low[i] = (uint8_t)src[i];
+        high[i] = (uint8_t)(src[i] >> 8);
+    }
+}
+
+static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code16 *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = (uint16_t)(low[i] | (uint16_t)(high[i] << 8));
+}
+
+/* Planes of whole tiles: bits shift … shift+P-1 of 256 codes into 32*P bytes, in words of eight bytes, since
+ * shifts followed by masks never carry from one byte into the next. */
+#define DEFINE_PLANE(P, FIELD)                                                                               \
+    static void LANE(pack_plane##P)(const uint8_t *codes, size_t tiles, unsigned shift, size_t stride,       \
+                                    uint8_t *out)                                                            \
+    {                                                                                                        \
+        enum { WORDS = 4 * P, PARTS = 8 / P };                                                               \
+        for (size_t t = 0; t < tiles; t++, codes += TILE, out += stride) {                                   \
+            const word64 *from = (const word64 *)codes;                                                      \
+            word64 *to = (word64 *)out;                                                                      \
+            for (size_t j = 0; j < WORDS; j++) {                                                             \
+                uint64_t word = 0;                                                                           \
+                for (size_t i = 0; i < PARTS; i++)                                                           \
+                    word |= ((from[j + i * WORDS] >> shift) & FIELD) << (i * P);                             \
+                to[j] = word;                                                                                \
+            }                                                                                                \
+        }                                                                                                    \
+    }                                                                                                        \
+    static void LANE(unpack_plane##P)(const uint8_t *in, size_t tiles, unsigned shift, size_t stride,        \
+                                      uint8_t *codes)                                                        \
+    {                                                                                                        \
+        enum { WORDS = 4 * P, PARTS = 8 / P };                                                               \
+        const uint64_t keep = ((uint64_t)1 << shift) - 1;                                                    \
+        const uint64_t kept = keep * 0x0101010101010101u; /* what earlier planes have put there */           \
+        for (size_t t = 0; t < tiles; t++, codes += TILE, in += stride) {                                    \
+            const word64 *from = (const word64 *)in;                                                         \
+            word64 *to = (word64 *)codes;                                                                    \
+            for (size_t j = 0; j < WORDS; j++) {                                                             \
+                uint64_t word = from[j];                                                                     \
+                for (size_t i = 0; i < PARTS; i++)                                                           \
+                    to[j + i * WORDS] = (to[j + i * WORDS] & kept) | (((word >> (i * P)) & FIELD) << shift); \
+            }                                                                                                \
+        }                                                                                                    \
+    }
+DEFINE_PLANE(4, 0x0f0f0f0f0f0f0f0fu)
+DEFINE_PLANE(2, 0x0303030303030303u)
+DEFINE_PLANE(1, 0x0101010101010101u)
+#undef DEFINE_PLANE
+
+static const lanes LANE(table) = {
+    LANE(codes8_f32),   LANE(codes16_f32),  LANE(codes8_f64),  LANE(codes16_f64),
+    LANE(values8_f32),  LANE(values16_f32), LANE(values8_f64), LANE(values16_f64),
+    LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
+    LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
+    LANE(squares),      LANE(squares_f32),  LANE(split16),      LANE(join16),
+    {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},
+    {LANE(unpack_plane4), LANE(unpack_plane2), LANE(unpack_plane1)},
+};

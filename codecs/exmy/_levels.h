@@ -1,0 +1,201 @@
+/* Levels: the same loops compiled for each instruction set, and the choice among them at run time.
+ *
+ * A level is a table of loops (`lanes`), made by including _lanes.h under the level's target.  Other compilers
+ * than gcc and clang, and other processors than x86-64, get the baseline alone.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { TILE = 256, BLOCK = 2048 };
+enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+
+/* Elements of the caller's arrays: they may lie anywhere. */
+#if defined(__GNUC__)
+#define UNALIGNED __attribute__((aligned(1), may_alias))
+#else
+#define UNALIGNED
+#endif
+typedef uint16_t code16 UNALIGNED;
+typedef uint32_t float32_bits UNALIGNED;
+typedef uint64_t float64_bits UNALIGNED;
+typedef uint64_t word64 UNALIGNED;
+typedef float float32_value UNALIGNED;
+typedef double float64_value UNALIGNED;
+typedef union {
+    int32_t i;
+    float f;
+} float32_word;
+typedef union {
+    int64_t i;
+    double f;
+} float64_word;
+
+/* A format, and the constants of the loops. */
+typedef struct {
+    int exponent_bits, mantissa_bits, bits;
+    int sum32;   /* encoding float32 by float32 sums stays within float32 */
+    int exact32; /* every value of the format is a float32 */
+    int32_t limit32, tiny32, lift32;
+    int64_t limit64, tiny64, lift64; /* the largest value, the smallest normal, the step to the quantum */
+} spec;
+
+typedef struct {
+    uint32_t (*codes8_f32)(const float32_bits *, size_t, const spec *, uint8_t *);
+    uint32_t (*codes16_f32)(const float32_bits *, size_t, const spec *, code16 *);
+    uint64_t (*codes8_f64)(const float64_bits *, size_t, const spec *, uint8_t *);
+    uint64_t (*codes16_f64)(const float64_bits *, size_t, const spec *, code16 *);
+    void (*values8_f32)(const uint8_t *, size_t, const spec *, float32_bits *);
+    void (*values16_f32)(const code16 *, size_t, const spec *, float32_bits *);
+    void (*values8_f64)(const uint8_t *, size_t, const spec *, float64_bits *);
+    void (*values16_f64)(const code16 *, size_t, const spec *, float64_bits *);
+    void (*widen_f16)(const code16 *, size_t, float32_bits *);
+    void (*widen_bf16)(const code16 *, size_t, float32_bits *);
+    void (*widen_f32)(const float32_value *, size_t, float64_value *);
+    void (*narrow_f64)(const float64_value *, size_t, float32_value *);
+    void (*narrow_f16)(const float32_bits *, size_t, const spec *, code16 *);
+    void (*narrow_bf16)(const float32_bits *, size_t, code16 *);
+    uint32_t (*peak16)(const code16 *, size_t);
+    uint32_t (*peak32)(const float32_bits *, size_t);
+    uint64_t (*peak64)(const float64_bits *, size_t);
+    void (*squares)(const float64_value *, const float64_value *, size_t, double *);
+    void (*squares_f32)(const float32_value *, const float32_value *, size_t, double *);
+    void (*split16)(const code16 *, size_t, uint8_t *, uint8_t *);
+    void (*join16)(const uint8_t *, const uint8_t *, size_t, code16 *);
+    void (*pack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
+    void (*unpack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
+} lanes;
+
+#define LANE_HAS_F16C 0
+#define LANE(name) baseline_##name
+#include "_lanes.h"
+#undef LANE
+#undef LANE_HAS_F16C
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#include <immintrin.h>
+#define MANY_LEVELS 1
+#define LANE_HAS_F16C 1
+#define LANE(name) avx2_##name
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#include "_lanes.h"
+#pragma clang attribute pop
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#include "_lanes.h"
+#pragma GCC pop_options
+#endif
+#undef LANE
+
+#define LANE(name) avx512_##name
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))),        \
+                             apply_to = function)
+#include "_lanes.h"
+#pragma clang attribute pop
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#include "_lanes.h"
+#pragma GCC pop_options
+#endif
+#undef LANE
+#else
+#define MANY_LEVELS 0
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <emmintrin.h>
+#define HAVE_SSE2 1
+#else
+#define HAVE_SSE2 0
+#endif
+
+/* Finds the highest level that this processor and its system run.  Asked of the processor itself, since what
+ * __builtin_cpu_supports links to is not found by every compiler in a shared library. */
+static int find_highest_level(void)
+{
+#if MANY_LEVELS
+    unsigned a, b, c, d, states, unused;
+    const unsigned one = bit_F16C | bit_AVX | bit_OSXSAVE;
+    const unsigned seven = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & one) != one || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(states), "=d"(unused) : "c"(0));
+    if (!(b & bit_AVX2) || (states & 0x06) != 0x06) /* the system saves xmm and ymm */
+        return 0;
+    return (b & seven) == seven && (states & 0xe0) == 0xe0 ? 2 : 1; /* and mask and zmm registers */
+#else
+    return 0;
+#endif
+}
+
+static int highest_level = 0; /* set at import: cpuid is slow on virtual machines */
+
+/* The loops of a level (0 baseline, 1 AVX2, 2 AVX-512), or NULL where this machine cannot run it. */
+static const lanes *level_lanes(int level)
+{
+    if (level < 0 || level > highest_level)
+        return NULL;
+#if MANY_LEVELS
+    if (level > 0)
+        return level == 2 ? &avx512_table : &avx2_table;
+#endif
+    return &baseline_table;
+}
+
+/* The loops need rounding to nearest and true subnormals, whatever another library has set in this thread. */
+static unsigned enter_float_mode(void)
+{
+#if HAVE_SSE2
+    unsigned saved = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return saved;
+#else
+    return 0;
+#endif
+}
+
+static void leave_float_mode(unsigned saved)
+{
+#if HAVE_SSE2
+    _mm_setcsr(saved);
+#else
+    (void)saved;
+#endif
+}
+
+static double power_of_two(int exponent)
+{
+    float64_word w;
+    w.i = (int64_t)(exponent + 1023) << 52;
+    return w.f;
+}
+
+static spec spec_of(int exponent_bits, int mantissa_bits, int bias, double limit)
+{
+    spec s;
+    const int lowest = 1 - bias;
+    const int highest = (exponent_bits > 0 ? (1 << exponent_bits) - 1 : 1) - bias;
+    const int top = (1 << (mantissa_bits + (exponent_bits > 0))) - 1; /* quanta of the largest value */
+    float64_word max64;
+    float32_word max32;
+    s.exponent_bits = exponent_bits;
+    s.mantissa_bits = mantissa_bits;
+    s.bits = 1 + exponent_bits + mantissa_bits;
+    s.exact32 = lowest >= -126 && highest <= 127;
+    s.sum32 = s.exact32 && highest + 23 - mantissa_bits <= 127;
+    max64.f = limit > 0 ? limit : top * power_of_two(highest - mantissa_bits);
+    s.limit64 = max64.i;
+    s.tiny64 = (int64_t)(lowest + 1023) << 52;
+    s.lift64 = (int64_t)(52 - mantissa_bits) << 52;
+    max32.f = s.exact32 ? (float)max64.f : 0.0f;
+    s.limit32 = max32.i;
+    s.tiny32 = s.exact32 ? (lowest + 127) << 23 : 0;
+    s.lift32 = (23 - mantissa_bits) << 23;
+    return s;
+}

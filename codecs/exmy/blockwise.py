@@ -1,0 +1,108 @@
+"""The reference on whole arrays, block by block, under the signatures of the C kernels: memory stays flat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from exmy import reference
+from exmy.elements import Array, Kind, Layout
+
+__all__ = ["decode", "encode", "pack", "peak", "round", "squared_errors", "unpack"]
+
+_BLOCK = 1 << 16
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of blocks; all but the last are whole tiles."""
+    for start in range(0, count, _BLOCK):
+        yield start, min(start + _BLOCK, count)
+
+
+def _bytes(start: int, stop: int, bits: int) -> slice:
+    """Return where the packed elements start ... stop-1 lie; start is a tile's."""
+    whole, rest = stop // reference.TILE * reference.TILE, stop % reference.TILE
+    return slice(start // 8 * bits, (whole // 8 + (rest + 7) // 8) * bits)
+
+
+def _nonfinite(kind: Kind, src: Array) -> tuple[int, int]:
+    """Return how many values are not finite and where the first lies."""
+    count = first = 0
+    for start, stop in _blocks(src.size):
+        bad = np.flatnonzero(~np.isfinite(reference.widen(src[start:stop], kind)))
+        if bad.size and not count:
+            first = start + int(bad[0])
+        count += bad.size
+    return count, first
+
+
+def encode(
+    kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool
+) -> tuple[int, int]:
+    """See kernels.encode."""
+    for start, stop in _blocks(src.size):
+        values = reference.widen(src[start:stop], kind)
+        if not saturate and not np.isfinite(values).all():
+            return _nonfinite(kind, src)
+        codes = reference.encode(values, layout)
+        if packed:
+            out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+        else:
+            out[start:stop] = codes
+    return 0, 0
+
+
+def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool) -> None:
+    """See kernels.decode."""
+    for start, stop in _blocks(out.size):
+        if packed:
+            part = reference.unpack(codes[_bytes(start, stop, layout.bits)], layout.bits, stop - start)
+        else:
+            part = codes[start:stop]
+        out[start:stop] = reference.narrow(reference.decode(part, layout), kind)
+
+
+def round(kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool) -> tuple[int, int]:
+    """See kernels.round."""
+    for start, stop in _blocks(src.size):
+        values = reference.widen(src[start:stop], kind)
+        if not saturate and not np.isfinite(values).all():
+            return _nonfinite(kind, src)
+        codes = reference.encode(values, layout)
+        out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
+    return 0, 0
+
+
+def pack(bits: int, codes: Array, out: Array) -> None:
+    """See kernels.pack."""
+    for start, stop in _blocks(codes.size):
+        out[_bytes(start, stop, bits)] = reference.pack(codes[start:stop], bits)
+
+
+def unpack(bits: int, packed: Array, out: Array) -> None:
+    """See kernels.unpack."""
+    for start, stop in _blocks(out.size):
+        out[start:stop] = reference.unpack(packed[_bytes(start, stop, bits)], bits, stop - start)
+
+
+def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
+    """See kernels.peak."""
+    largest = 0.0
+    for start, stop in _blocks(src.size):
+        values = np.abs(reference.widen(src[start:stop], kind))
+        if not np.isfinite(values).all():
+            return (float("inf"), *_nonfinite(kind, src))
+        largest = max(largest, float(values.max()))
+    return largest, 0, 0
+
+
+def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
+    """See kernels.squared_errors: 16 partial sums, element i in sum i mod 16, each added up in order."""
+    sums = np.zeros((biases, 1, 16))
+    for start, stop in _blocks(src.size):
+        values = reference.widen(src[start:stop], kind)
+        for k in range(biases):
+            rows = reference.squared_errors(values, layout._replace(bias=layout.bias + k))
+            sums[k, 0] = np.add.reduce(np.concatenate([sums[k], rows]), axis=0)
+    return [float(np.cumsum(lanes)[-1]) for lanes in sums]

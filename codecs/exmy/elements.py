@@ -1,0 +1,103 @@
+"""Elements: the four float types that eXmY reads and writes, and arrays of them as flat, plain memory."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exmy.errors import DtypeError, FormatError
+
+try:
+    import ml_dtypes
+except ImportError:  # bfloat16 arrays cannot exist without it
+    _BFLOAT16: np.dtype[Any] | None = None
+else:
+    _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+__all__ = ["Array", "Kind", "Layout", "NonFinite", "as_flat", "kind_of", "output_dtype", "plain", "saturates"]
+
+Array: TypeAlias = NDArray[Any]
+NonFinite: TypeAlias = Literal["error", "saturate"]
+
+
+class Layout(NamedTuple):
+    """The three integers that make a format."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+
+    @property
+    def bits(self) -> int:
+        """The width of a code."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+
+class Kind(IntEnum):
+    """A type of element, numbered as in the C kernels."""
+
+    FLOAT16 = 0
+    BFLOAT16 = 1
+    FLOAT32 = 2
+    FLOAT64 = 3
+
+
+_KINDS = {kind.name.lower(): kind for kind in Kind}
+_SEEN: dict[np.dtype[Any], Kind] = {}
+
+
+def kind_of(dtype: np.dtype[Any]) -> Kind:
+    """Return the kind of a dtype, which is recognised by its name; DtypeError for all others."""
+    kind = _SEEN.get(dtype)
+    if kind is None:
+        kind = _KINDS.get(dtype.name)
+        if kind is not None:
+            _SEEN[dtype] = kind  # the name of a dtype takes NumPy microseconds to make
+            return kind
+        raise DtypeError(
+            f"dtype {dtype.name!r} cannot be encoded or decoded; expected float16, bfloat16, float32 or "
+            "float64. Convert with x.astype('float32')"
+        )
+    return kind
+
+
+def output_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype for a name or dtype of one of the four kinds; DtypeError for all others."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        if _BFLOAT16 is None:
+            raise DtypeError("dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes")
+        return _BFLOAT16
+    try:
+        native: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
+    except TypeError as cause:
+        raise DtypeError(
+            f"{dtype!r} is not a dtype; expected float16, bfloat16, float32 or float64"
+        ) from cause
+    kind_of(native)
+    return native
+
+
+def as_flat(x: Any) -> tuple[Array, Kind, tuple[int, ...]]:
+    """Return x as contiguous one-dimensional memory in C order, its kind and its shape.
+
+    No copy is made of C-contiguous arrays in native byte order; bfloat16 comes back as uint16 bits.
+    """
+    array = np.asarray(x)
+    kind = kind_of(array.dtype)
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return plain(np.ascontiguousarray(native).reshape(-1), kind), kind, array.shape
+
+
+def plain(array: Array, kind: Kind) -> Array:
+    """Return the same memory as a dtype of NumPy's own (bfloat16 as uint16 bits)."""
+    return array.view(np.uint16) if kind is Kind.BFLOAT16 else array
+
+
+def saturates(nonfinite: str) -> bool:
+    """Return whether NaN and infinity are to be encoded; FormatError for an unknown choice."""
+    if nonfinite not in {"error", "saturate"}:
+        raise FormatError(f"nonfinite is {nonfinite!r}; expected 'error' or 'saturate'")
+    return nonfinite == "saturate"

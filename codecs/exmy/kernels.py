@@ -1,0 +1,159 @@
+"""Kernels: which implementation does the work, and the one way to call it.
+
+The levels are "reference" (NumPy), "baseline", "avx2" and "avx512" (C).  The best that the machine runs is
+chosen at import; the environment variable EXMY_KERNELS or ``use`` names another.  All give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from exmy import blockwise
+from exmy.elements import Array, Kind, Layout
+from exmy.errors import KernelError, SlowPathWarning
+
+try:
+    from exmy import _kernels
+except ImportError:  # no compiler was found at install
+    _kernels = None  # type: ignore[assignment]
+
+__all__ = [
+    "decode",
+    "encode",
+    "level",
+    "levels",
+    "pack",
+    "peak",
+    "round",
+    "squared_errors",
+    "unpack",
+    "use",
+]
+
+_NAMES = ("reference", "baseline", "avx2", "avx512")
+_BIG = 1 << 16  # elements from which the slow path is worth a warning
+
+
+def levels() -> tuple[str, ...]:
+    """Return the names of the levels that this machine and this install can run, slowest first."""
+    if _kernels is None:
+        return _NAMES[:1]
+    return _NAMES[:1] + tuple(name for i, name in enumerate(_NAMES[1:]) if _kernels.supports(i))
+
+
+def _index(name: str) -> int:
+    """Return -1 for the reference, else the number of a C level; KernelError where it cannot run."""
+    if name not in levels():
+        wanted = "one of " + ", ".join(levels())
+        raise KernelError(
+            f"kernel level {name!r} cannot run here; expected {wanted} (EXMY_KERNELS, kernels.use)"
+        )
+    return _NAMES.index(name) - 1
+
+
+class _Choice:
+    """The level in use."""
+
+    def __init__(self, name: str | None) -> None:
+        self.index = _index(name or levels()[-1])
+        self.quiet = name is not None or _kernels is not None  # the reference was chosen, or is not used
+
+    def native(self, count: int) -> bool:
+        """Say whether the C kernels do the work; warn once where they are missed."""
+        if self.index < 0 and not self.quiet and count >= _BIG:
+            self.quiet = True
+            warnings.warn(
+                "exmy runs without its C kernels, some hundred times slower, because they were not built. "
+                "Install a C compiler (Debian: apt-get install gcc python3-dev) and run pip install "
+                "--force-reinstall --no-cache-dir on the package again; EXMY_KERNELS=reference silences "
+                "this warning",
+                SlowPathWarning,
+                stacklevel=4,
+            )
+        return self.index >= 0
+
+
+_choice = _Choice(os.environ.get("EXMY_KERNELS"))
+
+
+def level() -> str:
+    """Return the name of the level in use."""
+    return _NAMES[_choice.index + 1]
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Use another level inside of a ``with`` block, in all threads of the process: for tests and benchmarks.
+
+    KernelError where the level cannot run here.
+    """
+    saved = _choice.index, _choice.quiet
+    _choice.index, _choice.quiet = _index(name), True
+    try:
+        yield
+    finally:
+        _choice.index, _choice.quiet = saved
+
+
+def encode(
+    kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool
+) -> tuple[int, int]:
+    """Write the codes of src into out; return how many values are not finite and where the first lies.
+
+    src is flat and plain (``elements.as_flat``); out is flat, packed bytes or codes.  Unless `saturate`,
+    out is undefined when the first number returned is not 0.
+    """
+    if _choice.native(src.size):
+        return _kernels.encode(_choice.index, kind, *layout, packed, saturate, src, out)
+    return blockwise.encode(kind, layout, src, out, packed=packed, saturate=saturate)
+
+
+def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool) -> None:
+    """Write the values of codes, or of packed bytes, into out."""
+    if _choice.native(out.size):
+        _kernels.decode(_choice.index, kind, *layout, packed, codes, out)
+    else:
+        blockwise.decode(kind, layout, codes, out, packed=packed)
+
+
+def round(kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool) -> tuple[int, int]:
+    """Write the values of the codes of src into out, of the same kind; return as `encode` does."""
+    if _choice.native(src.size):
+        return _kernels.round(_choice.index, kind, *layout, saturate, src, out)
+    return blockwise.round(kind, layout, src, out, saturate=saturate)
+
+
+def pack(bits: int, codes: Array, out: Array) -> None:
+    """Write packed codes into out."""
+    if _choice.native(codes.size):
+        _kernels.pack(_choice.index, bits, codes.size, codes, out)
+    else:
+        blockwise.pack(bits, codes, out)
+
+
+def unpack(bits: int, packed: Array, out: Array) -> None:
+    """Write the codes of packed bytes into out."""
+    if _choice.native(out.size):
+        _kernels.unpack(_choice.index, bits, out.size, packed, out)
+    else:
+        blockwise.unpack(bits, packed, out)
+
+
+def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
+    """Return the largest magnitude, how many values are not finite, and where the first lies."""
+    if _choice.native(src.size):
+        return _kernels.peak(_choice.index, kind, src)
+    return blockwise.peak(kind, src)
+
+
+def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
+    """Return the sum of squared errors for each of `biases` (1 to 64) biases from the layout's on.
+
+    Sums are float64 in a fixed order, so all levels return the same; src must be finite.
+    """
+    if _choice.native(src.size):
+        return _kernels.squared_errors(_choice.index, kind, *layout, biases, src)
+    return blockwise.squared_errors(kind, layout, src, biases)

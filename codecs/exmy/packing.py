@@ -1,0 +1,127 @@
+"""Packing: codes of B bits to exactly B bits an element, in tiles of 256 that can be cut out by arithmetic.
+
+FORMAT.md has the layout: planes of 8, 4, 2 and 1 bits, low bits first into the widest plane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exmy import kernels
+from exmy.elements import Array
+from exmy.errors import CodeError, DtypeError, FormatError, SizeError
+from exmy.reference import TILE
+
+__all__ = ["TILE", "as_bytes", "as_codes", "code_dtype", "pack", "packed_size", "slice_bytes", "unpack"]
+
+
+def _check_bits(bits: int) -> int:
+    if isinstance(bits, (int, np.integer)) and 2 <= bits <= 16:
+        return int(bits)
+    raise FormatError(f"a width of {bits!r} bits is not an eXmY width; expected an integer from 2 to 16")
+
+
+def _check_count(count: int, what: str = "count") -> int:
+    if isinstance(count, (int, np.integer)) and count >= 0:
+        return int(count)
+    raise SizeError(f"{what} is {count!r}; expected an integer of 0 or more")
+
+
+def code_dtype(bits: int) -> np.dtype[Any]:
+    """Return the dtype of unpacked codes: uint8 up to 8 bits, uint16 above."""
+    return np.dtype(np.uint8 if bits <= 8 else np.uint16)
+
+
+def as_codes(codes: Any, bits: int) -> Array:
+    """Return codes as a C-contiguous array of `code_dtype(bits)`; CodeError where one does not fit."""
+    array = np.asarray(codes)
+    if array.dtype.kind not in "iu":
+        raise DtypeError(
+            f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns"
+        )
+    dtype = code_dtype(bits)
+    if array.size and (array.dtype != dtype or bits not in {8, 16}):
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= 1 << bits:
+            raise CodeError(
+                f"code {low if low < 0 else high} does not fit {bits} bits (0 ... {(1 << bits) - 1}); "
+                "check that the format is the one that encoded"
+            )
+    return np.asarray(array, dtype=dtype, order="C")
+
+
+def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
+    """Return packed bytes (uint8 array or any bytes-like) as one flat array of just the right length."""
+    if isinstance(packed, np.ndarray):
+        if packed.dtype != np.uint8:
+            raise DtypeError(
+                f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object"
+            )
+        array = np.ascontiguousarray(packed).reshape(-1)
+    else:
+        try:
+            array = np.frombuffer(packed, np.uint8)
+        except (TypeError, AttributeError) as cause:
+            raise DtypeError(
+                f"packed codes are {type(packed).__name__}; expected uint8 or a bytes object"
+            ) from cause
+    size = packed_size(count, bits)
+    if array.size != size:
+        fault = "truncated" if array.size < size else "too long"
+        raise SizeError(
+            f"packed codes are {fault}: {array.size} bytes, expected {size} for {count} codes of {bits} bits"
+        )
+    return array
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Return the bytes that `count` codes of `bits` bits take: bits/8 each, the count rounded up to 8."""
+    return (_check_count(count) + 7) // 8 * _check_bits(bits)
+
+
+def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> tuple[int, int]:
+    """Return the byte range (first, end) that holds the elements start ... stop-1 of a packed array.
+
+    The bytes in it are themselves packed codes, of stop - start elements.  Both bounds must be multiples of
+    256; only a stop at the very end of the array need not be, and then `count`, the length of the array,
+    must say so. SizeError otherwise.
+    """
+    _check_bits(bits)
+    start, stop = _check_count(start, "start"), _check_count(stop, "stop")
+    if start > stop or (count is not None and stop > _check_count(count)):
+        bound = "stop" if count is None else f"stop <= {count}"
+        raise SizeError(f"the slice {start}:{stop} does not fit; expected 0 <= start <= {bound}")
+    if stop == count and start == stop:
+        end = packed_size(stop, bits)
+        return end, end
+    if start % TILE or (stop % TILE and stop != count):
+        raise SizeError(
+            f"the slice {start}:{stop} does not lie on tiles of {TILE} elements; widen it to "
+            f"{start // TILE * TILE}:{-(-stop // TILE) * TILE}, or pass count= if it ends with the array"
+        )
+    return packed_size(start, bits), packed_size(stop, bits)
+
+
+def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
+    """Return the codes packed into a flat uint8 array of `packed_size(codes.size, bits)` bytes.
+
+    codes: integers of any shape, taken in C order, each below 2^bits (CodeError otherwise).
+    """
+    array = as_codes(codes, _check_bits(bits)).reshape(-1)
+    out = np.empty(packed_size(array.size, bits), np.uint8)
+    kernels.pack(bits, array, out)
+    return out
+
+
+def unpack(packed: Any, bits: int, count: int) -> Array:
+    """Return the `count` codes of packed bytes as a flat array, uint8 up to 8 bits, uint16 above.
+
+    packed: uint8 array or bytes-like object of `packed_size(count, bits)` bytes (SizeError otherwise).
+    """
+    array = as_bytes(packed, _check_bits(bits), _check_count(count))
+    out = np.empty(count, code_dtype(bits))
+    kernels.unpack(bits, array, out)
+    return out

@@ -1,0 +1,114 @@
+"""The shared exponent: nothing clips with "max", the least error with "search"; and the SQNR that results."""
+
+import math
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+
+
+def clips(x, f):
+    """Whether a value saturates: without an upper limit, the same steps would round it elsewhere."""
+    top = int(np.argmax(f.values()))
+    step = f.max - f.values()[top - 1] if f.bits > 2 else f.max
+    return bool((np.abs(x) >= f.max + step / 2).any())
+
+
+@pytest.mark.parametrize(
+    "peak", [1.0, 0.99, 1.9, 1.93, 1.9375, 1.94, 1.96875, 1.97, 448, 3e38, 1e-40, 2.0**-149]
+)
+def test_max_is_the_largest_bias_that_does_not_clip(level, all_formats, peak):
+    x = np.array([peak / 3, -peak], np.float32)
+    for f in all_formats:
+        g = f.fit(x)
+        assert (g.exponent_bits, g.mantissa_bits) == (f.exponent_bits, f.mantissa_bits)
+        assert not clips(x.astype(np.float64), g), g
+        assert clips(x.astype(np.float64), g.with_bias(g.bias + 1)), g
+        assert f.with_bias(3).fit(x) == g
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_all_dtypes_fit_alike(level, dtype):
+    x = np.array([[0.25, -1.5], [0.0, 1.0]], exmy.elements.output_dtype(dtype))
+    assert exmy.Format("e3m2").fit(x) == exmy.Format("e3m2b7")
+    assert exmy.Format("e3m2").fit(x.T) == exmy.Format("e3m2b7")
+
+
+def test_nothing_to_fit(level):
+    f = exmy.Format("e3m2b5")
+    for method in ("max", "search"):
+        assert f.fit(np.zeros(10, np.float32), method) == f
+        assert f.fit(np.zeros((0, 3), np.float32), method) == f
+
+
+def test_nonfinite(level):
+    x = np.array([[1.5, np.inf], [np.nan, 0.5]], np.float32)
+    with pytest.raises(exmy.NonFiniteError, match=r"2 of 4 .* \[0, 1\]"):
+        exmy.Format("e3m2").fit(x)
+    for method in ("max", "search"):
+        for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+            g = exmy.Format("e3m2").fit(x.astype(dtype), method, nonfinite="saturate")
+            assert g == exmy.Format("e3m2").fit(np.array([1.5, 0.5], dtype), method)
+
+
+def test_limits(level):
+    assert exmy.Format("e8m7").fit(np.array([5e-324])).bias == 512
+    with pytest.raises(exmy.FormatError, match="scale the input"):
+        exmy.Format("e0m7").fit(np.array([1e300]))
+    with pytest.raises(exmy.FormatError, match="expected 'max' or 'search'"):
+        exmy.Format("e0m7").fit(np.ones(1), "best")
+
+
+@pytest.mark.parametrize("name", ["e0m3", "e2m1", "e3m2", "e0m7", "e4m3"])
+@pytest.mark.parametrize("count", [3000, 200_000])
+def test_search_has_the_least_error(name, count):
+    x = np.random.default_rng(1).standard_t(5, count).astype(np.float32)
+    f = exmy.Format(name)
+    errors = {}
+    for bias in range(f.fit(x).bias, f.fit(x).bias + 12):
+        difference = exmy.round(x, f.with_bias(bias)).astype(np.float64) - x
+        errors[bias] = float(difference @ difference)
+    assert f.fit(x, "search").bias == min(errors, key=errors.__getitem__)
+
+
+def test_search_sees_outliers_that_a_sample_misses():
+    x = np.random.default_rng(1).standard_normal(1_000_000).astype(np.float32)
+    x[12_345] = 1e6
+    assert exmy.Format("e0m7").fit(x, "search") == exmy.Format("e0m7").fit(x, "max")
+
+
+def test_search_is_the_same_at_every_level():
+    x = np.random.default_rng(2).standard_t(3, 70_001).astype(np.float32)
+    layout = exmy.Format("e2m1").fit(x).layout
+    results = []
+    for name in exmy.kernels.levels():
+        with exmy.kernels.use(name):
+            results.append(exmy.kernels.squared_errors(exmy.elements.Kind.FLOAT32, layout, x, 9))
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("e2m1", 18.96), ("e3m2", 25.53), ("e2m3", 30.83), ("e4m3", 31.54), ("e0m7", 40.57)]
+)
+def test_sqnr_on_gaussian_data(name, wanted):
+    x = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
+    f = exmy.Format(name).fit(x, "search")
+    assert exmy.sqnr(x, exmy.round(x, f)) == pytest.approx(wanted, abs=0.15)
+
+
+def test_sqnr():
+    x = np.array([3.0, -4.0])
+    assert exmy.sqnr(x, x) == math.inf
+    assert exmy.sqnr(x, np.zeros(2)) == 0.0
+    assert exmy.sqnr(x, x + np.array([0.3, 0.4])) == pytest.approx(20.0)
+    assert exmy.sqnr(x * 0, x) == -math.inf
+    assert exmy.sqnr(np.zeros((0, 2)), np.zeros((0, 2))) == math.inf
+    assert math.isnan(exmy.sqnr(x, [np.nan, 1]))
+    big = np.ones(200_000, np.float32)
+    assert exmy.sqnr(big, (big * 1.5).astype(ml_dtypes.bfloat16)) == pytest.approx(6.0206, abs=1e-3)
+    assert exmy.sqnr(np.arange(5), np.arange(5)) == math.inf
+    with pytest.raises(exmy.SizeError, match="expected the same"):
+        exmy.sqnr(x, x[:1])
+    with pytest.raises(exmy.DtypeError, match="expected real numbers"):
+        exmy.sqnr(x, x.astype(complex))

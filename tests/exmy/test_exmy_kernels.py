@@ -1,0 +1,135 @@
+"""Which kernels run: choice, override, and life without a compiler."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import exmy
+import numpy as np
+import pytest
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_levels():
+    assert exmy.kernels.levels()[0] == "reference"
+    assert exmy.kernels.level() == exmy.kernels.levels()[-1]
+    for name in exmy.kernels.levels():
+        with exmy.kernels.use(name):
+            assert exmy.kernels.level() == name
+    assert exmy.kernels.level() == exmy.kernels.levels()[-1]
+
+
+def test_a_wrong_level():
+    with pytest.raises(exmy.KernelError, match="'sse9' cannot run here; expected one of reference"):
+        with exmy.kernels.use("sse9"):
+            pass
+
+
+def test_the_environment_chooses():
+    result = run("import exmy; print(exmy.kernels.level())", EXMY_KERNELS="reference")
+    assert (result.returncode, result.stdout.strip()) == (0, "reference")
+    result = run("import exmy", EXMY_KERNELS="sse9")
+    assert result.returncode == 1
+    assert "exmy.errors.KernelError: kernel level 'sse9' cannot run here" in result.stderr
+
+
+MISSING = """
+import sys, warnings
+sys.modules["exmy._kernels"] = None
+import exmy, numpy as np
+assert exmy.kernels.levels() == ("reference",)
+x = np.linspace(-3, 3, 1 << 17, dtype=np.float32)
+exmy.encode(x[:1000], "e4m3")
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    packed = exmy.encode_packed(x, "e3m2")
+    assert exmy.decode_packed(packed, "e3m2", x.size).tobytes() == exmy.round(x, "e3m2").tobytes()
+print([w.category.__name__ for w in seen], "compiler" in str(seen[0].message), seen[0].filename)
+"""
+
+
+def test_without_the_extension_there_is_one_warning():
+    result = run(MISSING)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip() == "['SlowPathWarning'] True <string>"
+
+
+def test_numpy_is_all_that_is_needed():
+    code = """
+import sys
+sys.modules["ml_dtypes"] = None
+import exmy, numpy as np
+assert exmy.round(np.float32(1.1), "e4m3") == 1.125
+try:
+    exmy.decode(np.zeros(3, np.uint8), "e4m3", "bfloat16")
+except exmy.DtypeError as error:
+    print(error)
+assert not [m for m in sys.modules if m.split(".")[0] == "tstore"]
+"""
+    result = run(code)
+    assert (result.returncode, result.stdout.strip()) == (
+        0,
+        "dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes",
+    )
+
+
+def test_the_interpreter_runs_on_while_kernels_work(native):
+    x = np.ones(1 << 22, np.float32)
+    layout = exmy.Format("e3m2").layout
+    done = threading.Event()
+
+    def work() -> None:
+        exmy.kernels.squared_errors(exmy.elements.Kind.FLOAT32, layout, x, 64)  # one call, 0.1 s or more
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ticks = 0
+    while not done.is_set():
+        time.sleep(0.001)
+        ticks += 1
+    thread.join()
+    assert ticks > 8
+
+
+def test_the_extension_checks_what_could_touch_other_memory(native):
+    from exmy import _kernels
+
+    x, out = np.ones(300, np.float32), np.zeros(300, np.uint8)
+    level = exmy.kernels.levels().index(native) - 1
+    assert _kernels.encode(level, 2, 4, 3, 7, False, False, x, out) == (0, 0)
+    for arguments in [
+        (9, 2, 4, 3, 7, False, False, x, out),
+        (level, 4, 4, 3, 7, False, False, x, out),
+        (level, 2, 9, 3, 7, False, False, x, out),
+        (level, 2, 4, 3, 513, False, False, x, out),
+        (level, 2, 4, 3, 7, False, False, x, out[:-1].copy()),
+        (level, 2, 4, 3, 7, True, False, x, out[:-1].copy()),
+    ]:
+        with pytest.raises(ValueError, match=r"level|kind|format|bytes"):
+            _kernels.encode(*arguments)
+    with pytest.raises(ValueError, match="bytes"):
+        _kernels.decode(level, 2, 4, 3, 7, True, out[:-1].copy(), x)
+    with pytest.raises(ValueError, match="bytes"):
+        _kernels.round(level, 2, 4, 3, 7, False, x[:-1].copy(), x)
+    for arguments in [(level, 6, 301, out, out), (level, 17, 300, out, out), (level, 6, -1, out, out)]:
+        with pytest.raises(ValueError, match=r"bytes|format|count"):
+            _kernels.pack(*arguments)
+        with pytest.raises(ValueError, match=r"bytes|format|count"):
+            _kernels.unpack(*arguments)
+    with pytest.raises(ValueError, match="1 to 64"):
+        _kernels.squared_errors(level, 2, 4, 3, 7, 65, x)
+    with pytest.raises(ValueError, match="format"):
+        _kernels.squared_errors(level, 2, 4, 3, 500, 20, x)
