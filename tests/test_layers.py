@@ -23,6 +23,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("manifest", "shards"),
     ("tree", "structure"),
     ("kv", "kv.base"),
+    ("kv.newfile",),
     ("kv.memory", "kv.local", "kv.http", "kv.gcs", "kv.retry", "kv.faults"),
     ("kv.url",),
     ("log", "chunk_writer", "chunk_reader"),
@@ -32,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("check", "collect"),
     ("store",),
     ("checkpoint", "zarr"),
-    ("quantize", "convert", "convert.newfile", "convert.safetensors", "convert.checkpoint"),
+    ("quantize", "convert", "convert.safetensors", "convert.checkpoint"),
     ("",),
     ("sync", "server", "cli", "demo", "__main__"),
     ("testing", "testing.model"),
@@ -40,7 +41,6 @@ LAYERS: list[tuple[str, ...]] = [
 
 # What a module may import besides the layers below its own; a name stands for its submodules too.
 ALSO: dict[str, tuple[str, ...]] = {
-    "convert.safetensors": ("convert.newfile",),
     "cli": ("sync", "server", "demo", "testing"),
     "demo": ("sync", "testing"),
     "__main__": ("cli",),

@@ -29,13 +29,12 @@ from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.kv.base import Durability
 from tstore.log import Log
-from tstore.manifest import Fragment, Manifest, Record, encode, reference
+from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, Record, encode, reference
 from tstore.tree import Changes, Node, Tree
 
 __all__ = ["Membership", "commit_group", "detected_attempt"]
 
 DEFAULT_TIMEOUT = 300.0
-INLINE_MANIFEST = 16 << 10
 _POLL_FIRST, _POLL_MOST = 0.005, 0.2
 _GRACE = 0.25
 

@@ -25,6 +25,7 @@ from tstore.chunks import CHECK_SIZE, ChunkTable, Span, as_checks, column, diges
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = [
+    "INLINE_MANIFEST",
     "Fragment",
     "Manifest",
     "ObjectRef",
@@ -34,6 +35,9 @@ __all__ = [
     "encode",
     "reference",
 ]
+INLINE_MANIFEST = 16 << 10
+"""A manifest of up to so many bytes travels in the record or fragment that refers to it."""
+
 _MAGIC = b"tstore"
 _VERSION = 1
 _HEADER = len(_MAGIC) + 2

@@ -32,14 +32,12 @@ from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, encode, reference
+from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.snapshot import array_node, node_rows
 from tstore.staging import StagedArray
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below
 
 __all__ = ["Transaction"]
-
-INLINE_MANIFEST = 16 << 10
 
 
 class Transaction:

@@ -10,7 +10,7 @@ Reading trusts nothing: every statement of the header is checked before any byte
 what does not hold is `Corrupt`. This is stricter than the safetensors package, which keeps the last of a key
 that comes twice and passes over fields it does not know, silently.
 
-A file that is written appears whole or not at all, and none is ever overwritten (see `newfile`).
+A file that is written appears whole or not at all, and none is ever overwritten (see `kv.newfile`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, Self, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from tstore.convert.newfile import NewFile, Path, file_error
-from tstore.errors import Corrupt, InvalidArgument, Misuse, UnsupportedFormat, listed
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, Misuse, UnsupportedFormat, listed
+from tstore.kv.base import Durability
+from tstore.kv.newfile import explained, new_file, write_all
 
 __all__ = ["DTYPES", "Header", "Spec", "TensorInfo", "Writer", "by_alignment", "open_tensors", "read_header"]
+
+Path: TypeAlias = str | os.PathLike[str]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 """What a tensor is: its dtype and shape."""
@@ -136,21 +139,27 @@ class Writer:
 
     Header and data follow the order of `tensors`, so what was read with `read_header` can be written back
     byte for byte. Raises InvalidArgument for a name, dtype, shape or metadata that the format can't hold,
-    Misuse for tensors left incomplete, and as `NewFile` does. Whatever was raised, nothing new is left.
+    Misuse for tensors left incomplete, AlreadyExists if the name is taken, and StorageFull,
+    Denied or NotFound as the file system says. Whatever was raised, nothing new is left.
     """
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self._file = NewFile(path)
-        self._header, self._tensors = _laid_out(self._file.path, tensors, metadata or {})
+    def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = os.fspath(path)
+        self._open = contextlib.ExitStack()
+        self._fd = -1
+        self._header, self._tensors = _laid_out(self.path, tensors, metadata or {})
         self._filled = {name: info.start for name, info in self._tensors.items()}
 
     def __enter__(self) -> Self:
+        if os.path.lexists(self.path):
+            raise AlreadyExists(
+                f"{self.path} exists and was left as it is; choose another name or remove it first"
+            )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._file)
-            self._file.write(self._header, 0)
-            stack.pop_all()
+            stack.enter_context(explained("write", self.path))
+            self._fd = stack.enter_context(new_file(self.path, Durability.FSYNC))
+            write_all(self._fd, [self._header], 0)
+            self._open = stack.pop_all()
         return self
 
     def write(self, name: str, part: np.ndarray[Any, Any]) -> None:
@@ -159,11 +168,11 @@ class Writer:
         Tensors may come in any order. `part` has the announced dtype, and the announced shape but for the
         number of rows. Raises InvalidArgument for a part that does not fit, Misuse outside the `with` block.
         """
-        path = self._file.path
+        path = self.path
+        if self._fd < 0:
+            raise Misuse(f"{path} is not open for writing; write inside its `with` block")
         if name not in self._tensors:
-            raise InvalidArgument(
-                f"tensor {name!r} was not announced for {path}; name it when making the Writer"
-            )
+            raise InvalidArgument(f"tensor {name!r} was not announced for {path}; name it when making the Writer")
         info, at = self._tensors[name], self._filled[name]
         if part.dtype.newbyteorder("=") != info.dtype:
             raise InvalidArgument(
@@ -178,7 +187,8 @@ class Writer:
                 f"not fit: write each row once, in order"
             )
         flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
-        self._file.write(flat.data, at)
+        with explained("write", path):
+            write_all(self._fd, [flat.data], at)
         self._filled[name] = at + part.nbytes
 
     def __exit__(
@@ -187,12 +197,14 @@ class Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._file.__exit__(kind, error, trace)
-            return
-        with contextlib.ExitStack() as stack:
-            stack.push(self._file)
-            self._check_complete()
+        try:
+            if kind is not None:
+                self._open.__exit__(kind, error, trace)
+                return
+            with self._open:
+                self._check_complete()
+        finally:
+            self._fd = -1
 
     def _check_complete(self) -> None:
         lacking = [
@@ -202,7 +214,7 @@ class Writer:
         ]
         if lacking:
             raise Misuse(
-                f"{self._file.path} was not written, for {len(lacking)} of {len(self._tensors)} announced "
+                f"{self.path} was not written, for {len(lacking)} of {len(self._tensors)} announced "
                 f"tensors are incomplete; write them all before the `with` block ends:{listed(lacking)}"
             )
 
@@ -271,17 +283,13 @@ def _header(file: BinaryIO, path: Path) -> Header:
     if length > _HEADER_MAX:
         raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")
     if length > size - _LENGTH:
-        raise _corrupt(
-            path, "the header length", f"at most the {size - _LENGTH} bytes that follow", f"{length}"
-        )
+        raise _corrupt(path, "the header length", f"at most the {size - _LENGTH} bytes that follow", f"{length}")
     fields = _fields(file.read(length), path)
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(path, _METADATA, "an object of strings", _SHORT.repr(metadata))
     base = _LENGTH + length
-    infos = {
-        name: _info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()
-    }
+    infos = {name: _info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()}
     tensors = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = base
     for name, info in tensors.items():
@@ -376,8 +384,5 @@ def _corrupt(path: Path, what: str, expected: str, found: str) -> Corrupt:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise file_error(error, os.fspath(path), "read") from error
+    with explained("read", os.fspath(path)), open(path, "rb") as file:
+        yield file

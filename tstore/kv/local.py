@@ -4,12 +4,8 @@ Create, so that a crash at any point leaves the whole object under its name or n
 
 1. Make the missing folders; fsync the parent of each folder the first time this process relies on it (another
    process may have made it and died before its own fsync).
-2. Write the bytes to a temporary name in the object's folder and fsync the file.
-3. link(2) the temporary name to the object's name. It fails if the name exists, whoever made it. If it
-   reports "exists" but the temporary file has two links, the reply of our own link was lost (NFS): created.
-   Where links are not supported, renameat2(RENAME_NOREPLACE) takes the place of steps 3 and 4.
-4. Unlink the temporary name.
-5. fsync the folder, then acknowledge.
+2. Make the file appear whole, or not at all where the name is taken, with its folder made durable (`newfile`).
+3. Acknowledge.
 
 Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them:
 preallocate, write at increasing offsets, cut to size, fsync the file; `settle` then fsyncs the folder, once for
@@ -21,25 +17,16 @@ Nothing is renamed over or written twice, the `latest` hint apart, which may be 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from tstore.errors import (
-    AlreadyExists,
-    Corrupt,
-    Denied,
-    InvalidArgument,
-    NotFound,
-    StorageFull,
-    Unavailable,
-)
+from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys
+from tstore.kv.newfile import explained, fsync_folder, new_file, rest_of, write_all
 from tstore.pool import run
 
 __all__ = ["LocalBackend"]
@@ -47,33 +34,6 @@ __all__ = ["LocalBackend"]
 _IOV_MAX = 1024
 _EXTENT = 64 << 20
 _OPEN_READERS = 64
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
-
-
-@contextlib.contextmanager
-def _explained(action: str, path: str) -> Iterator[None]:
-    """Turns an OSError into the error of tstore that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        what = f"can't {action} {path}: {error.strerror or error}"
-        match error.errno:
-            case errno.ENOENT | errno.ENOTDIR:
-                raise NotFound(f"{what}; it does not exist") from error
-            case errno.EEXIST:
-                raise AlreadyExists(f"{what}; it was left as it is") from error
-            case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFull(
-                    f"{what}; make room or raise the limit, then repeat: nothing committed was harmed"
-                ) from error
-            case errno.EMFILE | errno.ENFILE:
-                raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
-            case _:
-                raise Unavailable(what) from error
 
 
 class LocalBackend:
@@ -118,7 +78,7 @@ class LocalBackend:
 
     def writer(self, key: str) -> _LocalPack:
         path = self._path(key)
-        with _explained("create", path):
+        with explained("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return _LocalPack(key, path)
 
@@ -129,7 +89,7 @@ class LocalBackend:
                 self._readers.move_to_end(key)
                 return found
         path = self._path(key)
-        with _explained("open", path):
+        with explained("open", path):
             opened = _LocalReader(path)
         with self._lock:
             self._readers[key] = opened
@@ -145,13 +105,13 @@ class LocalBackend:
 
     def _get(self, key: str) -> bytes:
         path = self._path(key)
-        with _explained("read", path):
+        with explained("read", path):
             return Path(path).read_bytes()
 
     def _size(self, key: str) -> int | None:
         path = self._path(key)
         try:
-            with _explained("look at", path):
+            with explained("look at", path):
                 return os.stat(path).st_size
         except NotFound:
             return None
@@ -159,30 +119,23 @@ class LocalBackend:
     def _create(self, key: str, data: bytes, durability: Durability) -> None:
         path = self._path(key)
         folder = os.path.dirname(path)
-        temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
-        with _explained("create", path):
+        with explained("create", path):
             os.makedirs(folder, exist_ok=True)
             if durability is Durability.FSYNC:
                 self._make_durable(folder)
-            try:
-                _write_file(temporary, data, durability)
-                _link(temporary, path)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
-            if durability is Durability.FSYNC:
-                _fsync_folder(folder)
+            with new_file(path, durability) as fd:
+                write_all(fd, [data], 0)
 
     def _hint(self, key: str, data: bytes) -> None:
         path = self._path(key)
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
-        with _explained("write", path):
-            _write_file(temporary, data, Durability.NONE)
+        with explained("write", path):
+            Path(temporary).write_bytes(data)
             os.replace(temporary, path)
 
     def _empty(self) -> bool:
         try:
-            with _explained("list", self.url), os.scandir(self.url) as entries:
+            with explained("list", self.url), os.scandir(self.url) as entries:
                 return all(e.name.startswith(".") and e.name.endswith(".tmp") for e in entries)
         except NotFound:
             if os.path.lexists(self.url):  # a file stands where the folder should be
@@ -192,7 +145,7 @@ class LocalBackend:
     def _list(self, prefix: str) -> Keys:
         top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
         found = []
-        with _explained("list", top):
+        with explained("list", top):
             for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
                 base = os.path.relpath(folder, self.url).replace(os.sep, "/")
                 found += [n if base == "." else f"{base}/{n}" for n in names if not n.startswith(".")]
@@ -200,14 +153,14 @@ class LocalBackend:
 
     def _delete(self, key: str) -> None:
         path = self._path(key)
-        with _explained("delete", path), contextlib.suppress(FileNotFoundError):
+        with explained("delete", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def _settle(self, prefix: str) -> None:
         folder = self._path(prefix)
-        with _explained("fsync", folder):
+        with explained("fsync", folder):
             self._make_durable(folder)
-            _fsync_folder(folder)
+            fsync_folder(folder)
 
     def _make_durable(self, folder: str) -> None:
         """fsyncs the parents through which the folder is reached, once per folder and process."""
@@ -218,7 +171,7 @@ class LocalBackend:
                 break
             folder = os.path.dirname(folder)
         for found in reversed(missing):
-            _fsync_folder(os.path.dirname(found))
+            fsync_folder(os.path.dirname(found))
             self._durable_folders.add(found)
 
 
@@ -234,7 +187,7 @@ class _LocalPack:
         if self._end + size <= self._reserved:
             return
         until = self._end + size
-        with _explained("write", self._path):
+        with explained("write", self._path):
             try:
                 os.posix_fallocate(self._fd, self._reserved, until - self._reserved)
             except OSError as error:
@@ -246,13 +199,13 @@ class _LocalPack:
         offset = self._end
         if offset + size > self._reserved:
             self.reserve(max(size, _EXTENT))
-        with _explained("write", self._path):
+        with explained("write", self._path):
             for i in range(0, len(buffers), _IOV_MAX):
-                self._end += _write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
+                self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
         return offset
 
     def finish(self, durability: Durability) -> None:
-        with _explained("write", self._path):
+        with explained("write", self._path):
             try:
                 if self._reserved > self._end:
                     os.ftruncate(self._fd, self._end)
@@ -263,7 +216,7 @@ class _LocalPack:
 
     def discard(self) -> None:
         self._close()
-        with _explained("delete", self._path), contextlib.suppress(FileNotFoundError):
+        with explained("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
     def _close(self) -> None:
@@ -282,13 +235,13 @@ class _LocalReader:
             os.close(self._fd)
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        with _explained("read", self._path):
+        with explained("read", self._path):
             for i in range(0, len(buffers), _IOV_MAX):
                 part = buffers[i : i + _IOV_MAX]
                 wanted = size if len(buffers) <= _IOV_MAX else sum(len(b) for b in part)
                 done = os.preadv(self._fd, part, offset)
                 while done < wanted:
-                    part = _after(part, done)
+                    part = rest_of(part, done)
                     offset, wanted = offset + done, wanted - done
                     done = os.preadv(self._fd, part, offset)
                     if done == 0:
@@ -297,69 +250,6 @@ class _LocalReader:
                             "restore the file from a copy of the store"
                         )
                 offset += done
-
-
-def _write_all(fd: int, buffers: Buffers, offset: int) -> int:
-    wanted = sum(len(b) for b in buffers)
-    done = os.pwritev(fd, buffers, offset)
-    while done < wanted:
-        done += os.pwritev(fd, _after(buffers, done), offset + done)
-    return wanted
-
-
-def _after(buffers: Buffers, done: int) -> Buffers:
-    """What is left of the buffers behind their first `done` bytes."""
-    for i, buffer in enumerate(buffers):
-        if done < len(buffer):
-            return [memoryview(buffer)[done:], *buffers[i + 1 :]]
-        done -= len(buffer)
-    return []
-
-
-def _write_file(path: str, data: bytes, durability: Durability) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        _write_all(fd, [data], 0)
-        if durability is Durability.FSYNC:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _link(temporary: str, path: str) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        if os.stat(temporary).st_nlink != 2:
-            raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _rename_no_replace(temporary, path)
-
-
-def _rename_no_replace(temporary: str, path: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is None:
-        raise Denied(f"{path}: the file system has neither hard links nor renameat2, so no atomic create")
-    failed = renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE)
-    if failed:
-        number = ctypes.get_errno()
-        if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise Denied(
-                f"{path}: the file system can neither link(2) nor rename without replacing, so a commit could "
-                "be lost on it; keep the store on another file system"
-            )
-        raise OSError(number, os.strerror(number), path)
-
-
-def _fsync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -1,0 +1,139 @@
+"""A local file that appears whole or not at all, and never in place of another.
+
+1. Its bytes go to a temporary name in the same folder, `.<random>.tmp`, and are made durable (fsync).
+2. link(2) gives it its name, and fails if the name exists, whoever made it. If it reports "exists" but the
+   temporary file has two links, the reply of our own link was lost (NFS): created. Where links are not
+   supported, renameat2(RENAME_NOREPLACE) takes the place of steps 2 and 3.
+3. The temporary name is removed.
+4. The folder is made durable (fsync).
+
+A process killed before 2 leaves the temporary file, after it the whole new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+
+from tstore.errors import (
+    AlreadyExists,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Unavailable,
+)
+from tstore.kv.base import Buffers, Durability
+
+__all__ = ["explained", "fsync_folder", "new_file", "rest_of", "write_all"]
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+@contextlib.contextmanager
+def explained(action: str, path: str) -> Iterator[None]:
+    """Turns an OSError into the error of tstore that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        what = f"can't {action} {path}: {error.strerror or error}"
+        match error.errno:
+            case errno.ENOENT | errno.ENOTDIR:
+                raise NotFound(f"{what}; give the path of something that exists") from error
+            case errno.EEXIST:
+                raise AlreadyExists(f"{what}; it was left as it is, choose another name") from error
+            case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
+                raise InvalidArgument(f"{what}; give another path") from error
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise StorageFull(
+                    f"{what}; make room or raise the limit, then repeat: nothing committed was harmed"
+                ) from error
+            case errno.EMFILE | errno.ENFILE:
+                raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
+            case _:
+                raise Unavailable(f"{what}; try again, or look at the disk") from error
+
+
+@contextlib.contextmanager
+def new_file(path: str, durability: Durability) -> Iterator[int]:
+    """The descriptor of a file that appears under `path` when the block ends without an exception.
+
+    Raises OSError (FileExistsError where the name is taken by then); whatever is raised, no new name is left.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        if durability is Durability.FSYNC:
+            os.fsync(fd)
+        _link(temporary, path)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    if durability is Durability.FSYNC:
+        fsync_folder(folder)
+
+
+def write_all(fd: int, buffers: Buffers, offset: int) -> int:
+    """Writes all buffers at the offset, however often the system writes less, and returns their size."""
+    wanted = sum(len(b) for b in buffers)
+    done = os.pwritev(fd, buffers, offset)
+    while done < wanted:
+        done += os.pwritev(fd, rest_of(buffers, done), offset + done)
+    return wanted
+
+
+def rest_of(buffers: Buffers, done: int) -> Buffers:
+    """What is left of the buffers behind their first `done` bytes."""
+    for i, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [memoryview(buffer)[done:], *buffers[i + 1 :]]
+        done -= len(buffer)
+    return []
+
+
+def fsync_folder(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _link(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        if os.stat(temporary).st_nlink != 2:
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _rename_no_replace(temporary, path)
+
+
+def _rename_no_replace(temporary: str, path: str) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    number = errno.ENOSYS
+    if renameat2 is not None:
+        source, target = os.fsencode(temporary), os.fsencode(path)
+        if not renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE):
+            return
+        number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise Denied(
+            f"{path}: the file system can neither link(2) nor rename without replacing, so a file could not "
+            "appear at once or would replace another; use another file system"
+        )
+    raise OSError(number, os.strerror(number), path)
