@@ -122,10 +122,10 @@ class Array:
         Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
         on an array of a snapshot or of a transaction that has ended.
         """
-        given = np.asarray(values)
-        if not _fits(given, values, self.dtype):
+        given = _cast(values, self.dtype)
+        if given is None:
             raise InvalidArgument(
-                f"{self.path}: values of dtype {given.dtype} can't be written to an array of {self.dtype} "
+                f"{self.path}: values of {_named(values)} can't be written to an array of {self.dtype} "
                 "without loss of kind; cast them first"
             )
         try:
@@ -155,9 +155,20 @@ class Array:
         return len(self._selection.axes)
 
 
-def _fits(given: npt.NDArray[Any], values: npt.ArrayLike, dtype: np.dtype[Any]) -> bool:
+def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    """The values as an array that can be cast to `dtype` within its kind, None where they can't."""
+    given = np.asarray(values)
     if given.dtype == dtype or np.can_cast(given.dtype, dtype, "same_kind"):
-        return True
-    if isinstance(values, (bool, int, float, complex)):  # a Python scalar takes the array's type
-        return np.can_cast(np.min_scalar_type(values), dtype, "same_kind") or dtype.kind in "Vfc"
-    return False
+        return given
+    if not isinstance(values, (bool, int, float, complex)):
+        return None
+    # a Python scalar takes the array's type, if that holds it
+    kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
+    try:
+        return np.asarray(values, dtype) if dtype.kind in kinds else None
+    except OverflowError:
+        return None
+
+
+def _named(values: npt.ArrayLike) -> str:
+    return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"

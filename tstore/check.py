@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from tstore.chunk_reader import verify_chunks
-from tstore.chunks import ChunkRow
+from tstore.chunk_reader import pack_reader
+from tstore.chunks import BLOCK, ChunkRow, block_checks
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.kv.base import Backend
 from tstore.log import ROOT_EVERY, Log, commit_key, root_key
 from tstore.manifest import Manifest, Record, Root
+from tstore.pool import each, scratch
 from tstore.tree import Node, Tree
 
 __all__ = ["VerifyReport", "verify_store"]
@@ -50,7 +53,8 @@ async def verify_store(log: Log) -> VerifyReport:
                 faults.append(f"version {version}: {error}")
         if version % ROOT_EVERY == 0:
             await _check_root(log, version, faults)
-    await verify_chunks(log.backend, wanted.values(), faults.append)
+    await _check_numbers(log, newest, faults)
+    await _check_chunks(log.backend, wanted.values(), faults)
     size = sum(row.length for row, _ in wanted.values())
     return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults))
 
@@ -78,6 +82,18 @@ def _collect(
             wanted.setdefault((key, offset), (row, f"version {version}: {path}, chunk {at}"))
 
 
+async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
+    """Commits are numbered without a gap; behind a missing one the later are not found."""
+    if not log.backend.capabilities.listing:
+        return
+    beyond = [k for k in await log.backend.list("commits/") if k > commit_key(newest)]
+    if beyond:
+        faults.append(
+            f"{log.backend.url}: {commit_key(newest + 1)} is missing, though {len(beyond)} later commits up to "
+            f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
+        )
+
+
 async def _check_root(log: Log, version: int, faults: list[str]) -> None:
     try:
         Tree.of(await log.read(root_key(version), Root))
@@ -85,3 +101,25 @@ async def _check_root(log: Log, version: int, faults: list[str]) -> None:
         return  # a root only saves time; the records hold everything
     except (Corrupt, UnsupportedFormat) as error:
         faults.append(str(error))
+
+
+async def _check_chunks(backend: Backend, rows: Iterable[tuple[ChunkRow, str]], faults: list[str]) -> None:
+    in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
+
+    def check(task: tuple[ChunkRow, str]) -> None:
+        row, where = task
+        with scratch(min(row.length, BLOCK)) as buffer:
+            found = b""
+            try:
+                reader = pack_reader(backend, row.pack, where)
+                for i in range(0, row.length, BLOCK):
+                    part = buffer[: min(BLOCK, row.length - i)]
+                    reader.read_into(row.offset + i, [part], len(part))
+                    found += block_checks(part.data)
+            except Corrupt as error:
+                faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+                return
+            if found != row.checks:
+                faults.append(f"{where}: {row.mismatch(0)}")
+
+    await each(check, in_order)

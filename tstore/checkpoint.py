@@ -22,7 +22,7 @@ from tstore.codec import ArrayMeta, Codecs
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
 from tstore.grid import Selection, default_chunks
 from tstore.shards import Shards
-from tstore.snapshot import Snapshot, node_rows
+from tstore.snapshot import Snapshot
 from tstore.store import Store, open
 from tstore.structure import (
     compile_patterns,
@@ -96,9 +96,9 @@ async def save(
         attempt=attempt,
         facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
     )
-    newest = await store.snapshot()
-    if tag in newest.tags:
-        version = newest.tags[tag]
+    base = await tx.base()  # not a snapshot of its own: a rival that saves this step meanwhile is a conflict
+    if tag in base.tags:
+        version = base.tags[tag]
         if (await store.log.record(version)).transaction == tx.id:
             return version  # the group committed, and this host calls again
         raise AlreadyExists(
@@ -106,14 +106,14 @@ async def save(
             "another step"
         )
     chosen = codec_for(codecs)
-    prior = await _newest_step(store, newest)
+    prior = await _newest_step(store, base.tags)
     metas: dict[Any, ArrayMeta] = {}
     jobs = []
     for path, leaf in leaves.items():
         job = _job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts)
         node = prior.tree.nodes.get(path) if prior is not None else None
         if node is not None and node.document == job.meta.document and job.pieces:
-            job.prior = node_rows(node)
+            job.prior = node
         jobs.append(job)
     structure = {**(attributes or {}), **structure_attributes(document)}
     await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
@@ -193,8 +193,8 @@ def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tu
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
 
 
-async def _newest_step(store: Store, newest: Snapshot) -> Snapshot | None:
-    found = _steps(newest.tags)
+async def _newest_step(store: Store, tags: Mapping[str, int]) -> Snapshot | None:
+    found = _steps(tags)
     return await store.snapshot(step_tag(found[-1])) if found else None
 
 
@@ -327,7 +327,7 @@ def _check_fit(
         if path not in leaves:
             continue
         meta, leaf = snapshot.tree.nodes[path].meta, leaves[path]
-        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype).newbyteorder("=")
         if shape != meta.shape or dtype != meta.dtype:
             mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
     for path, value in asked.items():

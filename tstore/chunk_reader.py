@@ -3,26 +3,28 @@
 References of all arrays of a call are sorted by pack and offset; neighbours are read together, straight into
 the destination where a chunk lies there as it is stored. Every block is verified while it is in the caches,
 before any value is decoded from it. Of a long chunk that is stored as it is, only the blocks that hold selected
-values are read.
+values are read. Boxes of many small chunks that lie one behind the other are read at once and put into the
+destination with one strided copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, block_checks, digest
+from tstore.chunk_boxes import ChunkBox, chunk_boxes
+from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
 from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, NotFound
-from tstore.grid import Cover, Selection, covers, part_of
+from tstore.grid import Cover, Selection, chunk_number, part_of
 from tstore.kv.base import Backend, PackReader
 from tstore.pool import WORKERS, each, scratch
 
-__all__ = ["ReadJob", "read_chunks", "verify_chunks"]
+__all__ = ["ReadJob", "pack_reader", "read_chunks"]
 
 _BATCH = 4 << 20
 _BATCH_CHUNKS = 512
@@ -36,18 +38,16 @@ Values = npt.NDArray[Any]
 class ReadJob:
     """A selection of one array and where its values go.
 
-    `out` has one axis per axis of the array (length 1 where an index dropped it); `rows` finds a chunk's row
-    by its number.
+    `out` has one axis per axis of the array (length 1 where an index dropped it); `source` is where the
+    array's chunks are looked up.
     """
 
-    __slots__ = ("meta", "out", "path", "rows", "selection")
+    __slots__ = ("meta", "out", "path", "selection", "source")
 
-    def __init__(
-        self, path: str, meta: ArrayMeta, rows: Mapping[int, ChunkRow], selection: Selection, out: Values
-    ) -> None:
+    def __init__(self, path: str, meta: ArrayMeta, source: ChunkSource, selection: Selection, out: Values) -> None:
         self.path = path
         self.meta = meta
-        self.rows = rows
+        self.source = source
         self.selection = selection
         self.out = out
 
@@ -62,7 +62,7 @@ class _Task(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The bytes of a task that are wanted: from block `first` on, `size` bytes at `offset`."""
+    """The bytes of a task that are wanted: `size` bytes at `offset`, `skipped` bytes into the chunk."""
 
     task: _Task
     offset: int
@@ -71,87 +71,69 @@ class _Part(NamedTuple):
     skipped: int
 
 
+_Work = _Task | ChunkBox
+
+
 async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     """Fills the `out` of every job; `NotFound` for a chunk that was never written, `Corrupt` for a bad one."""
     tasks = [task for job in jobs for task in _tasks(job)]
-    await _for_batches(backend, tasks, _read_batch)
-
-
-async def verify_chunks(
-    backend: Backend, rows: Iterable[tuple[ChunkRow, str]], fault: Callable[[str], None]
-) -> None:
-    """Reads every chunk and calls `fault` with a sentence for each that is damaged or gone."""
-    tasks = [(row, where) for row, where in rows]
-    tasks.sort(key=lambda t: (isinstance(t[0].pack, bytes), str(t[0].pack), t[0].offset))
-
-    def check(task: tuple[ChunkRow, str]) -> None:
-        row, where = task
-        with scratch(min(row.length, BLOCK)) as buffer:
-            for i in range(0, max(1, row.length), BLOCK):
-                part = buffer[: min(BLOCK, row.length - i)]
-                try:
-                    _fill(_reader(backend, row.pack), row.offset + i, [part], len(part))
-                except (Corrupt, NotFound) as error:
-                    fault(f"{where}: {error}")
-                    return
-                at = i // BLOCK * CHECK_SIZE
-                if digest(part.data) != row.checks[at : at + CHECK_SIZE]:
-                    fault(f"{where}: {_mismatch(row, i)}")
-                    return
-
-    await each(check, tasks, WORKERS)
-
-
-async def _for_batches(backend: Backend, tasks: list[_Task], work: Callable[[Backend, list[_Part]], None]) -> None:
     if not tasks:
         return
     tasks.sort(key=_place)
     size = sum(t.length for t in tasks)
     workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
-    await each(lambda batch: work(backend, batch), _batches(tasks), workers)
+
+    def read(batch: ChunkBox | list[_Part]) -> None:
+        if isinstance(batch, ChunkBox):
+            batch.read(pack_reader(backend, batch.pack, batch.where))
+        else:
+            _read_batch(backend, batch)
+
+    await each(read, _batches(tasks), workers)
 
 
-def _place(task: _Task) -> tuple[bool, str, int]:
-    inline = isinstance(task.pack, bytes)
-    return (inline, "" if inline else task.pack, task.offset)  # type: ignore[return-value]
+def _place(task: _Work) -> tuple[bool, str, int]:
+    pack = task.pack
+    return (True, "", task.offset) if isinstance(pack, bytes) else (False, pack, task.offset)
 
 
-def _tasks(job: ReadJob) -> Iterator[_Task]:
-    meta, rows = job.meta, job.rows
-    if meta.chunk_count == 1 and meta.shape == meta.chunks and job.selection.shape == meta.shape:
-        row = rows.get(0)
+def _tasks(job: ReadJob) -> Iterator[_Work]:
+    meta, source = job.meta, job.source
+    if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
+        row = source.row(0)
         if row is not None and _as_stored(job.out, meta) and all(r.step == 1 for r in job.selection.axes):
             yield _Task(row.pack, row.offset, row.length, row, job, None)
             return
-    for cover in covers(job.selection, meta.shape, meta.chunks):
-        number = 0
-        for i, n in zip(cover.chunk, meta.counts, strict=True):
-            number = number * n + i
-        row = rows.get(number)
-        if row is None:
-            if not meta.sparse:
-                raise NotFound(
-                    f"chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
-                    "with sparse=True to read its fill value there"
-                )
-            part_of(job.out, cover.result)[...] = meta.fill_value
+    found = chunk_boxes(job.path, meta, source, job.selection, job.out)
+    yield from found.boxes
+    for cover in found.others:
+        row = source.row(chunk_number(cover.chunk, meta.counts))
+        if row is not None:
+            yield _Task(row.pack, row.offset, row.length, row, job, cover)
             continue
-        yield _Task(row.pack, row.offset, row.length, row, job, cover)
+        if not meta.sparse:
+            raise NotFound(
+                f"chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
+                "with sparse=True to read its fill value there"
+            )
+        part_of(job.out, cover.result)[...] = meta.fill_value
 
 
 def _as_stored(target: Values, meta: ArrayMeta) -> bool:
     return meta.chain.identity and target.flags.c_contiguous and target.dtype == meta.dtype
 
 
-def _batches(tasks: Sequence[_Task]) -> Iterator[list[_Part]]:
-    """Parts of one pack that lie close together, up to about `_BATCH` bytes."""
+def _batches(tasks: Sequence[_Work]) -> Iterator[ChunkBox | list[_Part]]:
+    """Boxes, and parts of one pack that lie close together, up to about `_BATCH` bytes."""
     batch: list[_Part] = []
     end = size = 0
     pack: str | bytes | None = None
     for task in tasks:
+        if isinstance(task, ChunkBox):
+            yield task
+            continue
         part = _wanted(task)
-        near = task.pack is pack or task.pack == pack
-        near = near and 0 <= part.offset - end <= _GAP
+        near = (task.pack is pack or task.pack == pack) and 0 <= part.offset - end <= _GAP
         if batch and not (near and size + part.size <= _BATCH and len(batch) < _BATCH_CHUNKS):
             yield batch
             batch, size = [], 0
@@ -182,15 +164,12 @@ def _wanted(task: _Task) -> _Part:
 
 
 def _read_batch(backend: Backend, batch: list[_Part]) -> None:
-    try:
-        reader = _reader(backend, batch[0].task.pack)
-    except NotFound as error:
-        raise Corrupt(f"{_where(batch[0].task)}: its pack is gone: {error}") from error
+    reader = pack_reader(backend, batch[0].task.pack, _where(batch[0].task))
     direct = [_destination(part) for part in batch]
-    room = sum(part.size for part, d in zip(batch, direct, strict=True) if d is None)
     if len(batch) == 1 and direct[0] is not None:
         _read_long(reader, batch[0], direct[0])
         return
+    room = sum(part.size for part, d in zip(batch, direct, strict=True) if d is None)
     with scratch(room + _GAP) as buffer:
         buffers: list[Any] = []
         data: list[Any] = []
@@ -217,7 +196,7 @@ def _read_batch(backend: Backend, batch: list[_Part]) -> None:
 
 
 def _read_long(reader: PackReader, part: _Part, target: Values) -> None:
-    """One chunk straight into its place, verified block by block while each is in the caches."""
+    """One chunk straight into its place, verified piece by piece while each is in the caches."""
     for i in range(0, max(1, part.size), _PIECE):
         piece = target[i : i + _PIECE]
         try:
@@ -225,7 +204,8 @@ def _read_long(reader: PackReader, part: _Part, target: Values) -> None:
         except Corrupt as error:
             raise Corrupt(f"{_where(part.task)}: {error}") from error
         at = i // BLOCK * CHECK_SIZE
-        if digest(piece.data) != part.checks[at : at + CHECK_SIZE]:
+        checks = block_checks(piece.data)
+        if checks != part.checks[at : at + len(checks)]:
             raise _damaged(part)
 
 
@@ -255,9 +235,9 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
     else:
         inside, target = cover.inside, part_of(job.out, cover.result)
     if meta.chain.identity:
-        if part.skipped == 0 and part.size != meta.encoded_bound:
-            raise Corrupt(f"{_where(task)}: expected {meta.encoded_bound} bytes, found {part.size}")
-        strides = _strides(meta)
+        if task.row.length != meta.encoded_bound:
+            raise Corrupt(f"{_where(task)}: expected {meta.encoded_bound} bytes, found {task.row.length}")
+        strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
         start = sum(s.start * t for s, t in zip(inside, strides, strict=True)) - part.skipped
         values: Values = np.ndarray(
             tuple(len(range(s.start, s.stop, s.step)) for s in inside),
@@ -280,11 +260,7 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
         raise Corrupt(f"{_where(task)}: {error}") from error
 
 
-def _strides(meta: ArrayMeta) -> tuple[int, ...]:
-    return tuple(math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks)))
-
-
-class _Inline:
+class _InlinePack:
     """A pack that travels in a manifest."""
 
     def __init__(self, data: bytes) -> None:
@@ -298,8 +274,14 @@ class _Inline:
             offset += len(buffer)
 
 
-def _reader(backend: Backend, pack: str | bytes) -> PackReader:
-    return _Inline(pack) if isinstance(pack, bytes) else backend.reader(pack)
+def pack_reader(backend: Backend, pack: str | bytes, where: str) -> PackReader:
+    """The reader of a pack; `Corrupt` where it is gone, naming `where` the chunk is that needs it."""
+    if isinstance(pack, bytes):
+        return _InlinePack(pack)
+    try:
+        return backend.reader(pack)
+    except NotFound as error:
+        raise Corrupt(f"{where}: its pack is gone: {error}") from error
 
 
 def _fill(reader: PackReader, offset: int, buffers: Sequence[Any], size: int) -> None:
@@ -307,17 +289,9 @@ def _fill(reader: PackReader, offset: int, buffers: Sequence[Any], size: int) ->
         reader.read_into(offset, buffers, size)
 
 
-def _damaged(part: _Part) -> Corrupt:
-    return Corrupt(f"{_where(part.task)}: {_mismatch(part.task.row, part.skipped)}")
-
-
 def _where(task: _Task) -> str:
     return f"{task.job.path}, chunk {task.cover.chunk if task.cover else (0,) * len(task.job.meta.shape)}"
 
 
-def _mismatch(row: ChunkRow, at: int) -> str:
-    place = "inline in its manifest" if isinstance(row.pack, bytes) else f"in {row.pack}"
-    return (
-        f"checksum mismatch in the {row.length} bytes at {row.offset} {place} (from byte {at} of the chunk on); "
-        "the bytes have changed since they were committed: restore the file from a copy, or read another version"
-    )
+def _damaged(part: _Part) -> Corrupt:
+    return Corrupt(f"{_where(part.task)}: {part.task.row.mismatch(part.skipped)}")

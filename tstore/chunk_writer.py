@@ -3,8 +3,8 @@
 A batch is a few MiB of chunks. One worker takes it through all steps while it is in the caches, and appends it
 to a pack of its own with one gathered write; a file system serialises writers of one file, so each worker has
 its own pack. Chunks that lie contiguous in the caller's memory and are stored as they are get written straight
-from there. A chunk whose checks equal those of the previous version becomes a reference to it and costs no
-bytes.
+from there; many small ones are gathered with one strided copy. A chunk whose checks equal those of the previous
+version becomes a reference to it and costs no bytes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import itertools
 import math
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks import ChunkRow, block_checks
+from tstore.chunks import BLOCK, ChunkSource, Run, block_checks, digest
 from tstore.codec import ArrayMeta
 from tstore.errors import NotFinite
-from tstore.grid import boxes
+from tstore.grid import boxes, chunk_counts, chunk_number, chunk_numbers
 from tstore.kv.base import Backend, Durability, PackWriter
 from tstore.pool import WORKERS, each, run, scratch
 
 __all__ = ["PackSet", "WriteJob"]
 
-_BATCH = 4 << 20
+_BATCH = 8 << 20
+_GATHER = 2 << 20  # what is gathered or encoded stays in the caches until it is written
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
@@ -39,26 +40,26 @@ Values = npt.NDArray[Any]
 
 
 class WriteJob:
-    """Values for whole chunks of one array, and after the write the rows that refer to them.
+    """Values for whole chunks of one array, and after the write the runs of chunks that refer to them.
 
     `pieces` are (chunk coordinates of the first element, values); values begin on a chunk's edge and end on
-    one or at the array's edge. `prior` holds the rows of the version to compare with, by number.
+    one or at the array's edge. `prior` is where the chunks of the version to compare with are looked up.
     """
 
-    __slots__ = ("meta", "path", "pieces", "prior", "rows")
+    __slots__ = ("meta", "path", "pieces", "prior", "runs")
 
     def __init__(
         self,
         path: str,
         meta: ArrayMeta,
         pieces: Sequence[tuple[tuple[int, ...], Values]],
-        prior: Mapping[int, ChunkRow] | None = None,
+        prior: ChunkSource | None = None,
     ) -> None:
         self.path = path
         self.meta = meta
         self.pieces = pieces
         self.prior = prior
-        self.rows: list[ChunkRow] = []
+        self.runs: list[Run] = []
 
 
 class _Box(NamedTuple):
@@ -68,6 +69,23 @@ class _Box(NamedTuple):
     first: tuple[int, ...]
     values: Values
     chunks: int
+
+
+class _Encoded(NamedTuple):
+    """Chunks of a job, `length` bytes each, one behind the other in `data`."""
+
+    job: WriteJob
+    numbers: Sequence[int]
+    data: memoryview
+    length: int
+
+    def checks(self) -> bytes:
+        """The checks of all of them."""
+        if self.length > BLOCK or len(self.numbers) == 1:
+            step = max(1, self.length)
+            return b"".join([block_checks(self.data[i : i + step]) for i in range(0, len(self.data), step)])
+        step, data = self.length, self.data
+        return b"".join([digest(data[i : i + step]) for i in range(0, len(data), step)])
 
 
 class PackSet:
@@ -86,10 +104,11 @@ class PackSet:
         self.bytes_written = 0
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
-        """Fills the `rows` of the jobs; on return their bytes are written, though durable only later."""
+        """Fills the `runs` of the jobs; on return their bytes are written, though durable only later."""
         batches, first = itertools.tee(_batches(jobs))
         head = list(itertools.islice(first, 2))
-        size = sum(_encoded(box) for batch in head for box in batch)
+        del first
+        size = sum(box.job.meta.encoded_bound * box.chunks for batch in head for box in batch)
         if not head:
             return
         if len(head) == 1 and size + self._inline <= INLINE:
@@ -100,13 +119,13 @@ class PackSet:
 
     async def settle(self) -> None:
         """Returns when all that was written is durable, if that was asked for."""
-        packs, self._all, self._idle = self._all, [], []
-        if packs:
-            await each(lambda pack: pack.finish(self._durability), packs)
+        if self._all:
+            await each(lambda pack: pack.finish(), self._all)
             await self._backend.settle(self._folder, self._durability)
+        self._all, self._idle = [], []
 
     async def discard(self) -> None:
-        """Gives up what was written."""
+        """Gives up what was written and not yet settled."""
         packs, self._all, self._idle = self._all, [], []
         await each(lambda pack: pack.discard(), packs)
 
@@ -115,7 +134,7 @@ class PackSet:
         with self._lock:
             pack = self._idle.pop() if self._idle else None
             if pack is None:
-                pack = self._backend.writer(f"{self._prefix}-{self._made}")
+                pack = self._backend.writer(f"{self._prefix}-{self._made}", self._durability)
                 self._made += 1
                 self._all.append(pack)
         try:
@@ -125,46 +144,44 @@ class PackSet:
                 self._idle.append(pack)
 
     def _write_inline(self, batch: list[_Box]) -> None:
-        with _encoded_chunks(batch) as chunks:
-            for job, number, data in chunks:
-                row = ChunkRow(number, bytes(data), 0, len(data), block_checks(data))
-                job.rows.append(_reused(job, row) or row)
+        with _encoded_chunks(batch) as pieces:
+            for piece, checks in _fresh(pieces):
+                data = bytes(piece.data)
+                piece.job.runs.append(Run(piece.numbers, data, 0, piece.length, checks))
                 self._inline += len(data)
                 self.bytes_written += len(data)
 
     def _write_batch(self, batch: list[_Box]) -> None:
-        with _encoded_chunks(batch) as chunks:
-            fresh = []
-            buffers = []
-            size = 0
-            for job, number, data in chunks:
-                row = ChunkRow(number, "", size, len(data), block_checks(data))
-                reused = _reused(job, row)
-                if reused is not None:
-                    job.rows.append(reused)
-                    continue
-                fresh.append((job, row))
-                buffers.append(data)
-                size += len(data)
+        with _encoded_chunks(batch) as pieces:
+            fresh = _fresh(pieces)
             if not fresh:
                 return
+            buffers = [piece.data for piece, _ in fresh]
+            size = sum(map(len, buffers))
             with self._pack() as pack:
-                base = pack.append(buffers, size)
+                offset = pack.append(buffers, size)
                 key = pack.key
-            for job, row in fresh:
-                job.rows.append(row._replace(pack=key, offset=base + row.offset))
-            with self._lock:
-                self.bytes_written += size
+        for piece, checks in fresh:
+            piece.job.runs.append(Run(piece.numbers, key, offset, piece.length, checks))
+            offset += len(piece.data)
+        with self._lock:
+            self.bytes_written += size
 
 
-def _reused(job: WriteJob, row: ChunkRow) -> ChunkRow | None:
-    """The row of the previous version, if it refers to the same bytes."""
-    old = job.prior.get(row.number) if job.prior else None
-    return old if old is not None and old.length == row.length and old.checks == row.checks else None
-
-
-def _encoded(box: _Box) -> int:
-    return box.job.meta.encoded_bound * box.chunks
+def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
+    """What must be written, with its checks; what the previous version holds already becomes a run of that."""
+    fresh = []
+    for piece in pieces:
+        checks = piece.checks()
+        if piece.job.prior is None:
+            fresh.append((piece, checks))
+            continue
+        old = piece.job.prior.row(piece.numbers[0])  # with a prior version, each piece is one chunk
+        if old is not None and old.length == piece.length and old.checks == checks:
+            piece.job.runs.append(Run(piece.numbers, old.pack, old.offset, old.length, checks))
+        else:
+            fresh.append((piece, checks))
+    return fresh
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
@@ -175,7 +192,8 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
         for origin, values in job.pieces:
             for box in _boxes(job, origin, values):
                 raw = box.values.nbytes
-                if batch and (size + raw > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
+                most = _BATCH if _as_stored(box) else _GATHER
+                if batch and (size + raw > most or chunks + box.chunks > _BATCH_CHUNKS):
                     yield batch
                     batch, size, chunks = [], 0, 0
                 batch.append(box)
@@ -190,8 +208,8 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
     if values.shape == meta.chunks:
         yield _Box(job, origin, values, 1)
         return
-    counts = tuple(-(-n // c) for n, c in zip(values.shape, meta.chunks, strict=True))
-    most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, meta.chunk_size * meta.dtype.itemsize)))
+    counts = chunk_counts(values.shape, meta.chunks)
+    most = max(1, min(_BATCH_CHUNKS, _GATHER // max(1, meta.chunk_size * meta.dtype.itemsize)))
     for box in boxes(counts, most):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
@@ -201,82 +219,89 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
 
 
 @contextlib.contextmanager
-def _encoded_chunks(batch: list[_Box]) -> Iterator[list[tuple[WriteJob, int, memoryview]]]:
+def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
     """The encoded chunks of a batch: views of the caller's memory, or of scratch while inside."""
-    gathered = [None if _contiguous(box) else box.job.meta for box in batch]
-    raw = sum(m.chunk_size * m.dtype.itemsize * box.chunks for m, box in zip(gathered, batch, strict=True) if m)
-    packed = sum(_encoded(box) for box in batch if not box.job.meta.chain.identity)
-    with scratch(raw) as plain, scratch(packed) as encoded:
-        found: list[tuple[WriteJob, int, memoryview]] = []
-        a = b = 0
-        for box in batch:
-            meta = box.job.meta
-            if _contiguous(box):
-                chunks = box.values.reshape(1, *meta.chunks)
+    gathered = [not _as_stored(box) for box in batch]
+    raw = sum(
+        box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
+        for box, g in zip(batch, gathered, strict=True)
+        if g
+    )
+    packed = sum(box.job.meta.encoded_bound * box.chunks for box in batch if not box.job.meta.chain.identity)
+    with scratch(raw + packed) as room:
+        plain, encoded = room[:raw], room[raw:]
+        pieces: list[_Encoded] = []
+        for box, gather in zip(batch, gathered, strict=True):
+            if gather:
+                size = box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
+                chunks, plain = _gather(box, plain[:size]), plain[size:]
             else:
-                size = meta.chunk_size * meta.dtype.itemsize * box.chunks
-                chunks = _gather(box, plain[a : a + size])
-                a += size
-            numbers = _numbers(box)
-            if meta.chain.identity:
-                data = chunks.reshape(-1).view(np.uint8).data
-                step = meta.encoded_bound
-                for i, number in enumerate(numbers):
-                    found.append((box.job, number, data[i * step : (i + 1) * step]))
-                continue
-            for number, chunk in zip(numbers, chunks, strict=True):
-                try:
-                    data = meta.chain.encode(chunk, encoded[b : b + meta.encoded_bound])
-                except NotFinite as error:
-                    at = tuple(int(i) for i in np.unravel_index(number, meta.counts)) if meta.counts else ()
-                    raise NotFinite(
-                        f"{box.job.path}, chunk {at}: {error}; save this array without a low-bit codec"
-                    ) from error
-                found.append((box.job, number, data))
-                b += meta.encoded_bound
-        yield found
+                chunks = box.values.reshape(1, *box.job.meta.chunks)
+            if box.job.meta.chain.identity:
+                pieces += _stored_as_is(box, chunks)
+            else:
+                size = box.job.meta.encoded_bound * box.chunks
+                pieces += _encode(box, chunks, encoded[:size])
+                encoded = encoded[size:]
+        yield pieces
 
 
-def _contiguous(box: _Box) -> bool:
+def _stored_as_is(box: _Box, chunks: Values) -> list[_Encoded]:
+    data, numbers, length = chunks.reshape(-1).view(np.uint8).data, _numbers(box), box.job.meta.encoded_bound
+    if box.job.prior is None or len(numbers) == 1:
+        return [_Encoded(box.job, numbers, data, length)]
+    return [
+        _Encoded(box.job, (number,), data[i * length : (i + 1) * length], length)
+        for i, number in enumerate(numbers)
+    ]
+
+
+def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Encoded]:
+    meta, pieces = box.job.meta, []
+    for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
+        try:
+            data = meta.chain.encode(chunk, out[i * meta.encoded_bound : (i + 1) * meta.encoded_bound])
+        except NotFinite as error:
+            at = tuple(int(k) for k in np.unravel_index(number, meta.counts)) if meta.counts else ()
+            raise NotFinite(
+                f"{box.job.path}, chunk {at}: {error}; repair the values, or leave this array as it is by a rule with None"
+            ) from error
+        pieces.append(_Encoded(box.job, (number,), data, len(data)))
+    return pieces
+
+
+def _as_stored(box: _Box) -> bool:
     """Whether the box is one whole chunk that lies in memory as its codec reads it."""
-    meta = box.job.meta
-    values = box.values
+    meta, values = box.job.meta, box.values
     return values.shape == meta.chunks and values.dtype == meta.dtype and values.flags.c_contiguous
 
 
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
     """The chunks of a box, each contiguous, in C order; chunks at the array's edge are filled up."""
-    meta = box.job.meta
-    chunks, values = meta.chunks, box.values
-    counts = tuple(-(-n // c) for n, c in zip(values.shape, chunks, strict=True))
-    target = buffer.view(meta.dtype).reshape(*counts, *chunks)
-    rank = len(chunks)
-    order = tuple(i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair)
-    apart = target.transpose(order)  # count, length, count, length, …
+    meta, values = box.job.meta, box.values
+    chunks = meta.chunks
+    counts = chunk_counts(values.shape, chunks)
+    target = buffer.view(meta.dtype).reshape((*counts, *chunks))
     if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
-        split = tuple(x for pair in zip(counts, chunks, strict=True) for x in pair)
-        np.copyto(apart, values.reshape(split), casting="same_kind")
+        rank = len(chunks)
+        order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
+        split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
+        np.copyto(target.transpose(order), values.reshape(split), casting="same_kind")
         return target.reshape(-1, *chunks)
     for at in np.ndindex(*counts):
-        inner = tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))
-        part = values[inner]
+        part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]
         if part.shape != chunks:
             target[at] = meta.fill_value
         target[at][tuple(slice(n) for n in part.shape)] = part
     return target.reshape(-1, *chunks)
 
 
-def _numbers(box: _Box) -> list[int]:
+def _numbers(box: _Box) -> Sequence[int]:
     """The numbers of the box's chunks in the array's grid, in C order."""
     meta = box.job.meta
     if box.chunks == 1:
-        number = 0
-        for i, n in zip(box.first, meta.counts, strict=True):
-            number = number * n + i
-        return [number]
-    sides = [
-        np.arange(f, f + -(-n // c)) for f, n, c in zip(box.first, box.values.shape, meta.chunks, strict=True)
-    ]
-    grid = np.ix_(*sides)
-    found: list[int] = np.ravel_multi_index(np.broadcast_arrays(*grid), meta.counts).reshape(-1).tolist()
+        return (chunk_number(box.first, meta.counts),)
+    counts = chunk_counts(box.values.shape, meta.chunks)
+    sides = [range(f, f + n) for f, n in zip(box.first, counts, strict=True)]
+    found: list[int] = chunk_numbers(sides, meta.counts).tolist()
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ __all__ = [
     "BLOCK",
     "CHECK_SIZE",
     "ChunkRow",
+    "ChunkSource",
     "ChunkTable",
+    "Run",
     "Span",
     "as_checks",
     "block_checks",
@@ -47,12 +49,45 @@ class ChunkRow(NamedTuple):
     length: int
     checks: bytes
 
+    def mismatch(self, at: int) -> str:
+        """What to tell of a chunk whose bytes from `at` on do not have their checksum."""
+        place = "inline in its manifest" if isinstance(self.pack, bytes) else f"in {self.pack}"
+        return (
+            f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (from byte {at} of the chunk "
+            "on); the bytes have changed since they were committed: restore the file from a copy, or read "
+            "another version"
+        )
+
 
 def block_checks(data: memoryview) -> bytes:
     """The concatenated xxh3-128 digests of each `BLOCK` of the bytes; one digest for no bytes."""
     if len(data) <= BLOCK:
         return digest(data)
     return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
+
+
+class Run(NamedTuple):
+    """Chunks of one array that lie one behind the other in a pack, each of the same length.
+
+    `checks` are those of all of them, in order.
+    """
+
+    numbers: Sequence[int]
+    pack: str | bytes
+    offset: int
+    length: int
+    checks: bytes
+
+
+class ChunkSource(Protocol):
+    """Where the chunks of one array are looked up."""
+
+    def row(self, number: int) -> ChunkRow | None:
+        """Where one chunk lies, None where it was never written."""
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """All of them, sorted by number."""
 
 
 class ChunkTable:
@@ -80,19 +115,24 @@ class ChunkTable:
     @staticmethod
     def empty() -> ChunkTable:
         """The table of no chunks."""
-        return ChunkTable.from_rows((), [])
+        return ChunkTable.of([])
 
     @staticmethod
-    def from_rows(packs: Sequence[str | bytes], rows: Sequence[tuple[int, int, int, int, bytes]]) -> ChunkTable:
-        """The table of these rows: number, position in `packs`, offset, length, checks."""
-        index, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+    def of(runs: Sequence[Run]) -> ChunkTable:
+        """The table of these runs, one after the other."""
+        packs: dict[str | bytes, int] = {}
+        numbers = [packs.setdefault(run.pack, len(packs)) for run in runs]
+        counts = np.array([len(run.numbers) for run in runs], np.int64)
+        lengths = np.repeat(np.array([run.length for run in runs], "<u8"), counts)
+        ends = np.cumsum(counts)
+        within = np.arange(len(lengths)) - np.repeat(ends - counts, counts)
         return ChunkTable(
             tuple(packs),
-            np.array(index, "<u8"),
-            np.array(pack, "<u4"),
-            np.array(offset, "<u8"),
-            np.array(length, "<u8"),
-            as_checks(b"".join(checks)),
+            np.array(list(itertools.chain.from_iterable(run.numbers for run in runs)), "<u8"),
+            np.repeat(np.array(numbers, "<u4"), counts),
+            np.repeat(np.array([run.offset for run in runs], "<u8"), counts) + within.astype("<u8") * lengths,
+            lengths,
+            as_checks(b"".join([run.checks for run in runs])),
         )
 
     @functools.cached_property
@@ -140,6 +180,29 @@ class ChunkTable:
             total = int(ends[-1]) if len(ends) else 0
             checks = self.checks[np.arange(total) + np.repeat(begin - (ends - size), size)]
         return ChunkTable(self.packs, self.index[at], self.pack[at], self.offset[at], self.length[at], checks)
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The table itself, as the source of its array's chunks; it must be sorted by number."""
+        return self
+
+    def row(self, number: int) -> ChunkRow | None:
+        """The row of a chunk number, None where it has none. The table must be sorted by number."""
+        at = int(np.searchsorted(self.index, np.uint64(number)))
+        if at == len(self) or int(self.index[at]) != number:
+            return None
+        first, last = self.blocks[at : at + 2].tolist()
+        return ChunkRow(
+            number,
+            self.packs[int(self.pack[at])],
+            int(self.offset[at]),
+            int(self.length[at]),
+            self.checks[first:last].tobytes(),
+        )
+
+    def renumbered(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """The same rows under other chunk numbers."""
+        return ChunkTable(self.packs, numbers.astype("<u8"), self.pack, self.offset, self.length, self.checks)
 
     def locate(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The row of each chunk number, -1 where it has none. The table must be sorted by number."""

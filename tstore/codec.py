@@ -11,9 +11,11 @@ the packed codes as `exmy` lays them out; the bias is chosen per chunk, so that 
 from __future__ import annotations
 
 import functools
+import gzip
 import math
 import struct
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +24,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from numcodecs import GZip, Zstd
+from numcodecs import Zstd
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.grid import chunk_counts
@@ -115,7 +117,10 @@ class _Exmy:
             _EXMY_HEADER.pack_into(out.data, 0, fitted.bias)
             exmy.encode_packed(chunk, fitted, out=out[_EXMY_HEADER.size :])
         except exmy.NonFiniteError as error:
-            raise NotFinite(str(error)) from None
+            raise NotFinite(
+                f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
+                "eXmY codes are all finite"
+            ) from None
 
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
         (bias,) = _EXMY_HEADER.unpack_from(data, 0)
@@ -126,7 +131,20 @@ class _Exmy:
             np.copyto(out, target)
 
 
-_COMPRESSORS = {"zstd": Zstd, "gzip": GZip}
+class _GZip:
+    """Zarr's `gzip`, without the time of day in its header: equal chunks must have equal bytes."""
+
+    def __init__(self, level: int = 5) -> None:
+        self._level = level
+
+    def encode(self, data: Any) -> bytes:
+        return gzip.compress(data, self._level, mtime=0)
+
+    def decode(self, data: Any) -> bytes:
+        return gzip.decompress(data)
+
+
+_COMPRESSORS: dict[str, Any] = {"zstd": Zstd, "gzip": _GZip}
 
 
 class Chain:
@@ -182,7 +200,7 @@ class Chain:
         for compressor in reversed(self._compressors):
             try:
                 data = memoryview(compressor.decode(data)).cast("B")
-            except (RuntimeError, ValueError, OSError, EOFError) as error:
+            except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
                 raise Corrupt(f"compressed bytes do not decode: {error}") from error
         if len(data) != self._array.size(out.size):
             raise Corrupt(f"expected {self._array.size(out.size)} encoded bytes, found {len(data)}")
@@ -198,6 +216,17 @@ def _chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any
     if isinstance(codecs, str):
         return [{"name": "exmy", "configuration": {"format": codecs}}]
     return [dict(c) for c in codecs]
+
+
+def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
+    """The fill value in the array's type; `ValueError` where that would change its kind or wrap it."""
+    given = np.asarray(value)
+    if given.ndim == 0 and (given.dtype.kind != "c" or dtype.kind == "c"):
+        with np.errstate(all="ignore"):
+            filled = given.astype(dtype)
+        if dtype.kind not in "biu" or given == filled:
+            return filled[()]
+    raise ValueError(f"{value!r} is no value of {dtype}")
 
 
 def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -287,7 +316,7 @@ class ArrayMeta:
             raise InvalidArgument(f"{len(dimension_names)} dimension names for {len(shape)} dimensions")
         kind = dtype_named(dtype)
         try:
-            fill = _fill_to_json(np.asarray(fill_value).astype(kind)[()], kind)
+            fill = _fill_to_json(_as_fill(fill_value, kind), kind)
             documents = _chain_documents(kind, codecs)
             Chain(kind, documents)  # refuses as the caller's error what in a stored document is corruption
             return _meta(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
@@ -24,9 +26,14 @@ __all__ = [
     "along",
     "boxes",
     "chunk_counts",
+    "chunk_number",
+    "chunk_numbers",
+    "cover_of",
     "covers",
     "default_chunks",
+    "full_boxes",
     "part_of",
+    "partial_covers",
     "whole",
 ]
 
@@ -67,8 +74,10 @@ class Selection(NamedTuple):
                     raise InvalidArgument(f"slice {item} on axis {axis}: {error}") from None
                 continue
             try:
-                number = item.__index__()  # type: ignore[union-attr]
-            except AttributeError:
+                if isinstance(item, (bool, np.bool_)):
+                    raise TypeError
+                number = operator.index(item)  # type: ignore[arg-type]
+            except TypeError:
                 raise InvalidArgument(
                     f"index {item!r} on axis {axis}: integers, slices and '...' are understood"
                 ) from None
@@ -114,12 +123,17 @@ def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) ->
     """Every chunk that the selection touches, in C order."""
     per_axis = [along(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
-        yield Cover(
-            tuple(p.chunk for p in parts),
-            tuple(p.inside for p in parts),
-            tuple(p.result for p in parts),
-            all(p.full for p in parts),
-        )
+        yield cover_of(parts)
+
+
+def cover_of(parts: Sequence[AxisCover]) -> Cover:
+    """The cover of one chunk from those of its axes."""
+    return Cover(
+        tuple(p.chunk for p in parts),
+        tuple(p.inside for p in parts),
+        tuple(p.result for p in parts),
+        all(p.full for p in parts),
+    )
 
 
 class AxisCover(NamedTuple):
@@ -155,6 +169,54 @@ def along(selected: range, length: int, chunk: int) -> list[AxisCover]:
         found.append(AxisCover(number, slice(start, last + 1, step), result, full))
         done = until
     return found
+
+
+def full_boxes(
+    per_axis: Sequence[Sequence[AxisCover]],
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
+    """Boxes of neighbouring full chunks: the first chunk, their number per axis, their place in the result."""
+    for runs in itertools.product(*[_neighbours([p for p in parts if p.full]) for parts in per_axis]):
+        yield (
+            tuple(run[0].chunk for run in runs),
+            tuple(len(run) for run in runs),
+            tuple(slice(run[0].result.start, run[-1].result.stop) for run in runs),
+        )
+
+
+def _neighbours(parts: list[AxisCover]) -> list[list[AxisCover]]:
+    """The covers of one axis in runs whose chunks follow each other, selected without gaps or turned order."""
+    runs: list[list[AxisCover]] = []
+    for part in parts:
+        gapless = part.inside.step == 1 and part.result.step is None
+        if runs and gapless and runs[-1][-1].chunk == part.chunk - 1:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def partial_covers(per_axis: Sequence[Sequence[AxisCover]]) -> Iterator[Cover]:
+    """The covers that are not full, each once: full before axis k, partial at k, any after it."""
+    for k in range(len(per_axis)):
+        sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
+        for parts in itertools.product(*sides):
+            yield cover_of(parts)
+
+
+def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
+    """The C-order number of a chunk in its grid."""
+    number = 0
+    for i, n in zip(chunk, counts, strict=True):
+        number = number * n + i
+    return number
+
+
+def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The numbers of all chunks of a box, in C order; one for the box without axes."""
+    numbers = np.zeros(1, np.int64)
+    for side, n in zip(box, counts, strict=True):
+        numbers = (numbers[:, None] * n + np.arange(side.start, side.stop)).reshape(-1)
+    return numbers
 
 
 def boxes(counts: Sequence[int], most: int) -> Iterator[tuple[range, ...]]:

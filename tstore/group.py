@@ -30,6 +30,7 @@ from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsisten
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, Record, encode, reference
+from tstore.pool import uncancelled
 from tstore.tree import Changes, Node, Tree
 
 __all__ = ["Membership", "commit_group", "detected_attempt"]
@@ -72,14 +73,18 @@ class Membership(NamedTuple):
 
 
 def detected_attempt(environment: Mapping[str, str]) -> str | None:
-    """What names this incarnation of the job: from SLURM's or torchelastic's variables, else None."""
+    """What names this incarnation of the job: from SLURM's and torchelastic's variables, else None.
+
+    torchelastic restarts its workers within one SLURM job, so where both are set, both are in the name.
+    """
+    found = []
     if "SLURM_JOB_ID" in environment:
         parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        return "slurm-" + ".".join(environment.get(p, "0") for p in parts)
-    run = environment.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none" and "TORCHELASTIC_RESTART_COUNT" in environment:
-        return f"elastic-{run}.{environment['TORCHELASTIC_RESTART_COUNT']}"
-    return None
+        found.append("slurm-" + ".".join(environment.get(p, "0") for p in parts))
+    run, count = environment.get("TORCHELASTIC_RUN_ID", "none"), environment.get("TORCHELASTIC_RESTART_COUNT")
+    if count is not None and (found or run != "none"):
+        found.append(f"elastic-{run}.{count}")
+    return "-".join(found) or None
 
 
 def _slug(text: str) -> str:
@@ -97,7 +102,7 @@ async def commit_group(
     await _deliver(log, member, fragment, durability)
     present = await _present(log, member)
     if len(present) == member.hosts:
-        return await _finish(log, member, durability)
+        return await uncancelled(_finish(log, member, durability))
     seen, pause, takeover = fragment.base, _POLL_FIRST, 0.0
     while True:
         version = await log.find(fragment.transaction, seen)
@@ -109,9 +114,9 @@ async def commit_group(
         if len(present) < member.hosts:
             present = await _present(log, member)
             takeover = now + _GRACE * random.uniform(1, 2)
-        elif now >= takeover:
-            return await _finish(log, member, durability)
-        if now >= deadline:
+        elif now >= min(takeover, deadline):
+            return await uncancelled(_finish(log, member, durability))
+        if now >= deadline and len(present) < member.hosts:
             absent = [h for h in range(member.hosts) if h not in present]
             raise DeadlineExceeded(
                 f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "

@@ -32,6 +32,7 @@ from tstore.errors import (
     Denied,
     NotFound,
     StorageFull,
+    TStoreError,
     Unavailable,
     UnsupportedFormat,
 )
@@ -195,13 +196,14 @@ class Log:
     async def _appended(self, version: int) -> int:
         self._newest = max(self._newest, version)
         if version % ROOT_EVERY == 0:
-            root = encode((await self.tree(version)).root())
             try:
-                await self.backend.create(root_key(version), root, Durability.FSYNC)
+                root = (await self.tree(version)).root()
+                await self.backend.create(root_key(version), encode(root), Durability.FSYNC)
             except AlreadyExists:
                 pass  # another finisher wrote the same bytes
-            except (Denied, StorageFull, Unavailable):
+            except TStoreError:
                 return version  # the commit stands; opening it costs more reads until the next root
+            self._trees[version] = Tree.of(root)  # one span for each array in place of one for each commit
             await self._write_hint(version)
         return version
 

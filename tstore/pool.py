@@ -15,14 +15,14 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "WORKERS", "each", "run", "scratch"]
+__all__ = ["BUDGET", "WORKERS", "each", "run", "scratch", "uncancelled"]
 
 T = TypeVar("T")
 
@@ -36,21 +36,29 @@ _KEPT_SCRATCH = 16 << 20
 
 
 class _Budget:
-    """A counting semaphore in bytes; a claim above the whole budget waits until it is alone."""
+    """A counting semaphore in bytes.
+
+    A claim above the whole budget waits until it is alone. A thread that holds a claim gets another at once:
+    it could not let go of the first while it waits.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held = 0
         self._changed = threading.Condition()
+        self._mine = threading.local()
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
+        mine = getattr(self._mine, "held", 0)
         with self._changed:
-            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
+            self._changed.wait_for(lambda: mine or self._held == 0 or self._held + size <= self._limit)
             self._held += size
+        self._mine.held = mine + size
         try:
             yield
         finally:
+            self._mine.held = mine
             with self._changed:
                 self._held -= size
                 self._changed.notify_all()
@@ -124,6 +132,22 @@ async def _settle(futures: list[Future[T]], stop: threading.Event) -> list[T]:
     if failures:
         raise failures[0]
     return [w.result() for w in waiting]
+
+
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that always runs to its end; a cancelled caller waits for that, then is cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # looked at, so that it is not reported as lost
+        raise cancelled
+    return task.result()
 
 
 @contextlib.contextmanager

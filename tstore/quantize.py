@@ -16,9 +16,9 @@ import numpy as np
 from tstore.array import Array
 from tstore.checkpoint import CodecRules, chosen_snapshot, codec_for
 from tstore.codec import ArrayMeta
-from tstore.errors import InvalidArgument
+from tstore.errors import AlreadyExists, InvalidArgument
 from tstore.grid import boxes
-from tstore.snapshot import Snapshot, node_rows
+from tstore.snapshot import Snapshot
 from tstore.store import Store, open
 from tstore.transaction import Transaction
 from tstore.tree import Node
@@ -96,9 +96,9 @@ async def quantize(
     source = await chosen_snapshot(store, None, at)
     choose = codec_for(formats)
     name = tag or _default_tag(source, formats)
-    if name in (await store.snapshot()).tags:
-        raise InvalidArgument(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
     async with store.transaction(message or f"quantized from version {source.version}", name) as tx:
+        if name in (await tx.base()).tags:
+            raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
         await tx.replace_all(b"")
         rows = []
         for path, node in source.tree.nodes.items():
@@ -123,8 +123,7 @@ def _default_tag(source: Snapshot, formats: CodecRules) -> str:
 
 
 async def _keep(tx: Transaction, path: str, node: Node) -> QuantizedArray:
-    rows = node_rows(node)
-    await tx.keep_array(path, node.meta, rows)
+    await tx.keep_array(path, node.meta, node.chunks)
     size = _stored(node)
     return QuantizedArray(path, None, math.prod(node.meta.shape), size, size, 0.0, 0.0)
 

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.chunks import ChunkRow
 from tstore.codec import ArrayMeta
 from tstore.errors import Misuse, NotFound
 from tstore.grid import Selection, whole
 from tstore.log import Log
 from tstore.tree import Node, Tree, checked_path
 
-__all__ = ["Snapshot", "array_node", "node_rows"]
-
-_SMALL_TABLE = 1 << 16
-
-
-class Rows(Mapping[int, ChunkRow]):
-    """The rows of one array by chunk number, made from columns when they are asked for."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._chunks = node.chunks
-        count = len(self._chunks)
-        self._dense = count > 0 and int(self._chunks.index[-1]) == count - 1
-
-    def __getitem__(self, number: int) -> ChunkRow:
-        at = number if self._dense else int(self._chunks.locate(np.array([number], np.uint64))[0])
-        if not 0 <= at < len(self._chunks):
-            raise KeyError(number)
-        if len(self._chunks) <= _SMALL_TABLE:
-            _, pack, offset, length, checks = self._chunks.rows[at]
-        else:
-            _, pack, offset, length, checks = self._chunks.take(slice(at, at + 1)).rows[0]
-        return ChunkRow(number, self._chunks.packs[pack], offset, length, checks)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._chunks.index.tolist())
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-
-def node_rows(node: Node) -> Mapping[int, ChunkRow]:
-    """The rows of an array's chunks by chunk number."""
-    if len(node.spans) == 1:
-        table, start, stop = node.spans[0]
-        if stop - start == 1 and len(table) <= _SMALL_TABLE:  # thousands of small arrays in one table
-            number, pack, offset, length, checks = table.rows[start]
-            return {number: ChunkRow(number, table.packs[pack], offset, length, checks)}
-    return Rows(node)
+__all__ = ["Snapshot", "array_node"]
 
 
 class Snapshot:
@@ -96,8 +56,8 @@ class Snapshot:
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out`, which has one axis per axis of the array."""
-        rows = node_rows(array_node(self._tree, path, self._where()))
-        await read_chunks(self._log.backend, [ReadJob(path, meta, rows, selection, out)])
+        node = array_node(self._tree, path, self._where())
+        await read_chunks(self._log.backend, [ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
         """Fills many arrays (path, selection or None for all of it, destination) in one call."""
@@ -105,9 +65,7 @@ class Snapshot:
         for path, selection, out in wanted:
             node = array_node(self._tree, path, self._where())
             meta = node.meta
-            jobs.append(
-                ReadJob(path, meta, node_rows(node), whole(meta.shape) if selection is None else selection, out)
-            )
+            jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
         await read_chunks(self._log.backend, jobs)
 
     async def write_array(

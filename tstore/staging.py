@@ -1,7 +1,7 @@
 """What a transaction has changed in one array and not yet committed.
 
 Chunks written whole are encoded and put into packs at once, so that memory stays flat and the caller may use
-its buffer again; `rows` refers to them. A write that covers only a part of a chunk is kept as a patch: the
+its buffer again. A write that covers only a part of a chunk is kept as a patch: the
 region and a copy of its values. Patches are applied to the newest version of the chunk when the transaction
 commits, and again when another commit changed that chunk meanwhile, so that writes of disjoint regions of one
 chunk never conflict and never lose an update.
@@ -10,7 +10,7 @@ chunk never conflict and never lose an update.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
-from tstore.chunks import ChunkRow
+from tstore.chunks import ChunkRow, ChunkSource, ChunkTable, Run
 from tstore.codec import ArrayMeta
-from tstore.grid import AxisCover, Cover, Selection, along, chunk_counts, part_of
+from tstore.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
 from tstore.kv.base import Backend
 
 __all__ = ["StagedArray"]
@@ -33,18 +33,40 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    `fresh` tells that its metadata was created or changed; then `kept` holds the rows that stay of what it
-    had before.
+    `fresh` tells that its metadata was created or changed; then `kept` are the chunks that stay of what it had
+    before.
     """
 
-    def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool) -> None:
+    def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, kept: ChunkTable | None = None) -> None:
         self.path = path
         self.meta = meta
         self.fresh = fresh
-        self.kept: dict[int, ChunkRow] = {}
-        self.rows: dict[int, ChunkRow] = {}
         self.patches: dict[int, list[Patch]] = {}
-        self.patched: dict[int, ChunkRow] = {}
+        self._unapplied: set[int] = set()
+        self._whole: list[ChunkTable] = [] if kept is None else [kept]
+        self._runs: list[Run] = []
+        self._patched: list[ChunkTable] = []
+
+    @property
+    def whole(self) -> ChunkTable:
+        """The chunks that were kept or written whole."""
+        if self._runs or len(self._whole) != 1:
+            self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.of(self._runs)])]
+            self._runs = []
+        return self._whole[0]
+
+    @property
+    def only_runs(self) -> list[Run] | None:
+        """What was written, where that is all there is: thousands of small arrays then share one table."""
+        return self._runs if not self._whole and not self.patches else None
+
+    def written(self) -> ChunkTable:
+        """All chunks that the commit refers to anew, sorted by number."""
+        if not self.patches:
+            return self.whole
+        patched = ChunkTable.overlay(self._patched)
+        still = np.isin(patched.index, np.array(list(self.patches), np.uint64))
+        return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(still))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Writes the whole chunks of a selection into packs and keeps the rest as patches."""
@@ -54,40 +76,39 @@ class StagedArray:
         per_axis = [along(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         if not all(per_axis):
             return
-        pieces = [
-            (tuple(r.chunk for r in runs), part_of(values, tuple(r.result for r in runs)))
-            for runs in itertools.product(*[_runs(r, parts) for r, parts in zip(axes, per_axis, strict=True)])
-        ]
+        pieces = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if pieces:
             job = WriteJob(self.path, self.meta, pieces)
             await packs.write([job])
-            for row in job.rows:
-                self.rows[row.number] = row
-                if self.patches:
-                    self.patches.pop(row.number, None)
-                    self.patched.pop(row.number, None)
-        for cover in _partial(per_axis):
-            number = 0
-            for i, n in zip(cover.chunk, self.meta.counts, strict=True):
-                number = number * n + i
+            self.wrote(job)
+        for cover in partial_covers(per_axis):
+            number = chunk_number(cover.chunk, self.meta.counts)
             copy = np.array(values[cover.result], self.meta.dtype)
             self.patches.setdefault(number, []).append((cover.inside, copy))
-            self.patched.pop(number, None)
+            self._unapplied.add(number)
+
+    def wrote(self, job: WriteJob) -> None:
+        """Takes over the chunks that a job wrote whole; they go before what was there."""
+        self._runs += job.runs
+        if self.patches:
+            for number in itertools.chain.from_iterable(run.numbers for run in job.runs):
+                self.patches.pop(number, None)
+                self._unapplied.discard(number)
 
     async def apply_patches(
         self,
         backend: Backend,
         packs: PackSet,
-        base: Mapping[int, ChunkRow],
+        base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
         """Writes every patched chunk anew, on top of this transaction's own chunk or that of `base`."""
-        numbers = [n for n in (self.patches if only is None else only) if n not in self.patched or only]
+        numbers = sorted(self._unapplied) if only is None else list(only)
         size = max(1, self.meta.chunk_size * self.meta.dtype.itemsize)
         most = max(1, _ROUND // size)
         for some in (numbers[i : i + most] for i in range(0, len(numbers), most)):
             chunks = {n: np.full(self.meta.chunks, self.meta.fill_value, self.meta.dtype) for n in some}
-            found = {n: r for n in some if (r := self.rows.get(n) or self.kept.get(n) or base.get(n))}
+            found = {n: row for n in some if (row := self.whole.row(n) or base.row(n)) is not None}
             await read_chunks(backend, [self._whole_chunk(n, r, chunks[n]) for n, r in found.items()])
             for number, chunk in chunks.items():
                 for inside, values in self.patches[number]:
@@ -95,52 +116,32 @@ class StagedArray:
             at = [tuple(int(i) for i in np.unravel_index(n, self.meta.counts)) for n in some]
             job = WriteJob(self.path, self.meta, list(zip(at, chunks.values(), strict=True)))
             await packs.write([job])
-            self.patched.update({row.number: row for row in job.rows})
+            self._patched.append(ChunkTable.of(job.runs))
+            self._unapplied.difference_update(some)
 
     def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Reads one chunk with what lies beyond the array's edge, as if the array were that chunk."""
         meta = self.meta.with_shape(self.meta.chunks)
         selection = Selection(tuple(range(n) for n in meta.shape))
-        return ReadJob(f"{self.path} (chunk number {number})", meta, {0: row}, selection, out)
+        run = Run((0,), row.pack, row.offset, row.length, row.checks)
+        return ReadJob(f"{self.path} (chunk number {number})", meta, ChunkTable.of([run]), selection, out)
 
-    def reshape(self, shape: tuple[int, ...], base: Mapping[int, ChunkRow]) -> None:
+    def reshape(self, shape: tuple[int, ...], base: ChunkTable) -> None:
         """Takes another shape: chunks keep their place in the grid or are dropped."""
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
-        def moved(number: int) -> int | None:
-            at = np.unravel_index(number, old_counts)
-            inside = all(int(i) < n for i, n in zip(at, counts, strict=True))
-            return int(np.ravel_multi_index(at, counts)) if inside else None
+        def moved(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+            at = np.unravel_index(numbers.astype(np.int64), old_counts)
+            inside = [side < n for side, n in zip(at, counts, strict=True)]
+            kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
+            return kept, np.ravel_multi_index([side[kept] for side in at], counts) if counts else kept
 
-        before = {**base, **self.kept} if not self.fresh else self.kept
-        self.kept = {m: r._replace(number=m) for n, r in before.items() if (m := moved(n)) is not None}
-        self.rows = {m: r._replace(number=m) for n, r in self.rows.items() if (m := moved(n)) is not None}
-        self.patched = {}
-        self.patches = {m: p for n, p in self.patches.items() if (m := moved(n)) is not None}
+        before = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
+        kept, numbers = moved(before.index)
+        self._whole, self._patched = [before.take(kept).renumbered(numbers)], []
+        old = list(self.patches)
+        kept, numbers = moved(np.array(old, np.int64))
+        self.patches = {int(m): self.patches[old[k]] for k, m in zip(kept, numbers, strict=True)}
+        self._unapplied = set(self.patches)
         self.meta, self.fresh = new, True
-
-    def written(self) -> dict[int, ChunkRow]:
-        """The rows of all chunks that the commit refers to anew, sorted by number."""
-        return dict(sorted({**self.kept, **self.rows, **self.patched}.items()))
-
-
-def _runs(selected: range, parts: list[AxisCover]) -> list[AxisCover]:
-    """The full chunks of one axis, those that lie together as one."""
-    full = [p for p in parts if p.full]
-    if selected.step != 1 or not full:
-        return full
-    return [full[0]._replace(result=slice(full[0].result.start, full[-1].result.stop))]
-
-
-def _partial(per_axis: list[list[AxisCover]]) -> Iterator[Cover]:
-    """The covers that are not full, each once: full before axis k, partial at k, any after it."""
-    for k in range(len(per_axis)):
-        sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
-        for parts in itertools.product(*sides):
-            yield Cover(
-                tuple(p.chunk for p in parts),
-                tuple(p.inside for p in parts),
-                tuple(p.result for p in parts),
-                False,
-            )

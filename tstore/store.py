@@ -95,7 +95,11 @@ async def _marker(backend: Backend) -> _Marker | None:
 
 
 async def _create(backend: Backend, mode: Mode) -> _Marker:
-    if not await backend.empty():
+    try:
+        empty = await backend.empty()
+    except NotFound as error:
+        raise NotAStore(f"{backend.url} is no folder, so it can't be a store; choose another path") from error
+    if not empty and await _marker(backend) is None:  # another host may have made it just now
         raise NotAStore(
             f"{backend.url} holds other files and no {_MARKER}, so it is not made a store; choose an empty or "
             "a new folder"

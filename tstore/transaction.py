@@ -12,7 +12,6 @@ The id of a transaction is never used again, so what an aborted one leaves under
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,17 +24,17 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
-from tstore.chunks import ChunkRow, ChunkTable, Span
+from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
-from tstore.errors import AlreadyExists, Conflict, Misuse, NotFound
+from tstore.errors import Conflict, Misuse
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
-from tstore.snapshot import array_node, node_rows
-from tstore.staging import StagedArray
-from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below
+from tstore.pool import uncancelled
+from tstore.staged_tree import StagedTree
+from tstore.tree import Changes, Tree, checked_path
 
 __all__ = ["Transaction"]
 
@@ -62,12 +61,8 @@ class Transaction:
         self._durability = durability
         self._member = member
         self._facts = dict(facts or {})
-        self._replaces = False
         self._structure = b""
-        self._base: Tree | None = None
-        self._arrays: dict[str, StagedArray] = {}
-        self._groups: dict[str, bytes] = {}
-        self._deleted: list[str] = []
+        self._staged: StagedTree | None = None
         self._state: Literal["open", "committing", "committed", "aborted"] = "open"
         self._manifests_written = 0
         self.id = secrets.token_hex(12) if member is None else member.transaction
@@ -110,118 +105,79 @@ class Transaction:
         an error, unless the array is `sparse`: then it has the fill value.
         Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit.
         """
-        base = await self._begin()
-        path = checked_path(path)
-        self._check_free(base, path)
-        shape = tuple(shape)
+        staged = await self._begin()
         if chunks is None:
-            chunks = default_chunks(shape, dtype_named(dtype).itemsize)
-        return await self.put_array(
-            path,
-            ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse),
-        )
+            chunks = default_chunks(tuple(shape), dtype_named(dtype).itemsize)
+        meta = ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
+        return Array(self, staged.create_array(path, meta), meta)
 
     async def put_array(self, path: str, meta: ArrayMeta) -> Array:
-        """A new array with this metadata; the path must be free."""
-        await self._begin()
-        self._arrays[path] = StagedArray(path, meta, fresh=True)
-        return Array(self, path, meta)
+        """A new array with this metadata; `AlreadyExists` where the path is taken."""
+        return Array(self, (await self._begin()).create_array(path, meta), meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stages a group with attributes; groups without need not be created. The root's path is ""."""
-        base = await self._begin()
-        path = checked_path(path) if path.strip("/") else ""
-        if path in self._arrays or (path in base.nodes and base.nodes[path].is_array):
-            raise AlreadyExists(f"{self._where()}: an array stands at {path!r}, so no group can")
-        self._groups[path] = group_document(attributes or {})
+        (await self._begin()).create_group(path, attributes or {})
 
     async def array(self, path: str) -> Array:
         """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
-        base = await self._begin()
         path = checked_path(path)
-        staged = self._arrays.get(path)
-        if staged is not None:
-            return Array(self, path, staged.meta)
-        self._check_visible(path)
-        return Array(self, path, array_node(base, path, self._where()).meta)
+        return Array(self, path, (await self._begin()).meta(path))
 
     async def paths(self) -> list[str]:
         """The paths of all arrays as this transaction sees them, sorted."""
-        base = await self._begin()
-        old = () if self._replaces else (p for p, n in base.nodes.items() if n.is_array)
-        return sorted({p for p in old if not self._is_deleted(p)} | self._arrays.keys())
+        return (await self._begin()).paths()
 
     async def delete(self, path: str) -> None:
         """Stages the removal of an array, or of a group with all below it; `NotFound` where nothing is."""
-        base = await self._begin()
-        path = checked_path(path)
-        gone = [p for p in (*self._arrays, *self._groups) if is_below(p, path)]
-        stored = [p for p in base.nodes if is_below(p, path) and not self._is_deleted(p)]
-        if not gone and not stored:
-            raise NotFound(f"{self._where()} has nothing at {path!r} to delete")
-        for p in gone:
-            self._arrays.pop(p, None)
-            self._groups.pop(p, None)
-        if stored:
-            self._deleted.append(path)
+        (await self._begin()).delete(path)
+
+    async def base(self) -> Tree:
+        """The tree this transaction is based on; the first use of the transaction fixes it."""
+        return (await self._begin()).base
 
     async def replace_all(self, structure: bytes) -> None:
         """Makes this commit the whole tree: nothing that was there before stays.
 
         `structure` is what all hosts of a group must agree on beside their arrays.
         """
-        await self._begin()
-        self._replaces, self._structure = True, structure
+        (await self._begin()).replaces = True
+        self._structure = structure
 
     async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:
         """Creates arrays from whole-chunk jobs, all in one call; the arrays must be new."""
-        base = await self._begin()
-        listed = list(jobs)
-        for job in listed:
-            if job.path in self._arrays:
-                raise AlreadyExists(f"{self._where()}: {job.path!r} is written twice in one transaction")
-            if not self._replaces:
-                self._check_free(base, job.path)
+        staged, listed = await self._begin(), list(jobs)
+        staged.check_new(listed)
         await self._packs.write(listed)
         for job in listed:
-            staged = self._arrays[job.path] = StagedArray(job.path, job.meta, fresh=True)
-            staged.rows = {row.number: row for row in job.rows}
+            staged.wrote(job)
 
-    async def keep_array(self, path: str, meta: ArrayMeta, rows: Mapping[int, ChunkRow]) -> None:
+    async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stages an array whose chunks are those of another version; no data is written."""
-        await self._begin()
-        staged = self._arrays[path] = StagedArray(path, meta, fresh=True)
-        staged.kept = {number: rows[number] for number in rows}
+        (await self._begin()).keep_array(path, meta, chunks)
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out` with what this transaction sees: its own writes over its base."""
-        base = await self._begin()
-        staged = self._arrays.get(path)
-        rows = self._base_rows(base, path) if staged is None or not staged.fresh else {}
-        if staged is not None:
-            if staged.patches:
-                await staged.apply_patches(self._log.backend, self._packs, rows)
-            rows = {**rows, **staged.written()}
-        await read_chunks(self._log.backend, [ReadJob(path, meta, rows, selection, out)])
+        staged = await self._begin()
+        chunks, own = staged.below(path), staged.arrays.get(path)
+        if own is not None:
+            await own.apply_patches(self._log.backend, self._packs, chunks)
+            chunks = ChunkTable.overlay([chunks, own.written()])
+        await read_chunks(self._log.backend, [ReadJob(path, meta, chunks, selection, out)])
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
         """Stages values of a region; whole chunks are written at once, parts of chunks at the commit."""
-        await self._begin()
-        staged = self._arrays.get(path)
-        if staged is None:
-            self._check_visible(path)
-            staged = self._arrays[path] = StagedArray(path, meta, fresh=False)
-        await staged.write(self._packs, selection, values)
+        staged = await self._begin()
+        await staged.change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stages another shape and returns the metadata with it."""
-        base = await self._begin()
-        staged = self._arrays.get(path) or StagedArray(path, meta, fresh=False)
-        staged.reshape(tuple(shape), {} if staged.fresh else self._base_rows(base, path))
-        self._arrays[path] = staged
-        return staged.meta
+        staged = await self._begin()
+        changed = staged.change(path, meta)
+        changed.reshape(tuple(shape), staged.below(path))
+        return changed.meta
 
     async def commit(self, timeout: float | None = None) -> int:
         """The version that the transaction became; on return it is durable, or as durable as was asked.
@@ -231,18 +187,26 @@ class Transaction:
         `CommitOutcomeUnknown`, `StorageFull`. After an error nothing of it is visible, unless the error says
         that the outcome is unknown.
         """
-        base = await self._begin()
+        staged = await self._begin()
         self._state = "committing"
         try:
-            await self._apply_patches(base)
+            for path, array in staged.arrays.items():
+                await array.apply_patches(self._log.backend, self._packs, staged.below(path))
             await self._packs.settle()
-            # the outcome of a create is always learned: a cancelled caller waits for it
-            self.version = await _shielded(self._append(base.version, timeout))
+            manifest = await self._manifest(staged)
         except BaseException:
-            if self._state == "committing":
-                self._state = "aborted"
+            self._state = "aborted"
+            await self._packs.discard()
             raise
-        self._state = "committed"
+        try:
+            if self._member is None:
+                await uncancelled(self._append(staged, manifest))
+            else:
+                fragment = self._fragment(self._member, staged, manifest)
+                self.version = await commit_group(self._log, self._member, fragment, self._durability, timeout)
+        finally:
+            self._state = "aborted" if self.version is None else "committed"
+        assert self.version is not None
         return self.version
 
     async def abort(self) -> None:
@@ -251,83 +215,75 @@ class Transaction:
             self._state = "aborted"
             await self._packs.discard()
 
-    async def _append(self, base: int, timeout: float | None) -> int:
-        manifest = await self._manifest()
-        if self._member is not None:
-            fragment = Fragment(
-                self.id,
-                self._member.host,
-                self._member.hosts,
-                base,
-                self._message,
-                self._tags,
-                self._replaces,
-                tuple(self._deleted),
-                manifest,
-                self._packs.bytes_written,
-                self._structure,
-                self._facts,
-            )
-            return await commit_group(self._log, self._member, fragment, self._durability, timeout)
-        self._record = self._record_of(base, manifest)
-        return await self._log.append(self._record, self._validate, self._durability)
+    async def _append(self, staged: StagedTree, manifest: ObjectRef | Manifest) -> None:
+        record = self._record(staged, staged.base.version, manifest)
 
-    def _record_of(self, base: int, manifest: ObjectRef | Manifest) -> Record:
+        async def validate(version: int, other: Record) -> Record:
+            nonlocal record
+            if await self._redo(staged, version, other):
+                record = self._record(staged, version, await self._manifest(staged))
+            return record
+
+        self.version = await self._log.append(record, validate, self._durability)
+
+    def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
+        return Fragment(
+            transaction=self.id,
+            host=member.host,
+            hosts=member.hosts,
+            base=staged.base.version,
+            message=self._message,
+            tags=self._tags,
+            replaces=staged.replaces,
+            deleted=tuple(staged.deleted),
+            manifest=manifest,
+            bytes_added=self._packs.bytes_written,
+            structure=self._structure,
+            facts=self._facts,
+        )
+
+    def _record(self, staged: StagedTree, base: int, manifest: ObjectRef | Manifest) -> Record:
         return Record(
             transaction=self.id,
             base=base,
             time=time.time(),
             message=self._message,
             tags=self._tags,
-            replaces=self._replaces,
-            deleted=tuple(self._deleted),
+            replaces=staged.replaces,
+            deleted=tuple(staged.deleted),
             manifests=(manifest,),
             bytes_added=self._packs.bytes_written,
             facts=self._facts,
         )
 
-    async def _validate(self, version: int, other: Record) -> Record:
-        mine, theirs = self._changes(), Changes.of(other, await self._log.manifests(other))
-        overlap = mine.overlap(theirs)
-        redo: dict[str, list[int]] = {}
-        fatal = list(overlap.fatal)
+    async def _redo(self, staged: StagedTree, version: int, other: Record) -> bool:
+        """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
+        overlap = staged.changes(self._tags).overlap(Changes.of(other, await self._log.manifests(other)))
+        fatal, redo = list(overlap.fatal), dict[str, list[int]]()
         for path, numbers in overlap.chunks.items():
-            staged = self._arrays[path]
+            array = staged.arrays[path]
             for number in numbers.tolist():
-                if number in staged.rows or number not in staged.patches:
-                    at = tuple(int(i) for i in np.unravel_index(number, staged.meta.counts))
-                    fatal.append(f"{path}, chunk {at}")
-                else:
+                if number in array.patches and array.whole.row(number) is None:
                     redo.setdefault(path, []).append(number)
+                else:
+                    at = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
+                    fatal.append(f"{path}, chunk {at}")
         if fatal:
             raise Conflict(
-                f"{self._where()}: version {version}, committed since this transaction's base, changed the same "
-                "as it; nothing was committed. Read again and repeat the transaction",
+                f"{staged.where}: version {version}, committed since then, changed the same as this "
+                "transaction; nothing of it was committed. Read again and repeat it",
                 fatal,
             )
-        tree = await self._log.tree(version)
-        for path, again in redo.items():
-            rows = node_rows(tree.nodes[path])
-            await self._arrays[path].apply_patches(self._log.backend, self._packs, rows, again)
         if redo:
+            nodes = (await self._log.tree(version)).nodes
+            for path, again in redo.items():
+                await staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], again)
             await self._packs.settle()
-            self._record = self._record_of(version, await self._manifest())
-        return self._record
+        return bool(redo)
 
-    async def _manifest(self) -> ObjectRef | Manifest:
+    async def _manifest(self, staged: StagedTree) -> ObjectRef | Manifest:
         """The manifest of all that is staged: itself if it is small, else where it was written."""
-        packs: dict[str | bytes, int] = {}
-        raw: list[tuple[int, int, int, int, bytes]] = []
-        nodes: list[tuple[str, bytes, bool, int, int]] = []
-        for path, document in self._groups.items():
-            nodes.append((path, document, True, len(raw), len(raw)))
-        for path, staged in self._arrays.items():
-            start = len(raw)
-            for number, pack, offset, length, checks in staged.written().values():
-                raw.append((number, packs.setdefault(pack, len(packs)), offset, length, checks))
-            nodes.append((path, staged.meta.document, staged.fresh, start, len(raw)))
-        table = ChunkTable.from_rows(tuple(packs), raw)
-        manifest = Manifest.of([(p, d, f, (Span(table, a, b),)) for p, d, f, a, b in nodes])
+        manifest = staged.manifest()
         data = encode(manifest)
         if len(data) <= INLINE_MANIFEST:
             return manifest
@@ -336,54 +292,11 @@ class Transaction:
         await self._log.backend.create(key, data, self._durability)
         return reference(key, data)
 
-    def _changes(self) -> Changes:
-        nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
-        for path, staged in self._arrays.items():
-            nodes[path] = NodeChange(staged.fresh, np.array(list(staged.written()), np.uint64))
-        return Changes(nodes, tuple(self._deleted), self._replaces, self._tags)
-
-    async def _apply_patches(self, base: Tree) -> None:
-        for path, staged in self._arrays.items():
-            if staged.patches:
-                rows = {} if staged.fresh else self._base_rows(base, path)
-                await staged.apply_patches(self._log.backend, self._packs, rows)
-
-    async def _begin(self) -> Tree:
+    async def _begin(self) -> StagedTree:
         if self._state != "open":
             raise Misuse(f"this transaction on {self._log.backend.url} is {self._state}; open a new one")
-        if self._base is None:
-            self._base = await self._log.tree(await self._log.newest())
-        return self._base
-
-    def _base_rows(self, base: Tree, path: str) -> Mapping[int, ChunkRow]:
-        node = base.nodes.get(path)
-        return {} if node is None or self._is_deleted(path) else node_rows(node)
-
-    def _is_deleted(self, path: str) -> bool:
-        return any(is_below(path, top) for top in self._deleted)
-
-    def _check_visible(self, path: str) -> None:
-        if self._is_deleted(path):
-            raise NotFound(f"{self._where()}: {path!r} was deleted in this transaction")
-
-    def _check_free(self, base: Tree, path: str) -> None:
-        stored = [] if self._replaces else [p for p in base.nodes if not self._is_deleted(p)]
-        for other in (*stored, *self._arrays):
-            array = other in self._arrays or base.nodes[other].is_array
-            if other and (other == path or (array and is_below(path, other)) or is_below(other, path)):
-                raise AlreadyExists(
-                    f"{self._where()}: {other!r} stands in the way of an array at {path!r}; delete it first, "
-                    "or choose another path"
-                )
-
-    def _where(self) -> str:
-        return f"{self._log.backend.url} at version {self._base.version if self._base else '?'}"
-
-
-async def _shielded(work: Any) -> int:
-    task: asyncio.Task[int] = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+        if self._staged is None:
+            tree = await self._log.tree(await self._log.newest())
+            if self._staged is None:  # two first uses at once must see one base
+                self._staged = StagedTree(tree, f"{self._log.backend.url} at version {tree.version}")
+        return self._staged

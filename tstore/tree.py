@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks import ChunkTable, Span
+from tstore.chunks import ChunkRow, ChunkTable, Span
 from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.manifest import Manifest, Record, Root
@@ -49,6 +49,15 @@ class Node:
         found: dict[str, Any] = msgspec.json.decode(self.document).get("attributes", {})
         return found
 
+    def row(self, number: int) -> ChunkRow | None:
+        """Where one chunk of the array lies, None where it was never written."""
+        if len(self.spans) == 1 and self._chunks is None:
+            table, start, stop = self.spans[0]
+            if stop - start == 1 and len(table) <= _SMALL_TABLE:  # one of thousands of small arrays in one table
+                found, pack, offset, length, checks = table.rows[start]
+                return ChunkRow(number, table.packs[pack], offset, length, checks) if found == number else None
+        return self.chunks.row(number)
+
     @property
     def chunks(self) -> ChunkTable:
         """The references to all chunks of the array, sorted by number."""
@@ -58,6 +67,7 @@ class Node:
 
 
 _NO_CHUNKS = ChunkTable.empty()
+_SMALL_TABLE = 1 << 16
 
 
 class Tree:

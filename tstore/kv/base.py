@@ -12,12 +12,33 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Backend", "Buffers", "Capabilities", "Durability", "Keys", "PackReader", "PackWriter"]
+from tstore.errors import InvalidArgument
+
+__all__ = [
+    "Backend",
+    "Buffers",
+    "Capabilities",
+    "Durability",
+    "Keys",
+    "PackReader",
+    "PackWriter",
+    "checked_key",
+]
 
 Buffers = Sequence[Any]
 """Objects with the buffer protocol, C-contiguous, of bytes."""
 
 Keys = list[str]
+
+
+def checked_key(key: str, where: str) -> str:
+    """The key itself; `InvalidArgument` where it is no relative name, or one that a backend keeps for itself."""
+    if "\0" in key or any(part == "" or part.startswith(".") for part in key.split("/")):
+        raise InvalidArgument(
+            f"{key!r} is not the name of an object in {where}: expected names joined by '/', none of them empty "
+            "or with a dot in front"
+        )
+    return key
 
 
 class Durability(enum.Enum):
@@ -50,8 +71,8 @@ class PackWriter(Protocol):
     def append(self, buffers: Buffers, size: int) -> int:
         """Writes the buffers (`size` bytes in all) one after the other and returns their offset."""
 
-    def finish(self, durability: Durability) -> None:
-        """Makes the object complete, and durable if asked; no more can be appended."""
+    def finish(self) -> None:
+        """Makes the object complete, and durable if the writer was made so; no more can be appended."""
 
     def discard(self) -> None:
         """Gives the object up; what was written may be deleted."""
@@ -98,7 +119,7 @@ class Backend(Protocol):
     async def settle(self, prefix: str, durability: Durability) -> None:
         """Makes the names of finished packs under the folder `prefix` durable, if asked."""
 
-    def writer(self, key: str) -> PackWriter:
+    def writer(self, key: str, durability: Durability) -> PackWriter:
         """A writer of the new object `key`. Blocking."""
 
     def reader(self, key: str) -> PackReader:

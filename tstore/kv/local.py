@@ -22,17 +22,18 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys
-from tstore.kv.newfile import explained, fsync_folder, new_file, rest_of, write_all
+from tstore.errors import Corrupt, NotFound, StorageFull
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
+from tstore.kv.newfile import explained, fsync_folder, new_file, rest_of, start_writeback, write_all
 from tstore.pool import run
 
 __all__ = ["LocalBackend"]
 
 _IOV_MAX = 1024
 _EXTENT = 64 << 20
+_SEND = 8 << 20
 _OPEN_READERS = 64
 
 
@@ -76,11 +77,11 @@ class LocalBackend:
         with self._lock:
             self._readers.clear()
 
-    def writer(self, key: str) -> _LocalPack:
+    def writer(self, key: str, durability: Durability) -> _LocalPack:
         path = self._path(key)
         with explained("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _LocalPack(key, path)
+            return _LocalPack(key, path, durability)
 
     def reader(self, key: str) -> _LocalReader:
         with self._lock:
@@ -98,10 +99,7 @@ class LocalBackend:
         return opened
 
     def _path(self, key: str) -> str:
-        parts = PurePosixPath(key).parts
-        if not parts or key.startswith("/") or ".." in parts or "\0" in key:
-            raise InvalidArgument(f"{key!r} is not the name of an object in {self.url}")
-        return f"{self.url}/{key}"
+        return f"{self.url}/{checked_key(key, self.url)}"
 
     def _get(self, key: str) -> bytes:
         path = self._path(key)
@@ -138,9 +136,9 @@ class LocalBackend:
             with explained("list", self.url), os.scandir(self.url) as entries:
                 return all(e.name.startswith(".") and e.name.endswith(".tmp") for e in entries)
         except NotFound:
-            if os.path.lexists(self.url):  # a file stands where the folder should be
-                raise
-            return True
+            if os.path.lexists(self.url) and not os.path.isdir(self.url):
+                raise  # a file stands where the folder should be
+            return True  # also where another host has made the folder since
 
     def _list(self, prefix: str) -> Keys:
         top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
@@ -167,17 +165,23 @@ class LocalBackend:
         missing = []
         while folder not in self._durable_folders:
             missing.append(folder)
-            if folder == self.url:
-                break
             folder = os.path.dirname(folder)
+            if folder == os.path.dirname(folder):
+                break
         for found in reversed(missing):
-            fsync_folder(os.path.dirname(found))
+            try:
+                fsync_folder(os.path.dirname(found))
+            except PermissionError:
+                if len(found) > len(self.url):
+                    raise  # a folder above the store may be closed to us; then we have not made it either
             self._durable_folders.add(found)
 
 
 class _LocalPack:
-    def __init__(self, key: str, path: str) -> None:
+    def __init__(self, key: str, path: str, durability: Durability) -> None:
         self.key = key
+        self._durability = durability
+        self._sent = 0
         self._path = path
         self._end = 0
         self._reserved = 0
@@ -192,24 +196,32 @@ class _LocalPack:
                 os.posix_fallocate(self._fd, self._reserved, until - self._reserved)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    os.ftruncate(self._fd, self._reserved)  # gives back a part that was allocated
                     raise
         self._reserved = until
 
     def append(self, buffers: Buffers, size: int) -> int:
         offset = self._end
         if offset + size > self._reserved:
-            self.reserve(max(size, _EXTENT))
+            try:
+                self.reserve(max(size, _EXTENT))
+            except StorageFull:
+                self.reserve(size)  # the last room on a disk
         with explained("write", self._path):
             for i in range(0, len(buffers), _IOV_MAX):
                 self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
+        if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
+            # the disk begins now, while the next chunks are encoded, and not only at the fsync
+            start_writeback(self._fd, self._sent, self._end - self._sent)
+            self._sent = self._end
         return offset
 
-    def finish(self, durability: Durability) -> None:
+    def finish(self) -> None:
         with explained("write", self._path):
             try:
                 if self._reserved > self._end:
                     os.ftruncate(self._fd, self._end)
-                if durability is Durability.FSYNC:
+                if self._durability is Durability.FSYNC:
                     os.fsync(self._fd)
             finally:
                 self._close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
 
 __all__ = ["MemoryBackend"]
 
@@ -27,17 +27,14 @@ class MemoryBackend:
         return bytes(self._find(key))
 
     async def size(self, key: str) -> int | None:
-        found = self._objects.get(key)
+        found = self._objects.get(checked_key(key, self.url))
         return None if found is None else len(found)
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
-        with self._lock:
-            if key in self._objects:
-                raise AlreadyExists(f"{self.url}: {key} exists already")
-            self._objects[key] = data
+        self._add(key, data)
 
     async def hint(self, key: str, data: bytes) -> None:
-        self._objects[key] = data
+        self._objects[checked_key(key, self.url)] = data
 
     async def empty(self) -> bool:
         return not self._objects
@@ -47,13 +44,15 @@ class MemoryBackend:
             return sorted(k for k in self._objects if k.startswith(prefix))
 
     async def delete(self, key: str) -> None:
-        self._objects.pop(key, None)
+        self._objects.pop(checked_key(key, self.url), None)
 
     async def settle(self, prefix: str, durability: Durability) -> None:
         return None
 
-    def writer(self, key: str) -> _MemoryPack:
-        return _MemoryPack(self._objects, key)
+    def writer(self, key: str, durability: Durability) -> _MemoryPack:
+        data = bytearray()
+        self._add(key, data)  # at once: a transaction reads its own writes before the pack is finished
+        return _MemoryPack(self._objects, key, data)
 
     def reader(self, key: str) -> _MemoryReader:
         return _MemoryReader(f"{self.url}: {key}", self._find(key))
@@ -61,19 +60,24 @@ class MemoryBackend:
     async def close(self) -> None:
         return None
 
+    def _add(self, key: str, data: bytes | bytearray) -> None:
+        with self._lock:
+            if checked_key(key, self.url) in self._objects:
+                raise AlreadyExists(f"{self.url}: {key} exists already")
+            self._objects[key] = data
+
     def _find(self, key: str) -> bytes | bytearray:
         try:
-            return self._objects[key]
+            return self._objects[checked_key(key, self.url)]
         except KeyError:
             raise NotFound(f"{self.url}: there is no object {key}") from None
 
 
 class _MemoryPack:
-    def __init__(self, objects: dict[str, bytes | bytearray], key: str) -> None:
+    def __init__(self, objects: dict[str, bytes | bytearray], key: str, data: bytearray) -> None:
         self.key = key
         self._objects = objects
-        self._data = bytearray()
-        objects[key] = self._data  # a transaction reads its own writes before the pack is finished
+        self._data = data
 
     def reserve(self, size: int) -> None:
         return None
@@ -84,7 +88,7 @@ class _MemoryPack:
             self._data += buffer
         return offset
 
-    def finish(self, durability: Durability) -> None:
+    def finish(self) -> None:
         return None
 
     def discard(self) -> None:

@@ -29,11 +29,12 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers, Durability
 
-__all__ = ["explained", "fsync_folder", "new_file", "rest_of", "write_all"]
+__all__ = ["explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 @contextlib.contextmanager
@@ -109,6 +110,13 @@ def fsync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def start_writeback(fd: int, offset: int, size: int) -> None:
+    """Asks the system to begin writing these bytes to the disk, without waiting; where it can't, nothing."""
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync_file_range is not None:
+        sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def _link(temporary: str, path: str) -> None:

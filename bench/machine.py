@@ -1,0 +1,137 @@
+"""The machine a benchmark ran on, its page cache, and the peak memory of this process (Linux)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PACKAGES = ("tstore", "tensorstore", "safetensors", "numpy", "zarr", "xxhash", "ml_dtypes")
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What a reader needs to know to compare figures: processor, kernel, file system, versions."""
+    cpu = _cpuinfo()
+    flags = cpu.get("flags", "").split()
+    device, kind, options = _mount(folder)
+    return {
+        "cpu": cpu.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "simd": [f for f in ("avx2", "avx512f", "avx512bw", "avx512vbmi") if f in flags],
+        "memory_GiB": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "kernel": platform.release(),
+        "hugepages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "filesystem": {"device": device, "type": kind, "options": options},
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": dict(_versions()),
+    }
+
+
+def settle(folder: Path) -> None:
+    """Empty ``folder`` and wait for the disk, so that nobody pays for another's dirty pages."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.sync()
+
+
+class Reserve:
+    """Memory held between the timed regions, so that each starts with free memory that is really there.
+
+    A virtual machine with free page reporting hands free memory back to its host after about two seconds,
+    and the first touch afterwards runs at 0.5 GB/s instead of 20: whoever comes next would pay for it.
+    """
+
+    slack = 512 << 20
+
+    def __init__(self) -> None:
+        self._held: npt.NDArray[np.uint8] | None = None
+
+    def take(self, nbytes: int) -> None:
+        """Hold ``nbytes`` and some slack, every page touched."""
+        if self._held is None or self._held.size != nbytes + self.slack:
+            self._held = None
+            self._held = np.empty(nbytes + self.slack, np.uint8)
+            self._held[::4096] = 1
+
+    def release(self) -> None:
+        self._held = None
+
+
+def warm(folder: Path) -> None:
+    """Bring every file under ``folder`` into the page cache."""
+    scratch = bytearray(8 << 20)
+    for path in _files(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(scratch):
+                pass
+
+
+def evict(folder: Path) -> None:
+    """Drop every file under ``folder`` from the page cache (needs no root)."""
+    os.sync()  # dirty pages cannot be dropped
+    for path in _files(folder):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def bytes_from_disk() -> int:
+    """Bytes that this process has caused to be read from storage so far."""
+    fields = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
+    return int(fields["read_bytes"])
+
+
+def reset_peak() -> int:
+    """Start a new peak of resident memory; returns the resident bytes now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """The most resident bytes since ``reset_peak``."""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _read("/proc/self/status").splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
+
+
+def _cpuinfo() -> dict[str, str]:
+    first = _read("/proc/cpuinfo").split("\n\n")[0]
+    return {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
+
+
+def _mount(folder: Path) -> tuple[str, str, str]:
+    """Device, type and options of the file system that holds ``folder``: the longest mount point above it."""
+    mounts = [line.split()[:4] for line in _read("/proc/mounts").splitlines()]
+    above = [m for m in mounts if folder.resolve().is_relative_to(m[1])]
+    device, _, kind, options = max(above, key=lambda m: len(m[1]))
+    return device, kind, options
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip()

@@ -1,0 +1,327 @@
+"""Arrays read and write as NumPy's do, whatever their dtype, shape and chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import tstore
+from tstore.errors import InvalidArgument, NotFound
+
+NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+NUMPY += ["float16", "float32", "float64", "complex64", "complex128"]
+CUSTOM = ["bfloat16"] + [n for n in dir(ml_dtypes) if n.startswith("float8_")]
+
+
+def sample(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    kind = np.dtype(dtype if dtype not in CUSTOM else getattr(ml_dtypes, dtype))
+    raw = np.random.default_rng(1).integers(0, 256, math.prod(shape) * kind.itemsize, "u1")
+    return (raw & 1 if kind.kind == "b" else raw).view(kind).reshape(shape)
+
+
+def same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+async def store() -> tstore.Store:
+    return await tstore.open(f"memory://{uuid.uuid4()}")
+
+
+async def stored(values: npt.ArrayLike, chunks: Any, dtype: Any = None, **options: Any) -> tstore.Array:
+    """An array of a snapshot that holds the values."""
+    opened = await store()
+    shape = np.shape(values)
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", shape, dtype or np.asarray(values).dtype, chunks, **options)
+        await array.write(values)
+    return await (await opened.snapshot()).array("a")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    chunks = tuple(draw(st.integers(1, 10)) for _ in shape)
+    first = draw(hnp.basic_indices(shape, allow_newaxis=False))
+    second = draw(hnp.basic_indices(np.empty(shape)[first].shape, allow_newaxis=False))
+    return shape, chunks, first, second
+
+
+CODECS = st.sampled_from([None, [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), CODECS)
+def test_reading_is_numpys(case: Any, codecs: Any) -> None:
+    async def check() -> None:
+        shape, chunks, first, second = case
+        values = np.arange(math.prod(shape), dtype="u1").reshape(shape)
+        array = await stored(values, chunks, codecs=codecs)
+        for view, expected in [(array[first], values[first]), (array[first][second], values[first][second])]:
+            expected = np.asarray(expected)
+            assert (view.shape, view.ndim, view.size) == (expected.shape, expected.ndim, expected.size)
+            assert same(await view.read(), expected)
+            out = np.zeros((*expected.shape, 2), "u1")[..., 1]  # not contiguous
+            assert await view.read(out=out) is out
+            assert (out == expected).all()
+
+    asyncio.run(check())
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), CODECS, st.data())
+def test_writing_is_numpys(case: Any, codecs: Any, data: st.DataObject) -> None:
+    async def check() -> None:
+        shape, chunks, first, second = case
+        model = np.zeros(shape, "i4")
+        opened = await store()
+        async with opened.transaction() as tx:
+            array = await tx.create_array("a", shape, "i4", chunks, sparse=True, codecs=codecs)
+            for number, index in enumerate([first, second, first, ...], 1):
+                try:
+                    region = model[index]
+                except IndexError:
+                    continue
+                given_values = np.arange(np.size(region)).reshape(np.shape(region)) * 10 + number
+                if data.draw(st.booleans()):
+                    given_values = np.asarray(number)
+                model[index] = given_values
+                await array[index].write(given_values)
+                if data.draw(st.booleans()):
+                    assert same(await array.read(), model)
+                if index is second:
+                    break
+        assert same(await (await (await opened.snapshot()).array("a")).read(), model)
+        async with opened.transaction() as tx:
+            view = (await tx.array("a"))[first][second]
+            await view.write(-1)
+            target = model[first]
+            if isinstance(target, np.ndarray):
+                target[second] = -1
+            else:
+                model[first] = -1
+        assert same(await (await (await opened.snapshot()).array("a")).read(), model)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("name", NUMPY + CUSTOM)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (6, 9), (3, 4, 5)], ids=str)
+async def test_every_dtype_keeps_every_bit(name: str, shape: tuple[int, ...]) -> None:
+    values = sample(shape, name)
+    for chunks in (tuple(max(1, n // 2) for n in shape), tuple(n + 1 for n in shape), None):
+        array = await stored(values, chunks)
+        assert array.dtype == values.dtype
+        assert same(await array.read(), values)
+        assert same(await array[...].read(), values)
+
+
+@pytest.mark.parametrize("name", [n for n in NUMPY if np.dtype(n).itemsize > 1])
+async def test_big_endian_input_is_stored_natively(name: str) -> None:
+    values = sample((5, 6), name)
+    swapped = values.astype(values.dtype.newbyteorder(">"))
+    assert same(await (await stored(swapped, (2, 6), swapped.dtype)).read(), values)
+    array = await stored(swapped, (2, 4), values.dtype)
+    assert same(await array.read(), values)
+
+
+def layouts(values: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    read_only = values.copy()
+    read_only.flags.writeable = False
+    return {
+        "fortran": np.asfortranarray(values),
+        "a part": np.pad(values, 2)[2:-2, 2:-2],
+        "turned": values[::-1, ::-1].copy()[::-1, ::-1],
+        "steps": np.repeat(values, 3, 1)[:, ::3],
+        "transposed": values.T.copy().T,
+        "read-only": read_only,
+        "unaligned": np.frombuffer(b"x" + values.tobytes(), np.uint8)[1:].view(values.dtype).reshape(values.shape),
+    }
+
+
+@pytest.mark.parametrize("layout", layouts(np.zeros((2, 2))))
+@pytest.mark.parametrize("chunks", [(12, 20), (4, 5), (5, 7), (1, 20), (12, 1), (40, 40)], ids=str)
+async def test_input_of_any_layout(layout: str, chunks: tuple[int, int]) -> None:
+    values = sample((12, 20), "float32")
+    given_values = layouts(values)[layout]
+    assert same(np.ascontiguousarray(given_values), values)
+    array = await stored(given_values, chunks)
+    assert same(await array.read(), values)
+    assert same(await array[3:11, 2:17:3].read(), values[3:11, 2:17:3])
+
+
+async def test_input_is_broadcast() -> None:
+    opened = await store()
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (4, 6), "float32", (3, 4))
+        for values in (3, 2.5, [1, 2, 3, 4, 5, 6], np.arange(4.0, dtype="f4")[:, None], np.float32(7), True):
+            await array.write(values)
+            assert (await array.read() == np.broadcast_to(values, (4, 6))).all()
+        for wrong in (np.zeros(4), np.zeros((1, 4, 6)), np.zeros((6, 4)), np.zeros(0)):
+            with pytest.raises(InvalidArgument, match="shape"):
+                await array.write(wrong)
+
+
+async def test_the_caller_may_change_its_array_after_a_write() -> None:
+    opened = await store()
+    values = np.arange(24.0).reshape(4, 6)
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (4, 6), "float64", (2, 4))
+        for region in (np.s_[:, :], np.s_[1:3, 1:5]):
+            mine = values[region].copy()
+            await array[region].write(mine)
+            mine[...] = -1
+    assert (await (await (await opened.snapshot()).array("a")).read() == values).all()
+
+
+CASTS = [
+    ("float32", np.arange(4.0), True),
+    ("float32", np.arange(4), True),
+    ("float64", np.arange(4, dtype="f4"), True),
+    ("bfloat16", np.arange(4, dtype="f4"), True),
+    ("bfloat16", 1.5, True),
+    ("bfloat16", 3, True),
+    ("float8_e4m3fn", 1.5, True),
+    ("complex64", np.arange(4.0), True),
+    ("complex64", 2 - 1j, True),
+    ("int32", np.arange(4), True),
+    ("int64", np.arange(4, dtype="u4"), True),
+    ("int16", True, True),
+    ("uint8", 255, True),
+    ("float32", 1j, False),
+    ("float32", np.array([1j] * 4), False),
+    ("uint8", 256, False),
+    ("uint8", -1, False),
+    ("int8", 1.0, False),
+    ("int8", np.arange(4.0), False),
+    ("uint8", np.arange(4), False),
+    ("bool", 1, False),
+    ("bool", np.arange(4), False),
+    ("float32", "text", False),
+    ("float32", np.array(["a"] * 4), False),
+    ("float32", None, False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "values", "fits"), CASTS, ids=str)
+@pytest.mark.parametrize("region", [np.s_[:], np.s_[1:3], np.s_[2]], ids=str)
+async def test_casts_within_a_kind(dtype: str, values: Any, fits: bool, region: Any) -> None:
+    opened = await store()
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (4,), dtype, (2,))
+        await array.write(np.zeros(4, array.dtype))
+        part = values[region] if isinstance(values, np.ndarray) else values
+        if not fits:
+            with pytest.raises(InvalidArgument, match="a: values"):
+                await array[region].write(part)
+            return
+        await array[region].write(part)
+    expected = np.zeros(4, array.dtype)
+    expected[region] = part
+    assert same(await (await (await opened.snapshot()).array("a")).read(), expected)
+
+
+async def test_out_must_fit() -> None:
+    array = await stored(np.arange(6, dtype="i4").reshape(2, 3), (1, 2))
+    read_only = np.zeros((2, 3), "i4")
+    read_only.flags.writeable = False
+    for out in (
+        np.zeros((3, 2), "i4"),
+        np.zeros((2, 3), "i8"),
+        np.zeros((2, 3), ">i4"),
+        np.zeros(6, "i4"),
+        read_only,
+    ):
+        with pytest.raises(InvalidArgument, match="out must be"):
+            await array.read(out=out)
+
+
+async def test_what_was_never_written_is_an_error_unless_sparse() -> None:
+    opened = await store()
+    async with opened.transaction() as tx:
+        dense = await tx.create_array("dense", (6, 6), "float32", (2, 3), fill_value=9)
+        sparse = await tx.create_array("sparse", (6, 6), "float32", (2, 3), fill_value=math.nan, sparse=True)
+        for array in (dense, sparse):
+            await array[0, 0].write(1)
+    snapshot = await opened.snapshot()
+    dense, sparse = await snapshot.array("dense"), await snapshot.array("sparse")
+    assert (await dense[0:2, 0:3].read()).tolist() == [[1, 9, 9], [9, 9, 9]]
+    with pytest.raises(NotFound, match=r"chunk \(0, 1\) of dense was never written"):
+        await dense.read()
+    values = await sparse.read()
+    assert values[0, 0] == 1
+    assert np.isnan(values).sum() == 35
+    assert np.isnan(await sparse[5, ::-2].read()).all()
+    assert (await opened.verify()).ok
+
+
+async def test_the_properties_of_an_array() -> None:
+    array = await stored(
+        np.zeros((4, 6), "f4"), (2, 3), attributes={"unit": "m"}, dimension_names=("x", None), fill_value=-1
+    )
+    assert (array.path, array.shape, array.dtype, array.chunks) == ("a", (4, 6), np.dtype("f4"), (2, 3))
+    assert (array.attributes, array.dimension_names, array.fill_value) == ({"unit": "m"}, ("x", None), -1)
+    assert (array.ndim, array.size, array.nbytes) == (2, 24, 96)
+    assert array[1].nbytes == 24
+    assert array.codecs == [{"name": "bytes", "configuration": {"endian": "little"}}]
+    array.attributes["unit"] = "changed"
+    assert array.attributes == {"unit": "m"}
+    assert "a" in repr(array)
+
+
+async def test_only_a_whole_array_can_be_resized() -> None:
+    opened = await store()
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (4, 6), "int8", (2, 3))
+        await array.write(1)
+        with pytest.raises(InvalidArgument, match="whole"):
+            await array[0].resize((5,))
+        for shape in ((4,), (-1, 4), "ab", (4, 6, 1)):
+            with pytest.raises(InvalidArgument):
+                await array.resize(shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "codecs", [None, "e4m3", [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]], ids=str
+)
+async def test_long_chunks_are_read_in_part(codecs: Any) -> None:
+    values = (np.arange(700 * 1000) % 240).reshape(700, 1000).astype("f4")  # 2.8 MB in one chunk
+    codecs = (
+        [{"name": "bytes", "configuration": {"endian": "little"}}, codecs[1]]
+        if isinstance(codecs, list)
+        else codecs
+    )
+    array = await stored(values, (700, 1000), codecs=codecs)
+    whole = await array.read()
+    if codecs != "e4m3":
+        assert same(whole, values)
+    for index in (
+        np.s_[0, 0],
+        np.s_[-1, -1],
+        np.s_[262:263],
+        np.s_[10:600:97, ::3],
+        np.s_[::-1, 5],
+        np.s_[300, 100:900],
+    ):
+        assert same(await array[index].read(), np.asarray(whole[index]))
+
+
+async def test_a_wide_chunk_does_not_hang() -> None:
+    """Buffers above the byte budget are claimed by a thread that holds another."""
+    zstd = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]
+    opened = await store()
+    values = np.zeros((2, 33 << 20), "u1")
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", (2, 33 << 20), "u1", (2, 136 << 20), codecs=zstd)
+        await asyncio.wait_for(array.write(values), 60)
+    found = await asyncio.wait_for((await (await opened.snapshot()).array("a"))[1, ::1000].read(), 60)
+    assert not found.any()

@@ -1,0 +1,479 @@
+"""The command line: what it prints, how it exits, and one sentence for everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from weights import lie, real_weights
+
+import tstore
+import tstore.sync as blocking
+from tstore import cli
+from tstore.cli import main
+from tstore.tables import plain
+
+Call = Callable[..., tuple[int, str, str]]
+
+ROOTLESS = """
+import ctypes, os, sys
+for capability in (0, 1, 2, 3):  # those by which root passes over permissions
+    if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0) and os.getuid() == 0:
+        sys.exit("can't drop capabilities")
+os.execv(sys.executable, [sys.executable, "-m", "tstore", *sys.argv[1:]])
+"""
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    values = np.random.default_rng(0).standard_normal((64, 100)).astype(np.float32)
+    tensors = {"layer.w": values, "layer.b": values[0], "ids": np.arange(2000)}
+    safetensors.numpy.save_file(tensors, tmp_path / "in.safetensors", {"who": "me"})
+    return tmp_path / "in.safetensors"
+
+
+@pytest.fixture
+def store(tmp_path: Path, file: Path, call: Call) -> Path:
+    assert call("import", file, tmp_path / "store", "--step", 4)[0] == 0
+    return tmp_path / "store"
+
+
+def failed(answer: tuple[int, str, str], *words: str, code: int = 1) -> str:
+    """Checks that this is the answer of a failure, one sentence that has these words, and returns it."""
+    found, out, err = answer
+    assert (found, out) == (code, ""), err
+    assert err.startswith("tstore: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    return err
+
+
+def run(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **settings)
+
+
+def rootless(*arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", ROOTLESS, *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return found.returncode, found.stdout, found.stderr
+
+
+# ---- the commands
+
+
+def test_version_and_help(call: Call) -> None:
+    assert call("--version") == (0, f"tstore {tstore.__version__}\n", "")
+    code, out, _ = call("--help")
+    assert code == 0
+    commands = ("demo", "import", "export", "log", "ls", "quantize", "verify")
+    assert all(f"\n  {name} " in out for name in commands)
+    for name in commands:
+        code, out, err = call(name, "--help")
+        assert (code, err) == (0, "")
+        assert "--json" in out
+
+
+def test_the_entry_point(store: Path) -> None:
+    entry = Path(sys.executable).parent / "tstore"
+    found = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "is whole" in found.stdout
+
+
+def test_import(file: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("import", file, tmp_path / "a", "--step", 4)
+    assert (code, err) == (0, "")
+    assert out == f"version 1 (step/4) of {tmp_path / 'a'}: 3 tensors, 42.0 kB\n"
+    code, out, err = call("import", file, tmp_path / "b", "--step", 0, "--codec", "e4m3", "--json")
+    assert (code, err) == (0, "")
+    expected = {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", "tensors": 3, "bytes": 42000}
+    assert json.loads(out) == expected
+    snapshot = blocking.open(tmp_path / "b", "r").snapshot()
+    assert snapshot.array("layer.w").codecs[0]["configuration"]["format"] == "e4m3"
+    assert snapshot.array("ids").codecs[0]["name"] == "bytes"
+
+
+def test_export(file: Path, store: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("export", store, tmp_path / "a.safetensors")
+    assert (code, err) == (0, "")
+    assert out == f"{tmp_path / 'a.safetensors'}: 3 tensors, 42.0 kB of version 1\n"
+    assert (tmp_path / "a.safetensors").read_bytes() == file.read_bytes()
+    for which in (["--at", 1], ["--at", "step/4"], ["--step", 4]):
+        code, out, err = call("export", store, tmp_path / "b", *which, "--json")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["version"] == 1
+        assert (tmp_path / "b").read_bytes() == file.read_bytes()
+        (tmp_path / "b").unlink()
+
+
+def test_export_says_what_it_leaves_out(tmp_path: Path, call: Call) -> None:
+    blocking.save(tmp_path / "store", {"x": np.zeros(3), "epoch": 3, "name": "run"}, 0)
+    code, out, _ = call("export", tmp_path / "store", tmp_path / "out")
+    assert code == 0
+    assert out.splitlines()[1] == "left out, being no arrays: epoch, name"
+
+
+def test_log(store: Path, call: Call) -> None:
+    call("quantize", store, "--format", "e3m2", "--tag", "small")
+    code, out, err = call("log", store)
+    assert (code, err) == (0, "")
+    head, _, newest, oldest = out.splitlines()
+    assert head.split() == ["version", "tag", "time", "added", "message"]
+    assert newest.split()[:2] == ["2", "small"]
+    assert newest.endswith("quantized from version 1")
+    assert oldest.split()[:2] == ["1", "step/4"]
+    assert oldest.endswith("imported from in.safetensors")
+    code, out, err = call("log", store, "--json")
+    assert (code, err) == (0, "")
+    commits = json.loads(out)["commits"]
+    assert [(c["version"], c["tag"], c["bytes_added"]) for c in commits][1] == (1, "step/4", 42000)
+    assert commits[1]["facts"] == {"step": 4}
+
+
+def test_ls(store: Path, call: Call) -> None:
+    code, out, err = call("ls", store)
+    assert (code, err) == (0, "")
+    head, _, *rows, total = out.splitlines()
+    assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
+    assert [row.split()[0] for row in rows] == ["ids", "layer.b", "layer.w"]
+    assert rows[2].split() == ["layer.w", "float32", "64×100", "64×100", "bytes", "25.6", "kB", "32.00"]
+    assert total.startswith("version 1 (step/4): 3 arrays, 8,500 values, 42.0 kB stored, 39.5")
+    code, out, err = call("ls", store, "layer.w", "--json")
+    assert (code, err) == (0, "")
+    [row] = json.loads(out)["arrays"]
+    assert (row["shape"], row["stored_bytes"], row["bits_per_value"]) == ([64, 100], 25600, 32)
+
+
+def test_ls_of_a_group_and_of_versions(tmp_path: Path, call: Call) -> None:
+    store = tmp_path / "store"
+    blocking.save(store, {"params": {"a": np.zeros(2000), "b": np.zeros((), np.int32)}, "params2": np.zeros(3)}, 0)
+    blocking.save(store, {"other": np.zeros(3)}, 1)
+    assert [a["path"] for a in json.loads(call("ls", store, "--json")[1])["arrays"]] == ["other"]
+    for at in ("1", "step/0"):
+        out = call("ls", store, "params/", "--at", at, "--json")[1]
+        assert [a["path"] for a in json.loads(out)["arrays"]] == ["params/a", "params/b"]
+    assert "scalar" in call("ls", store, "--at", 1)[1]
+    blocking.open(tmp_path / "empty")
+    code, out, _ = call("ls", tmp_path / "empty")
+    assert (code, out) == (0, "version 0: 0 arrays, 0 values, 0 B stored, 0.00 bits/value\n")
+
+
+def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
+    code, out, err = call("quantize", store, "--format", "e4m3")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("version 2 (step/4/e4m3), from version 1: ")
+    [ids] = [line.split() for line in out.splitlines() if line.startswith("ids ")]
+    assert ids[1:] == ["kept", "16.0", "kB", "16.0", "kB", "64.00", "exact"]
+    code, out, err = call("quantize", store, "--format", "e3m2", "--at", 1, "--tag", "small", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["version"], report["tag"], report["source"]) == (3, "small", 1)
+    assert 15 < report["sqnr_db"] < 40
+    by_path = {a["path"]: a for a in report["arrays"]}
+    assert by_path["ids"]["sqnr_db"] is None
+    assert by_path["layer.w"]["bits_per_value"] == pytest.approx(6, abs=0.1)
+    assert call("export", store, tmp_path / "out", "--at", "small")[0] == 0
+    found, original = (safetensors.numpy.load_file(f) for f in (tmp_path / "out", file))
+    assert found["layer.w"].dtype == np.float32
+    assert 0 < np.abs(found["layer.w"] - original["layer.w"]).max() < 0.3
+
+
+def test_verify(store: Path, call: Call) -> None:
+    code, out, err = call("verify", store)
+    assert (code, err) == (0, "")
+    assert out == f"{store} is whole: 1 versions, 3 arrays, 3 chunks, 42.0 kB read and checked\n"
+    code, out, err = call("verify", store, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) | {"store": ""} == {
+        "store": "",
+        "ok": True,
+        "versions": 1,
+        "arrays": 3,
+        "chunks": 3,
+        "bytes": 42000,
+        "faults": [],
+    }
+
+
+def test_the_real_weights(tmp_path: Path, call: Call) -> None:
+    store, out = tmp_path / "store", tmp_path / "out.safetensors"
+    assert call("import", real_weights(), store, "--step", 0)[0] == 0
+    listed = json.loads(call("ls", store, "--json")[1])
+    assert listed["total"]["arrays"] == len(listed["arrays"]) > 100
+    assert {a["dtype"] for a in listed["arrays"]} == {"float32", "int64"}
+    assert json.loads(call("log", store, "--json")[1])["commits"][0]["tag"] == "step/0"
+    assert call("verify", store)[0] == 0
+    assert call("export", store, out)[0] == 0
+    assert out.read_bytes() == real_weights().read_bytes()
+
+
+# ---- damage
+
+
+def test_each_fault_is_one_line(store: Path, call: Call) -> None:
+    [pack] = store.glob("txn/*/pack-*")
+    data = bytearray(pack.read_bytes())
+    data[0] ^= 1
+    data[-1] ^= 128
+    pack.write_bytes(data)
+    code, out, err = call("verify", store)
+    assert (code, err) == (1, "")
+    assert out.count("\n") == 2
+    assert all("version 1: " in line and "chunk (0" in line for line in out.splitlines())
+    code, out, err = call("verify", store, "--json")
+    assert (code, err) == (1, "")
+    report = json.loads(out)
+    assert not report["ok"]
+    assert len(report["faults"]) == 2
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "gone"])
+@pytest.mark.parametrize("what", ["txn/*/pack-*", "commits/*"])
+def test_harm_of_any_kind_is_found(store: Path, call: Call, what: str, harm: str) -> None:
+    call("quantize", store, "--format", "e4m3")
+    path = sorted(store.glob(what), key=lambda p: (p.stat().st_mtime_ns, p.name))[0]
+    data = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"flipped": bytes([data[0] ^ 1]) + data[1:], "cut": data[:-1], "empty": b""}[harm])
+    code, out, err = call("verify", store)
+    assert code == 1
+    assert (out + err).count("\n") >= 1
+    if what != "commits/*" or harm != "gone":  # where the first record is gone, nothing is known of the store
+        assert err == ""
+
+
+def test_a_damaged_tensor_is_not_exported(store: Path, tmp_path: Path, call: Call) -> None:
+    [pack] = store.glob("txn/*/pack-*")
+    pack.write_bytes(pack.read_bytes()[:-1])
+    failed(call("export", store, tmp_path / "out"), "layer.w", "chunk")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_marker(store: Path, call: Call) -> None:
+    (store / "tstore.json").write_bytes(b"{")
+    for command in ("ls", "log", "verify"):
+        failed(call(command, store), "tstore.json", "does not parse")
+
+
+# ---- what is asked for is not there
+
+
+COMMANDS = [["log"], ["ls"], ["verify"], ["quantize", "--format", "e4m3"], ["export"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
+def test_not_a_store(tmp_path: Path, call: Call, command: list[str]) -> None:
+    name, *options = command
+    out = [tmp_path / "out"] if name == "export" else []
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    for path in (tmp_path / "none", tmp_path / "folder", tmp_path / "folder" / "file"):
+        failed(call(name, path, *out, *options), str(path))
+    failed(call(name, "ftp://host/x", *out, *options), "ftp://")
+    assert sorted(os.listdir(tmp_path)) == ["folder"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
+def test_a_newer_format(store: Path, tmp_path: Path, call: Call, command: list[str]) -> None:
+    name, *options = command
+    out = [tmp_path / "out"] if name == "export" else []
+    marker = json.loads((store / "tstore.json").read_text())
+    (store / "tstore.json").write_text(json.dumps({**marker, "format": 99}))
+    failed(call(name, store, *out, *options), "format version 99", "install a newer")
+
+
+def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path, call: Call) -> None:
+    failed(call("import", file, tmp_path, "--step", 0), str(tmp_path), "other files")
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call: Call) -> None:
+    failed(call("ls", store, "--at", "big"), "no tag 'big'", "step/4")
+    failed(call("ls", store, "--at", 7), "no version 7", "newest is 1")
+    failed(call("ls", store, "layer"), "nothing at 'layer'", "layer.w")
+    failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5", "[4]")
+    failed(call("export", store, tmp_path / "out", "--at", "big"), "no tag 'big'")
+    failed(call("quantize", store, "--format", "e4m3", "--at", 9), "no version 9")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_can_not_be_imported(tmp_path: Path, call: Call) -> None:
+    failed(call("import", tmp_path / "none", tmp_path / "store", "--step", 0), str(tmp_path / "none"))
+    failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path))
+    lying = lie(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
+    failed(call("import", lying, tmp_path / "store", "--step", 0), str(lying), "expected", "found")
+    assert os.listdir(tmp_path) == ["lying"]
+
+
+def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
+    before = file.read_bytes()
+    failed(call("import", file, store, "--step", 4), "step 4 is saved already")
+    failed(call("export", store, file), "exists")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "'step/4' is taken")
+    assert file.read_bytes() == before
+    assert call("verify", store)[0] == 0
+
+
+def test_nan_is_not_quantized(tmp_path: Path, call: Call) -> None:
+    blocking.save(tmp_path / "store", {"fine": np.zeros(3000), "w": np.array([1, np.nan, np.inf] * 1000)}, 0)
+    failed(call("quantize", tmp_path / "store", "--format", "e4m3"), "tstore: w, chunk (0,)", "NaN or infinite")
+    assert len(json.loads(call("log", tmp_path / "store", "--json")[1])["commits"]) == 1
+
+
+def test_errors_as_json(tmp_path: Path, call: Call) -> None:
+    code, out, err = call("log", tmp_path, "--json")
+    assert code == 1
+    error = json.loads(out)["error"]
+    assert error["type"] == "NotAStore"
+    assert err == f"tstore: {error['message']}\n"
+    code, out, _ = call("ls", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["type"] == "Misuse"
+
+
+# ---- misuse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ["No such command 'nonsense'"]),
+        (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),
+        (["ls", "a", "b", "c"], ["unexpected extra argument"]),
+        (["ls", "a", "--sideways"], ["--sideways"]),
+        (["import", "a", "b"], ["--step"]),
+        (["import", "a", "b", "--step", "-1"], ["--step"]),
+        (["import", "a", "b", "--step", "one"], ["--step"]),
+        (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
+        (["quantize", "a"], ["--format"]),
+        (["quantize", "a", "--format", "int8"], ["--format", "int8"]),
+        (["export", "a", "b", "--at", "1", "--step", "1"], ["--at and --step"]),
+        (["demo", "--size", "0"], ["--size"]),
+    ],
+)
+def test_misuse(call: Call, arguments: list[str], words: list[str]) -> None:
+    failed(call(*arguments), *words, code=2)
+
+
+def test_no_command_prints_the_help(call: Call) -> None:
+    code, out, err = call()
+    assert (code, out) == (2, "")
+    assert "Commands:" in err
+
+
+# ---- the machine refuses
+
+
+@pytest.fixture
+def read_only(store: Path) -> Iterator[Path]:
+    folders = [store, *(p for p in store.rglob("*") if p.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    yield store
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+def test_a_read_only_store_can_be_read(read_only: Path, file: Path, tmp_path: Path) -> None:
+    assert rootless("verify", read_only)[0] == 0
+    assert rootless("export", read_only, tmp_path / "out")[0] == 0
+    before = sorted(read_only.rglob("*"))
+    failed(rootless("quantize", read_only, "--format", "e4m3"), str(read_only), "permission")
+    failed(rootless("import", file, read_only, "--step", 5), str(read_only), "permission")
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_a_read_only_folder(read_only: Path, file: Path) -> None:
+    failed(rootless("export", read_only, read_only / "out"), "permission")
+    failed(rootless("import", file, read_only / "new", "--step", 0), "permission")
+
+
+def test_a_full_disk(store: Path, tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
+    before = run("log", store, "--json").stdout
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
+    found = run("import", tmp_path / "big", store, "--step", 5, **limit)
+    failed((found.returncode, found.stdout, found.stderr), "make room")
+    assert run("log", store, "--json").stdout == before
+    assert run("verify", store).returncode == 0
+    assert run("import", tmp_path / "big", store, "--step", 5).returncode == 0
+    found = run("export", store, tmp_path / "out", **limit)
+    failed((found.returncode, found.stdout, found.stderr), "make room")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- where the output goes
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "store", {f"array {i:05}": np.zeros((), np.int8) for i in range(3000)}, 0)
+    for options in ([], ["--json"]):
+        command = [sys.executable, "-m", "tstore", "ls", tmp_path / "store", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait(30) == 141
+
+
+def test_progress_is_shown_on_a_terminal_alone(store: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tstore", "verify", store, "--json"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert found.returncode == 0
+    assert json.loads(found.stdout)["ok"]
+    assert f"verifying {store}" in shown.replace("\r\n", "")
+
+
+def test_control_characters_are_escaped(tmp_path: Path, call: Call) -> None:
+    safetensors.numpy.save_file({"a\x1b[31m\n[bold]x": np.zeros(3)}, tmp_path / "in")
+    call("import", tmp_path / "in", tmp_path / "store", "--step", 0)
+    code, out, _ = call("ls", tmp_path / "store")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "[bold]x" in out
+    assert plain("a\x1b[0m\x9b\nü") == "a\\x1b[0m\\x9b\nü"
+
+
+def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(cli, "contents", broken)
+    failed(call("ls", store), "ZeroDivisionError", "TSTORE_TRACEBACK=1")
+    monkeypatch.setenv("TSTORE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        call("ls", store)
+
+
+def test_a_name_that_is_no_text(store: Path, call: Call) -> None:
+    failed(call("ls", os.fsdecode(os.fsencode(store) + b"\xff")), "not a tstore store")

@@ -1,0 +1,242 @@
+"""The demo, run as a user runs it: what it reports must be what is in the store afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from weights import real_weights
+
+import tstore.sync as tstore
+from tstore.convert.safetensors import open_tensors
+from tstore.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from tstore.structure import flatten
+from tstore.testing.hosts import Job
+from tstore.testing.model import advance, transformer
+
+SIZE = 8_000_000
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@contextlib.contextmanager
+def demo(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tstore", "demo", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def report(*arguments: object) -> dict[str, Any]:
+    with demo(*arguments, "--json") as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def raw(tree: Any) -> dict[str, tuple[Any, ...]]:
+    return {p: (a.dtype, a.shape, np.ascontiguousarray(a).tobytes()) for p, a in flatten(tree)[1].items()}
+
+
+def hosts_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that this one started."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_the_story(tmp_path: Path, temporary: Path) -> None:
+    found = report("--store", tmp_path / "store", "--size", SIZE // 1_000_000)
+    assert os.listdir(temporary) == []
+    killed, restored = found["killed"], found["restored"]
+
+    assert (killed["step"], killed["host"], killed["absent"], killed["survivors"]) == (1, 5, [5], 7)
+    assert 0 < killed["written"] <= SIZE / 8
+    assert killed["error"] == "DeadlineExceeded"
+    assert "hosts [5] of 8" in killed["message"]
+    assert killed["steps_after"] == [0]
+    assert killed["previous_step_equal"] is True
+
+    assert (restored["step"], restored["hosts"], restored["equal"]) == (1, 3, True)
+    assert restored["bytes"] >= found["bytes"] > 0.97 * SIZE
+
+    tags = ["step/0", "step/1", "step/1/e4m3", "step/1/e3m2"]
+    commits = found["commits"]
+    assert [(c["version"], c["tag"]) for c in commits] == list(enumerate(tags, 1))
+    assert [c["bits_per_value"] for c in commits] == pytest.approx([32, 32, 8, 6], abs=0.1)
+    assert [c["sqnr_db"] for c in commits[:2]] == [None, None]
+    assert 28 < commits[2]["sqnr_db"] < 34
+    assert 20 < commits[3]["sqnr_db"] < 28
+    assert commits[1]["bytes_added"] < 0.9 * commits[0]["bytes_added"]  # the embedding is frozen
+    assert all(c["seconds"] > 0 and c["gb_per_s"] > 0 for c in commits)
+
+    # what is really there
+    store = tstore.open(tmp_path / "store", "r")
+    assert tstore.steps(tmp_path / "store") == [0, 1]
+    assert {t: v for v, t in enumerate(tags, 1)} == store.tags()
+    history = {c.version: c for c in store.history()}
+    assert [history[c["version"]].bytes_added for c in commits] == [c["bytes_added"] for c in commits]
+    before = {**transformer(SIZE), "step": np.int64(0)}
+    after = advance(before, 1)
+    assert raw(tstore.restore(tmp_path / "store", 0)) == raw(before)
+    assert raw(tstore.restore(tmp_path / "store")) == raw(after)
+    exact = flatten(after)[1]
+    for commit in commits[2:]:
+        decoded = flatten(tstore.restore(tmp_path / "store", at=commit["tag"]))[1]
+        signal_ = sum(float(np.sum(np.square(a, dtype=np.float64))) for a in exact.values())
+        noise = sum(float(np.sum(np.square(exact[p] - a, dtype=np.float64))) for p, a in decoded.items())
+        assert 10 * np.log10(signal_ / noise) == pytest.approx(commit["sqnr_db"], abs=0.05)
+    assert store.verify().ok
+
+
+def test_real_weights_in_a_store_that_holds_steps(tmp_path: Path, temporary: Path) -> None:
+    tstore.save(tmp_path / "store", {"x": np.arange(3)}, 6)
+    found = report("--store", tmp_path / "store", "--model", real_weights())
+    assert os.listdir(temporary) == []
+    assert found["model"] == "model.safetensors"
+    assert found["arrays"] > 100
+    assert (found["killed"]["step"], found["killed"]["steps_after"]) == (8, [6, 7])
+    assert (found["restored"]["step"], found["restored"]["equal"]) == (8, True)
+    tags = ["step/7", "step/8", "step/8/e4m3", "step/8/e3m2"]
+    assert [(c["version"], c["tag"]) for c in found["commits"]] == list(enumerate(tags, 2))
+    assert [c["bits_per_value"] for c in found["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
+    assert 28 < found["commits"][2]["sqnr_db"] < 34
+    assert 20 < found["commits"][3]["sqnr_db"] < 30
+    tensors, _ = open_tensors(real_weights())
+    assert raw(tstore.restore(tmp_path / "store", 7)) == raw(tensors)
+    moved = tstore.restore(tmp_path / "store", 8)
+    assert raw(moved)["embeddings.position_ids"] == raw(tensors)["embeddings.position_ids"]
+    assert raw(moved) != raw(tensors)
+    assert tstore.restore(tmp_path / "store", 6)["x"].tolist() == [0, 1, 2]
+
+
+def test_what_people_read(temporary: Path) -> None:
+    with demo("--size", SIZE // 1_000_000) as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    assert "8 hosts saved step 0 at the same moment: one commit, version 1" in out
+    assert "host 5 was killed with SIGKILL" in out
+    assert "step 1 does not exist; step 0 still restores, bit for bit" in out
+    assert "3 hosts restored step 1" in out
+    rows = [line.split() for line in out.splitlines() if " step/1/e" in line and "tstore" not in line]
+    assert [row[:2] for row in rows] == [["3", "step/1/e4m3"], ["4", "step/1/e3m2"]]
+    [kept] = temporary.iterdir()
+    commands = [line.strip() for line in out.splitlines() if line.startswith("  tstore ")]
+    assert [c.split()[1] for c in commands] == ["log", "ls", "verify", "export"]
+    for command in commands:
+        name, *rest = command.split()[1:]
+        tried = subprocess.run(
+            [sys.executable, "-m", "tstore", name, *rest],
+            cwd=temporary,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert tried.returncode == 0
+    assert out.splitlines()[-1].split() == ["rm", "-r", str(kept)]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("hosts", [1, 8])
+def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: int) -> None:
+    with demo("--size", SIZE // 1_000_000) as process:
+        until(lambda: len(hosts_of(process)) >= hosts)
+        started = hosts_of(process)
+        if hosts == 8:
+            time.sleep(1)  # in the midst of the story
+        process.send_signal(stop)
+        _, err = process.communicate(timeout=30)
+    until(lambda: all(gone(pid) for pid in started))
+    if stop == signal.SIGINT:
+        assert process.returncode == 130
+        assert err.splitlines() == [
+            "tstore: interrupted; what was committed before stays, and nothing was committed by halves"
+        ]
+        assert os.listdir(temporary) == []
+
+
+def test_bad_input(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    cases = [
+        (["--store", tmp_path / "folder"], "other files"),
+        (["--store", "memory://a"], "name a folder"),
+        (["--model", tmp_path / "none"], "none"),
+        (["--model", tmp_path / "folder" / "file"], "safetensors"),
+    ]
+    for arguments, words in cases:
+        with demo(*arguments) as process:
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (1, "")
+        assert err.startswith("tstore: ")
+        assert err.count("\n") == 1
+        assert words in err
+        assert os.listdir(temporary) == []
+    assert os.listdir(tmp_path / "folder") == ["file"]
+
+
+# ---- the simulated hosts
+
+
+async def test_hosts_answer_and_report_errors(tmp_path: Path) -> None:
+    async with Job(2) as job:
+        assert await job.ask("ready") == [None, None]
+        await job.ask("hold", weights=str(real_weights()), mesh={"data": 2, "model": 1})
+        reply = await job.hosts[0].ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=0.2)
+        assert isinstance(reply.error, DeadlineExceeded)
+        assert reply.error.absent == [1]
+        assert "hosts [1] of 2" in str(reply.error)
+        with pytest.raises(InvalidArgument, match="step -1"):
+            await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
+        pids = [host.process.pid for host in job.hosts]
+        await job.hosts[1].kill()
+        with pytest.raises(Unavailable, match="host 1 ended with code -9"):
+            await job.hosts[1].ask("ready")
+    assert all(gone(pid) for pid in pids)
+
+
+async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path) -> None:
+    async with Job(4) as job:
+        await job.ask("hold", weights=str(real_weights()), mesh={"data": 4, "model": 1})
+        for i in range(5):
+            store = str(tmp_path / str(i))
+            answers = await job.ask("save", store=store, step=0, attempt="a", timeout=30)
+            assert [answer["version"] for answer in answers] == [1] * 4
+
+
+async def test_a_host_that_fails_says_why() -> None:
+    async with Job(1) as job:
+        with pytest.raises(Unavailable, match="ended with code 1: AttributeError"):
+            await job.hosts[0].ask("nonsense")

@@ -1,0 +1,340 @@
+"""The command line, `tstore`.
+
+Every command makes one document. With `--json` that is what standard output gets, and nothing else; else it is
+shown as a table. Progress goes to standard error, where that is a terminal.
+
+Exit codes: 0 fine; 1 failed, with one sentence on standard error (and, with `--json`, a document with "error");
+2 misused; 130 interrupted by Ctrl-C; 141 where the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import click
+import exmy
+
+import tstore
+from tstore.contents import contents
+from tstore.convert.checkpoint import export_safetensors, import_safetensors
+from tstore.convert.safetensors import read_header
+from tstore.errors import TStoreError
+from tstore.tables import (
+    Progress,
+    plain,
+    show_demo,
+    show_exported,
+    show_imported,
+    show_log,
+    show_ls,
+    show_quantized,
+    show_verified,
+)
+
+__all__ = ["cli", "main"]
+
+Document: TypeAlias = dict[str, Any]
+Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document]]
+
+_FAILED, _MISUSED, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; no exception and no traceback leaves it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):  # file names need not be printable
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    as_json = "--json" in given
+    try:
+        code = cli.main(given, prog_name="tstore", standalone_mode=False)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context is not None else "tstore"
+        said = f"{error.format_message().rstrip('.')}; see {name} --help"
+        return _fail("Misuse", said, as_json, _MISUSED)
+    except click.Abort:
+        return _fail("Interrupted", "interrupted", as_json, _INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
+    """Does the work, prints its document and returns the exit code."""
+    try:
+        with Progress(facts and not as_json) as progress:
+            document = asyncio.run(work(progress))
+        if as_json:
+            print(json.dumps(document, indent=2, allow_nan=False))
+        else:
+            show(document)
+        sys.stdout.flush()
+    except TStoreError as error:
+        return _fail(type(error).__name__, str(error), as_json)
+    except KeyboardInterrupt:
+        said = "interrupted; what was committed before stays, and nothing was committed by halves"
+        return _fail("Interrupted", said, as_json, _INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
+        return _PIPE_CLOSED
+    except Exception as error:
+        if os.environ.get("TSTORE_TRACEBACK"):
+            raise
+        said = f"{type(error).__name__}: {error}; this is a fault of tstore's, TSTORE_TRACEBACK=1 shows where"
+        return _fail("InternalError", said, as_json)
+    return _FAILED if document.get("ok") is False else 0
+
+
+def _fail(kind: str, message: str, as_json: bool, code: int = _FAILED) -> int:
+    with contextlib.suppress(OSError):
+        if as_json:
+            print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
+        print(f"tstore: {plain(message)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    return int(value) if value is not None and value.isascii() and value.isdigit() else value
+
+
+def _format(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else exmy.Format(value).name
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+_at = click.option(
+    "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest."
+)
+_at_step = click.option(
+    "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest step."
+)
+_store = click.argument("store")
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(tstore.__version__, prog_name="tstore", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> int:
+    """A transactional store of chunked arrays for ML checkpoints. STORE is a folder or a URL."""
+    if context.invoked_subcommand is not None:
+        return 0
+    click.echo(context.get_help(), err=True)
+    return _MISUSED
+
+
+@cli.command("demo")
+@click.option("--store", metavar="DIR", help="Where to keep the store; by default a new temporary folder.")
+@click.option("--model", metavar="FILE", help="Weights as .safetensors; by default a model is generated.")
+@click.option(
+    "--size", type=click.IntRange(1, 100_000), default=100, show_default=True, help="MB of the generated model."
+)
+@_json
+def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int:
+    """Eight host processes save a model, one is killed, three restore it; then it is quantized."""
+    from tstore.demo import demo  # starts processes and makes models; no other command needs it
+
+    async def work(progress: Progress) -> Document:
+        report = await demo(store, model=model, size=size * 1_000_000, tell=progress)
+        document = report._asdict()
+        document["killed"] = report.killed._asdict()
+        document["restored"] = report.restored._asdict()
+        document["commits"] = [_with_decibel(row._asdict()) for row in report.commits]
+        return document
+
+    return _run(work, show_demo, as_json, facts=True)
+
+
+@cli.command("import")
+@click.argument("file", metavar="FILE.safetensors")
+@_store
+@click.option("--step", type=click.IntRange(0), required=True, help="The step to save it as.")
+@click.option(
+    "--codec", callback=_format, metavar="F", help="An eXmY format, as e4m3, in which to store float tensors."
+)
+@_json
+def _import(file: str, store: str, step: int, codec: str | None, as_json: bool) -> int:
+    """Save a safetensors file as the checkpoint of a step."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"importing {file}")
+        tensors = read_header(file).tensors.values()
+        version = await import_safetensors(file, store, step, codecs=codec)
+        size = sum(info.stop - info.start for info in tensors)
+        return {
+            "store": store,
+            "version": version,
+            "tag": f"step/{step}",
+            "tensors": len(tensors),
+            "bytes": size,
+        }
+
+    return _run(work, show_imported, as_json)
+
+
+@cli.command("export")
+@_store
+@click.argument("out", metavar="OUT.safetensors")
+@_at_step
+@click.option("--step", type=click.IntRange(0), help="The step to export.")
+@_json
+def _export(store: str, out: str, at: int | str | None, step: int | None, as_json: bool) -> int:
+    """Write a checkpoint as a new safetensors file; quantized arrays are written decoded."""
+    if at is not None and step is not None:
+        raise click.UsageError("--at and --step both name a version; pass one of them")
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"exporting to {out}")
+
+        def tell(done: int, total: int) -> None:
+            progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
+
+        report = await export_safetensors(store, out, at=at, step=step, progress=tell)
+        return {"store": store, "file": out, **report._asdict()}
+
+    return _run(work, show_exported, as_json)
+
+
+@cli.command("log")
+@_store
+@_json
+def _log(store: str, as_json: bool) -> int:
+    """List the commits, newest first."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading the history of {store}")
+        async with await tstore.open(store, "r") as opened:
+            commits = [
+                {
+                    "version": c.version,
+                    "tag": c.tag,
+                    "tags": c.tags,
+                    "time": c.time.isoformat(),
+                    "bytes_added": c.bytes_added,
+                    "message": c.message,
+                    "facts": c.facts,
+                }
+                async for c in opened.history()
+            ]
+        return {"store": opened.url, "commits": commits}
+
+    return _run(work, show_log, as_json)
+
+
+@cli.command("ls")
+@_store
+@click.argument("path", default="")
+@_at
+@_json
+def _ls(store: str, path: str, at: int | str | None, as_json: bool) -> int:
+    """List the arrays of a version, or those at and below PATH."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            snapshot = await opened.snapshot(at)
+            arrays = contents(snapshot, path)
+        stored, values = sum(a.stored for a in arrays), sum(a.values for a in arrays)
+        return {
+            "store": opened.url,
+            "version": snapshot.version,
+            "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
+            "arrays": [
+                {
+                    "path": a.path,
+                    "dtype": a.dtype,
+                    "shape": a.shape,
+                    "chunks": a.chunks,
+                    "codec": a.codec,
+                    "stored_bytes": a.stored,
+                    "bits_per_value": a.bits_per_value,
+                }
+                for a in arrays
+            ],
+            "total": {
+                "arrays": len(arrays),
+                "values": values,
+                "stored_bytes": stored,
+                "bits_per_value": 8 * stored / values if values else 0.0,
+            },
+        }
+
+    return _run(work, show_ls, as_json)
+
+
+@cli.command("quantize")
+@_store
+@click.option(
+    "--format", callback=_format, metavar="F", required=True, help="The eXmY format of float arrays, as e4m3."
+)
+@_at_step
+@click.option("--tag", help="The tag of the new commit; by default made of the source's and the format.")
+@_json
+def _quantize(store: str, format: str, at: int | str | None, tag: str | None, as_json: bool) -> int:
+    """Store the float arrays of a version in a low-bit format, as a new commit; the source stays."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"quantizing {store} to {format}")
+        async with await tstore.open(store, "r"):
+            pass  # mode "a" would make a store where none is
+        async with await tstore.open(store) as opened:
+            report = await tstore.quantize(opened, format, at=at, tag=tag)
+        arrays = [
+            _with_decibel(
+                {
+                    "path": a.path,
+                    "format": a.format,
+                    "values": a.values,
+                    "bytes_before": a.bytes_before,
+                    "bytes_after": a.bytes_after,
+                    "bits_per_value": a.bits_per_value,
+                    "sqnr": a.sqnr,
+                }
+            )
+            for a in report.arrays
+        ]
+        whole = {
+            "store": opened.url,
+            "version": report.version,
+            "tag": report.tag,
+            "source": report.source,
+            "bits_per_value": report.bits_per_value,
+            "sqnr": report.sqnr,
+            "arrays": arrays,
+        }
+        return _with_decibel(whole)
+
+    return _run(work, show_quantized, as_json)
+
+
+@cli.command("verify")
+@_store
+@_json
+def _verify(store: str, as_json: bool) -> int:
+    """Read and check everything of every version; one line for each fault."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"verifying {store}")
+        async with await tstore.open(store, "r") as opened:
+            report = await opened.verify()
+        return {"store": opened.url, "ok": report.ok, **report._asdict()}
+
+    return _run(work, show_verified, as_json)
+
+
+def _with_decibel(row: Document) -> Document:
+    """The row with "sqnr_db" in place of "sqnr": None where no bit was lost, since JSON has no infinity."""
+    sqnr = row.pop("sqnr")
+    return {**row, "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

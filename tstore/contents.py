@@ -1,0 +1,56 @@
+"""What a snapshot holds, one line for each array; metadata only, no chunk is read."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tstore.errors import NotFound
+from tstore.snapshot import Snapshot
+from tstore.tree import Node, is_below
+
+__all__ = ["ArrayInfo", "contents"]
+
+
+class ArrayInfo(NamedTuple):
+    """One array: what it is and what it costs. `stored` counts the encoded bytes of its chunks."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    codec: str
+    stored: int
+
+    @property
+    def values(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per value, those of codec headers and of filled-up edge chunks included; 0 for none."""
+        return 8 * self.stored / self.values if self.values else 0.0
+
+
+def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
+    """The arrays at and below a path, in the order in which they were saved.
+
+    Raises `NotFound`, which names what there is, where neither an array nor a group stands at the path.
+    """
+    top = path.strip("/")
+    nodes = snapshot.tree.nodes
+    found = [_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
+    if not found and top and top not in nodes:
+        names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
+        shown = f"at its top are: {', '.join(names[:5])}" if names else "it holds no arrays"
+        more = ", …" if len(names) > 5 else ""
+        raise NotFound(f"version {snapshot.version} has nothing at {path!r}; {shown}{more}")
+    return found
+
+
+def _info(path: str, node: Node) -> ArrayInfo:
+    meta = node.meta
+    names = [c.get("configuration", {}).get("format", c["name"]) for c in meta.codecs]
+    stored = int(node.chunks.length.sum())
+    return ArrayInfo(path, meta.dtype.name, meta.shape, meta.chunks, "+".join(names), stored)

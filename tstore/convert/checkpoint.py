@@ -1,0 +1,190 @@
+"""Checkpoints from safetensors files and back, streamed.
+
+A file becomes the checkpoint of a step: a flat dict {tensor name: array} in the order of the file, saved straight
+from the memory map. The file's metadata is kept in the root group's attributes, under "safetensors". So a file
+that the safetensors package wrote is exported again byte for byte.
+
+Any other checkpoint is exported with the keys of its containers joined by ".", as in `params.layers.0.w`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.checkpoint import CodecRules, chosen_snapshot, save
+from tstore.convert.safetensors import Spec, Writer, by_alignment, open_tensors
+from tstore.errors import InvalidArgument, listed
+from tstore.snapshot import Snapshot
+from tstore.store import Store, open
+
+__all__ = ["Exported", "export_safetensors", "import_safetensors"]
+
+_SLAB = 32 << 20
+_ATTRIBUTE = "safetensors"
+
+Path: TypeAlias = str | os.PathLike[str]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+class Exported(NamedTuple):
+    """What an export wrote. `left_out` names the values that are no arrays, which the file can't hold."""
+
+    version: int
+    tensors: int
+    bytes: int
+    left_out: list[str]
+
+
+async def import_safetensors(file: Path, where: Path | Store, step: int, *, codecs: CodecRules = None) -> int:
+    """The version of the commit that holds the tensors of a safetensors file as the checkpoint of a step.
+
+    Nothing is copied on the way: the tensors are views of the memory-mapped file, which must not be truncated
+    meanwhile. `codecs` as in `tstore.save`.
+    Raises `Corrupt` (the file's header lies), `UnsupportedFormat`, `NotFound`, and as `tstore.save` does; a
+    store is made only after the header was found to be good.
+    """
+    tensors, metadata = open_tensors(file)
+    name = os.path.basename(os.fspath(file))
+    return await save(
+        where,
+        tensors,
+        step,
+        codecs=codecs,
+        attributes={_ATTRIBUTE: metadata},
+        message=f"imported from {name}",
+    )
+
+
+async def export_safetensors(
+    where: Path | Store,
+    out: Path,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """What was written to the new file `out`: a version or tag (`at`), a step, or the newest step.
+
+    Quantized arrays are written decoded, in their original dtype. The file appears whole and durable or not at
+    all. Memory is that of one slab of 32 MiB, or of one row of a tensor where that is more.
+    Raises `AlreadyExists` (`out` is there; it is left as it is), `NotFound`, `Corrupt`, `InvalidArgument` (two
+    arrays would get one name, both are listed; or safetensors has no name for a dtype), `StorageFull`.
+    """
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    async with _opened(where) as store:
+        snapshot = await chosen_snapshot(store, step, at)
+        paths, left_out = _names(snapshot)
+        arrays = {name: await snapshot.array(path) for name, path in paths.items()}
+        specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
+        metadata = snapshot.attributes().get(_ATTRIBUTE)
+        if metadata is None:
+            specs = by_alignment(specs)
+        total, done = sum(a.nbytes for a in arrays.values()), 0
+        buffer = np.empty(min(_SLAB, max((a.nbytes for a in arrays.values()), default=0)), np.uint8)
+        async with _in_thread(Writer(out, specs, metadata)) as file:
+            for name in specs:
+                async for slab in _slabs(arrays[name], buffer):
+                    await asyncio.to_thread(file.write, name, slab)
+                    done += slab.nbytes
+                    if progress is not None:
+                        progress(done, total)
+    return Exported(snapshot.version, len(arrays), total, left_out)
+
+
+@contextlib.asynccontextmanager
+async def _opened(where: Path | Store) -> AsyncIterator[Store]:
+    if isinstance(where, Store):
+        yield where
+        return
+    async with await open(where, "r") as store:
+        yield store
+
+
+@contextlib.asynccontextmanager
+async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
+    """The writer, entered and left in a thread: both wait for the disk."""
+    await asyncio.to_thread(writer.__enter__)
+    try:
+        yield writer
+    except BaseException as error:
+        await asyncio.to_thread(writer.__exit__, type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(writer.__exit__, None, None, None)
+
+
+async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[npt.NDArray[Any]]:
+    """The array in runs of rows, each valid until the next is asked for."""
+    if array.ndim == 0 or array.nbytes <= buffer.nbytes:
+        out = buffer[: array.nbytes].view(array.dtype).reshape(array.shape)
+        yield await array.read(out)
+        return
+    row = array.nbytes // array.shape[0]
+    for start, stop in _runs(array.shape[0], array.chunks[0], max(1, _SLAB // row)):
+        shape = (stop - start, *array.shape[1:])
+        size = math.prod(shape) * array.dtype.itemsize
+        fits = size <= buffer.nbytes
+        out = buffer[:size].view(array.dtype).reshape(shape) if fits else np.empty(shape, array.dtype)
+        yield await array[start:stop].read(out)
+
+
+def _runs(length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most `most` rows; of whole chunks, where a chunk has no more."""
+    size = most // chunk * chunk or most
+    for start in range(0, length, size):
+        yield start, min(start + size, length)
+
+
+def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
+    """The path of each array by its name in the file, and the names of what is no array."""
+    document = snapshot.attributes().get("tstore", {}).get("structure")
+    if document is None:
+        found = [(path.replace("/", "."), path) for path in snapshot.paths()]
+        left_out = []
+    else:
+        leaves = list(_leaves(document, ()))
+        found = [(name, path) for name, path in leaves if path is not None]
+        left_out = [name for name, path in leaves if path is None]
+    names: dict[str, str] = {}
+    clashes = []
+    for name, path in found:
+        if name in names:
+            clashes.append(f"{names[name]} and {path} would both be {name!r}")
+        names.setdefault(name, path)
+    if clashes:
+        raise InvalidArgument(
+            f"version {snapshot.version} can't be exported: joining keys by '.' gives one name to several arrays; "
+            f"rename their keys and save again:{listed(clashes)}"
+        )
+    return names, left_out
+
+
+def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+    """Name and path of each leaf of a structure document, in its order; no path for what is no array."""
+    match document:
+        case ["array" | "scalar", path]:
+            yield ".".join(keys) if keys else path, path
+        case ["dict", items]:
+            for (_, key), child in items:
+                yield from _leaves(child, (*keys, key))
+        case ["dataclass" | "namedtuple", _, items]:
+            for field, child in items:
+                yield from _leaves(child, (*keys, field))
+        case ["list" | "tuple", items]:
+            for i, child in enumerate(items):
+                yield from _leaves(child, (*keys, str(i)))
+        case ["none"]:
+            return
+        case _:
+            yield ".".join(keys), None

@@ -1,0 +1,329 @@
+"""The main job of tstore, acted out by real processes; `tstore demo` shows it.
+
+1. Eight host processes hold the shards of a model over a mesh {data: 4, model: 2} and save a step as one commit.
+2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
+   it in vain: the step does not exist, and the one before it still restores bit for bit.
+3. The job is started again, eight new processes with a new attempt, and saves the step.
+4. Three other processes restore it, each its third of every array, and compare it with the source bit for bit.
+5. It is quantized to e4m3 and to e3m2, each a new commit.
+
+Nothing is staged but the moment of the kill, which the host itself announces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import tstore
+from tstore.contents import contents
+from tstore.convert.safetensors import Writer, open_tensors
+from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
+from tstore.structure import flatten
+from tstore.testing.hosts import STRUCTURE, Job, read_weights, same_bits
+from tstore.testing.model import advance, transformer
+
+__all__ = ["CommitRow", "DemoReport", "Killed", "Restored", "Teller", "demo"]
+
+MESH = {"data": 4, "model": 2}
+HOSTS = 8
+RESTORING = {"hosts": 3}
+VICTIM = 5
+FORMATS = ("e4m3", "e3m2")
+
+_WAIT = 2.0  # seconds that hosts wait for one that was killed
+_PATIENCE = 120.0  # seconds that hosts wait for one that is only slow
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+class Teller(Protocol):
+    """Whoever is told how the demo goes."""
+
+    def doing(self, what: str) -> None:
+        """Something begins that takes a while."""
+
+    def done(self, what: str) -> None:
+        """Something was shown."""
+
+
+class Killed(NamedTuple):
+    """What became of the step whose host was killed."""
+
+    step: int
+    host: int
+    written: int
+    survivors: int
+    absent: list[int]
+    error: str
+    message: str
+    steps_after: list[int]
+    previous_step: int
+    previous_step_equal: bool
+
+
+class Restored(NamedTuple):
+    """What the restore onto other hosts found."""
+
+    step: int
+    hosts: int
+    mesh: dict[str, int]
+    arrays: int
+    bytes: int
+    equal: bool
+    seconds: float
+    gb_per_s: float
+
+
+class CommitRow(NamedTuple):
+    """One commit: `sqnr` in dB, None where every bit is as it was; `gb_per_s` counts decoded bytes."""
+
+    version: int
+    tag: str
+    bytes_added: int
+    bytes_stored: int
+    bits_per_value: float
+    sqnr: float | None
+    seconds: float
+    gb_per_s: float
+
+
+class DemoReport(NamedTuple):
+    """What the demo showed, all of it measured."""
+
+    store: str
+    temporary: bool
+    model: str
+    arrays: int
+    bytes: int
+    mesh: dict[str, int]
+    hosts: int
+    killed: Killed
+    restored: Restored
+    commits: list[CommitRow]
+    chunks_verified: int
+    seconds: float
+    try_next: list[str]
+
+
+async def demo(
+    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, tell: Teller
+) -> DemoReport:
+    """What the demo showed; the store is kept, a new temporary folder by default.
+
+    `model` is a safetensors file, by default a transformer of `size` bytes is generated. A store that holds
+    steps already gets the next ones. Raises whatever the store, the file or a host raises; then the default
+    folder is removed, and no process or temporary file is left in any case.
+    """
+    if store is not None and store.startswith("memory:"):
+        raise InvalidArgument(f"{store}: eight processes can't share a store in memory; name a folder")
+    folder = tempfile.mkdtemp(prefix="tstore-demo-") if store is None else store
+    try:
+        with tempfile.TemporaryDirectory(prefix="tstore-weights-") as weights:
+            return await _Story(folder, store is None, weights, tell).play(model, size)
+    except BaseException:
+        if store is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+class _Story:
+    def __init__(self, store: str, temporary: bool, weights: str, tell: Teller) -> None:
+        self._store = store
+        self._temporary = temporary
+        self._tell = tell
+        self._files = [os.path.join(weights, f"{i}.safetensors") for i in range(2)]
+        self._job = secrets.token_hex(4)
+        self._starts = 0
+        self._attempt = ""
+        self._size = 0
+        self._rows: list[CommitRow] = []
+
+    async def play(self, model: str | None, size: int) -> DemoReport:
+        started = time.perf_counter()
+        async with await tstore.open(self._store) as opened:
+            step = max(await tstore.steps(opened), default=-1) + 1
+        self._tell.doing("preparing the weights")
+        name = await asyncio.to_thread(self._prepare, model, size, step)
+        tensors, _ = read_weights(self._files[0])
+        self._size = sum(a.nbytes for a in tensors.values())
+        self._tell.done(f"{name}: {len(tensors)} arrays, {self._size / 1e6:.1f} MB, over a mesh {MESH}")
+        async with self._hosts() as job:
+            await self._save(job, step, self._files[0])
+            killed = await self._kill(job, step + 1, tensors)
+        self._tell.doing(f"starting the job again: {HOSTS} new host processes")
+        async with self._hosts() as job:
+            await self._save(job, step + 1, self._files[1])
+        restored = await self._restore(step + 1)
+        async with await tstore.open(self._store) as opened:
+            for format in FORMATS:
+                await self._quantize(opened, step + 1, format)
+            self._tell.doing("verifying every checksum")
+            verified = await opened.verify()
+            if not verified.ok:
+                raise Corrupt(f"{self._store} is damaged: {'; '.join(verified.faults[:3])}")
+        self._tell.done(f"verified: {verified.chunks} chunks, {verified.bytes / 1e6:.1f} MB, no fault")
+        return DemoReport(
+            store=self._store,
+            temporary=self._temporary,
+            model=name,
+            arrays=len(tensors),
+            bytes=self._size,
+            mesh=MESH,
+            hosts=HOSTS,
+            killed=killed,
+            restored=restored,
+            commits=self._rows,
+            chunks_verified=verified.chunks,
+            seconds=time.perf_counter() - started,
+            try_next=self._next(step + 1),
+        )
+
+    def _prepare(self, model: str | None, size: int, step: int) -> str:
+        """Writes the weights of both steps where every host can map them."""
+        if model is not None:
+            tensors, _ = open_tensors(model)
+            os.symlink(os.path.abspath(model), self._files[0])
+            _write(self._files[1], _moved(tensors, step + 1))
+            return os.path.basename(model)
+        tree = {**transformer(size), "step": np.int64(step)}
+        for file, state in zip(self._files, (tree, advance(tree, step + 1)), strict=True):
+            document, leaves = flatten(state)
+            _write(file, leaves, {STRUCTURE: json.dumps(document)})
+        return "a generated transformer"
+
+    @contextlib.asynccontextmanager
+    async def _hosts(self) -> AsyncIterator[Job]:
+        """A new incarnation of the job: new processes, which share a new attempt."""
+        self._tell.doing(f"starting {HOSTS} host processes")
+        self._attempt = f"demo-{self._job}.{self._starts}"
+        self._starts += 1
+        async with Job(HOSTS) as job:
+            yield job
+
+    def _save_of(self, step: int, timeout: float) -> dict[str, Any]:
+        return {"store": self._store, "step": step, "attempt": self._attempt, "timeout": timeout}
+
+    async def _save(self, job: Job, step: int, weights: str) -> None:
+        await job.ask("hold", weights=weights, mesh=MESH)
+        self._tell.doing(f"{HOSTS} hosts save step {step}")
+        started = time.perf_counter()
+        answers = await job.ask("save", **self._save_of(step, _PATIENCE))
+        seconds = time.perf_counter() - started
+        versions = {answer["version"] for answer in answers}
+        if len(versions) != 1:
+            raise Inconsistent(f"the hosts saw several commits of step {step}: versions {sorted(versions)}", [])
+        row = await self._row(versions.pop(), None, seconds)
+        self._rows.append(row)
+        self._tell.done(f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}")
+
+    async def _kill(self, job: Job, step: int, before: Tensors) -> Killed:
+        """Lets the job fail to save a step, and looks at what is left."""
+        await job.ask("hold", weights=self._files[1], mesh=MESH)
+        self._tell.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed half way")
+        asked = self._save_of(step, _WAIT)
+
+        async def strike() -> int:
+            victim = job.hosts[VICTIM]
+            written = int((await victim.ask("save", **asked, halt=True)).get()["written"])
+            await victim.kill()
+            return written
+
+        others = [host.ask("save", **asked) for host in job.hosts if host.number != VICTIM]
+        written, *replies = await asyncio.gather(strike(), *others)
+        failures = [reply.error for reply in replies if isinstance(reply.error, DeadlineExceeded)]
+        if len(failures) != HOSTS - 1:
+            odd = next(r for r in replies if not isinstance(r.error, DeadlineExceeded))
+            raise odd.error or Inconsistent(f"host {odd.host} saved step {step} without host {VICTIM}", [])
+        # a host that gave up early may have missed others that were only slow
+        absent = sorted(set.intersection(*[set(e.absent) for e in failures]))
+        self._tell.done(
+            f"host {VICTIM} was killed with SIGKILL after it had written {written / 1e6:.1f} MB of step {step}; "
+            f"the other {len(failures)} waited {_WAIT:g} s, then each failed with {type(failures[0]).__name__}, "
+            f"naming host {', '.join(map(str, absent))}"
+        )
+        steps = await tstore.steps(self._store)
+        self._tell.doing(f"restoring step {step - 1}")
+        tree = await tstore.restore(self._store, step - 1)
+        found = flatten(tree)[1]
+        equal = found.keys() == before.keys() and all(same_bits(found[p], before[p]) for p in found)
+        if step in steps or not equal:
+            raise Corrupt(f"{self._store}: the killed save was seen: steps {steps}, step {step - 1} same: {equal}")
+        self._tell.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
+        said = str(failures[0])
+        return Killed(
+            step, VICTIM, written, len(failures), absent, "DeadlineExceeded", said, steps, step - 1, equal
+        )
+
+    async def _restore(self, step: int) -> Restored:
+        count = RESTORING["hosts"]
+        self._tell.doing(f"{count} other hosts restore step {step}")
+        async with Job(count) as job:
+            await job.ask("ready")  # so that none has the disk to itself
+            asked = {"store": self._store, "step": step, "weights": self._files[1], "mesh": RESTORING}
+            answers = await job.ask("restore", **asked)
+        differing = sorted({path for answer in answers for path in answer["differing"]})
+        if differing:
+            raise Corrupt(f"{self._store}: step {step} came back different: {', '.join(differing[:5])}")
+        seconds = max(answer["seconds"] for answer in answers)
+        size = sum(answer["bytes"] for answer in answers)
+        self._tell.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
+        return Restored(
+            step, count, RESTORING, answers[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
+        )
+
+    async def _quantize(self, store: tstore.Store, step: int, format: str) -> None:
+        self._tell.doing(f"quantizing step {step} to {format}")
+        started = time.perf_counter()
+        report = await tstore.quantize(store, format, at=f"step/{step}")
+        row = await self._row(report.version, report.sqnr, time.perf_counter() - started)
+        self._rows.append(row)
+        self._tell.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits a value")
+
+    async def _row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
+        async with await tstore.open(self._store, "r") as store:
+            arrays = contents(await store.snapshot(version))
+            commit = await anext(c async for c in store.history() if c.version == version)
+        stored = sum(a.stored for a in arrays)
+        bits = 8 * stored / sum(a.values for a in arrays)
+        rate = self._size / seconds / 1e9
+        return CommitRow(version, commit.tag or "", commit.bytes_added, stored, bits, sqnr, seconds, rate)
+
+    def _next(self, step: int) -> list[str]:
+        where = shlex.quote(self._store)
+        return [
+            f"tstore log {where}",
+            f"tstore ls {where} --at step/{step}/{FORMATS[0]}",
+            f"tstore verify {where}",
+            f"tstore export {where} out.safetensors --at step/{step}/{FORMATS[0]}",
+            *([f"rm -r {where}"] if self._temporary else []),
+        ]
+
+
+def _write(file: str, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+    with Writer(file, {n: (a.dtype, a.shape) for n, a in tensors.items()}, metadata) as out:
+        for name, array in tensors.items():
+            out.write(name, array)
+
+
+def _moved(tensors: Tensors, step: int) -> Tensors:
+    """Real weights one step on: the embeddings and what is no float frozen, the others perturbed by about 1 %."""
+    free = {n: a for n, a in tensors.items() if _is_float(a) and "embed" not in n}
+    moved = advance({"params": free}, step)["params"]
+    return {n: moved[n].astype(a.dtype, copy=False) if n in moved else a for n, a in tensors.items()}
+
+
+def _is_float(array: npt.NDArray[Any]) -> bool:
+    return array.dtype.name in ("float16", "bfloat16", "float32", "float64")

@@ -1,0 +1,154 @@
+"""All that a transaction has staged: arrays, groups and deletions over the tree it is based on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tstore.chunk_writer import WriteJob
+from tstore.chunks import ChunkTable, Run, Span
+from tstore.codec import ArrayMeta
+from tstore.errors import AlreadyExists, NotFound
+from tstore.manifest import Manifest
+from tstore.snapshot import array_node
+from tstore.staging import StagedArray
+from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below
+
+__all__ = ["StagedTree"]
+
+_NO_CHUNKS = ChunkTable.empty()
+
+
+class StagedTree:
+    """The changes over `base`; with `replaces`, nothing of the base stays. `where` names the base in errors."""
+
+    def __init__(self, base: Tree, where: str) -> None:
+        self.base = base
+        self.where = where
+        self.replaces = False
+        self.arrays: dict[str, StagedArray] = {}
+        self.deleted: list[str] = []
+        self._groups: dict[str, bytes] = {}
+
+    def create_array(self, path: str, meta: ArrayMeta) -> str:
+        """The path under which the new array is staged; `AlreadyExists` where something is in its way."""
+        path = checked_path(path)
+        self._check_free(path)
+        self.arrays[path] = StagedArray(path, meta, fresh=True)
+        return path
+
+    def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
+        path = checked_path(path) if path.strip("/") else ""
+        if any(is_below(path, array) for array in self.paths()):
+            raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
+        self._groups[path] = group_document(attributes)
+
+    def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
+        """Stages an array whose chunks are those of another version."""
+        self.arrays[path] = StagedArray(path, meta, fresh=True, kept=chunks)
+
+    def check_new(self, jobs: list[WriteJob]) -> None:
+        """Raises `AlreadyExists` where an array of the jobs is staged already or in the way of another."""
+        for job in jobs:
+            if job.path in self.arrays:
+                raise AlreadyExists(f"{self.where}: {job.path!r} is written twice in one transaction")
+            if not self.replaces:
+                self._check_free(job.path)
+
+    def wrote(self, job: WriteJob) -> None:
+        """Stages the new array of a job that was written."""
+        self.arrays[job.path] = StagedArray(job.path, job.meta, fresh=True)
+        self.arrays[job.path].wrote(job)
+
+    def delete(self, path: str) -> None:
+        """Stages the removal of all at and below a path; `NotFound` where nothing is."""
+        path = checked_path(path)
+        gone = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
+        stored = [p for p in self._stored() if is_below(p, path)]
+        if not gone and not stored:
+            raise NotFound(f"{self.where} has nothing at {path!r} to delete")
+        for p in gone:
+            self.arrays.pop(p, None)
+            self._groups.pop(p, None)
+        if stored:
+            self.deleted.append(path)
+
+    def meta(self, path: str) -> ArrayMeta:
+        """The metadata of the array at a path, as the transaction sees it; `NotFound`."""
+        staged = self.arrays.get(path)
+        if staged is not None:
+            return staged.meta
+        node = array_node(self.base, path, self.where)
+        if self.replaces or self._is_deleted(path):
+            raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
+        return node.meta
+
+    def change(self, path: str, meta: ArrayMeta) -> StagedArray:
+        """What is staged of the array at a path, from now on; `NotFound`."""
+        staged = self.arrays.get(path)
+        if staged is None:
+            self.meta(path)
+            staged = self.arrays[path] = StagedArray(path, meta, fresh=False)
+        return staged
+
+    def below(self, path: str) -> ChunkTable:
+        """The base's chunks that still count under what is staged of an array."""
+        staged, node = self.arrays.get(path), self.base.nodes.get(path)
+        hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.fresh)
+        return _NO_CHUNKS if node is None or hidden else node.chunks
+
+    def paths(self) -> list[str]:
+        """The paths of all arrays as the transaction sees them, sorted."""
+        return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
+
+    def manifest(self) -> Manifest:
+        """Everything staged, as a manifest."""
+        spans = self._spans()
+        groups = [(path, document, True, ()) for path, document in self._groups.items()]
+        arrays = [(p, a.meta.document, a.fresh, (spans[p],)) for p, a in self.arrays.items()]
+        return Manifest.of([*groups, *arrays])
+
+    def changes(self, tags: tuple[str, ...]) -> Changes:
+        """Everything staged, as far as others can conflict with it."""
+        nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
+        for path, staged in self.arrays.items():
+            nodes[path] = NodeChange(staged.fresh, staged.written().index)
+        return Changes(nodes, tuple(self.deleted), self.replaces, tags)
+
+    def _spans(self) -> dict[str, Span]:
+        """The chunks of every staged array; arrays that were only written share one table."""
+        runs: list[Run] = []
+        bounds: dict[str, tuple[int, int]] = {}
+        spans: dict[str, Span] = {}
+        rows = 0
+        for path, staged in self.arrays.items():
+            own = staged.only_runs
+            if own is None:
+                table = staged.written()
+                spans[path] = Span(table, 0, len(table))
+                continue
+            count = sum(len(run.numbers) for run in own)
+            bounds[path] = (rows, rows + count)
+            rows += count
+            runs += own
+        shared = ChunkTable.of(runs)
+        return spans | {path: Span(shared, start, stop) for path, (start, stop) in bounds.items()}
+
+    def _stored(self) -> list[str]:
+        return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
+
+    def _is_deleted(self, path: str) -> bool:
+        return any(is_below(path, top) for top in self.deleted)
+
+    def _check_free(self, path: str) -> None:
+        arrays = set(self.paths())
+        for other in (*self._stored(), *self.arrays, *self._groups):
+            above = other in arrays and is_below(path, other)
+            if other and (other == path or above or is_below(other, path)):
+                raise AlreadyExists(
+                    f"{self.where}: {other!r} stands in the way of an array at {path!r}; delete it first, "
+                    "or choose another path"
+                )

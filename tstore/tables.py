@@ -1,0 +1,237 @@
+"""What the command line shows to people: reports as text and tables, and progress.
+
+The reports are the documents that `--json` prints. Whatever comes from a store or a file is shown with its
+control characters escaped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich import box
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "Progress",
+    "plain",
+    "show_demo",
+    "show_exported",
+    "show_imported",
+    "show_log",
+    "show_ls",
+    "show_quantized",
+    "show_verified",
+    "sized",
+]
+
+Document = Mapping[str, Any]
+_PIPE_WIDTH = 100_000
+
+
+def plain(text: str) -> str:
+    """The text with control characters escaped, line breaks apart."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def sized(size: float) -> str:
+    """A number of bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+class Progress:
+    """What goes on, on standard error where that is a terminal and nowhere else; facts on standard output."""
+
+    def __init__(self, facts: bool = False) -> None:
+        self._facts = facts
+        self._console = Console(stderr=True, markup=False, emoji=False) if sys.stderr.isatty() else None
+        self._status: Status | None = None
+
+    def doing(self, what: str) -> None:
+        """Something begins that takes a while."""
+        if self._console is None:
+            return
+        if self._status is None:
+            self._status = self._console.status(Text(plain(what)))
+            self._status.start()
+        else:
+            self._status.update(Text(plain(what)))
+
+    def done(self, what: str) -> None:
+        """Something was shown; a line of the output where facts were asked for."""
+        self.stop()
+        if self._facts:
+            print("•", plain(what), flush=True)
+
+    def stop(self) -> None:
+        """Takes the line of progress away."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def show_log(found: Document) -> None:
+    """The commits, newest first."""
+    rows = [
+        [
+            str(c["version"]),
+            ", ".join(c["tags"]),
+            _local(c["time"]),
+            sized(c["bytes_added"]),
+            c["message"],
+        ]
+        for c in found["commits"]
+    ]
+    _table(["version", "tag", "time", "added", "message"], rows, right={0, 3})
+
+
+def show_ls(found: Document) -> None:
+    """The arrays of a version and their totals."""
+    rows = [
+        [
+            a["path"],
+            a["dtype"],
+            _shape(a["shape"]),
+            _shape(a["chunks"]),
+            a["codec"],
+            sized(a["stored_bytes"]),
+            f"{a['bits_per_value']:.2f}",
+        ]
+        for a in found["arrays"]
+    ]
+    heads = ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
+    if rows:
+        _table(heads, rows, right={5, 6})
+    total = found["total"]
+    tags = f" ({', '.join(found['tags'])})" if found["tags"] else ""
+    print(
+        plain(
+            f"version {found['version']}{tags}: {total['arrays']} arrays, {total['values']:,} values, "
+            f"{sized(total['stored_bytes'])} stored, {total['bits_per_value']:.2f} bits/value"
+        )
+    )
+
+
+def show_verified(found: Document) -> None:
+    """One line for each fault, or one line of what was checked."""
+    for fault in found["faults"]:
+        print(plain(" ".join(fault.split())))
+    if found["ok"]:
+        print(
+            plain(
+                f"{found['store']} is whole: {found['versions']} versions, {found['arrays']} arrays, "
+                f"{found['chunks']} chunks, {sized(found['bytes'])} read and checked"
+            )
+        )
+
+
+def show_imported(found: Document) -> None:
+    """What was imported."""
+    print(plain(f"version {found['version']} ({found['tag']}) of {found['store']}: {_tensors(found)}"))
+
+
+def show_exported(found: Document) -> None:
+    """What was exported, and what the file could not hold."""
+    print(plain(f"{found['file']}: {_tensors(found)} of version {found['version']}"))
+    if found["left_out"]:
+        print(plain(f"left out, being no arrays: {', '.join(found['left_out'])}"))
+
+
+def show_quantized(found: Document) -> None:
+    """One row for each array, and the whole."""
+    rows = [
+        [
+            a["path"],
+            a["format"] or "kept",
+            sized(a["bytes_before"]),
+            sized(a["bytes_after"]),
+            f"{a['bits_per_value']:.2f}",
+            _decibel(a["sqnr_db"]),
+        ]
+        for a in found["arrays"]
+    ]
+    _table(["path", "format", "before", "after", "bits/value", "SQNR"], rows, right={2, 3, 4, 5})
+    print(
+        plain(
+            f"version {found['version']} ({found['tag']}), from version {found['source']}: "
+            f"{found['bits_per_value']:.2f} bits/value, SQNR {_decibel(found['sqnr_db'])}"
+        )
+    )
+
+
+def show_demo(found: Document) -> None:
+    """One row for each commit, and what to try next."""
+    rows = [
+        [
+            str(c["version"]),
+            c["tag"],
+            sized(c["bytes_added"]),
+            sized(c["bytes_stored"]),
+            f"{c['bits_per_value']:.2f}",
+            _decibel(c["sqnr_db"]),
+            f"{c['seconds']:.2f}",
+            f"{c['gb_per_s']:.2f}",
+        ]
+        for c in found["commits"]
+    ]
+    heads = ["version", "tag", "added", "stored", "bits/value", "SQNR", "seconds", "GB/s"]
+    _table(heads, rows, right={0, 2, 3, 4, 5, 6, 7})
+    restored = found["restored"]
+    print(
+        f"restored on {restored['hosts']} hosts: {sized(restored['bytes'])} in {restored['seconds']:.2f} s, "
+        f"{restored['gb_per_s']:.2f} GB/s; all in {found['seconds']:.1f} s"
+    )
+    print(plain(f"\nThe store is kept in {found['store']}. Try next:"))
+    for command in found["try_next"]:
+        print(plain(f"  {command}"))
+
+
+def _tensors(found: Document) -> str:
+    return f"{found['tensors']} tensors, {sized(found['bytes'])}"
+
+
+def _decibel(sqnr: float | None) -> str:
+    return "exact" if sqnr is None else f"{sqnr:.1f} dB"
+
+
+def _shape(lengths: Sequence[int]) -> str:
+    return "×".join(map(str, lengths)) or "scalar"
+
+
+def _local(time: str) -> str:
+    return datetime.datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # the demo's fits in 80 columns
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[Text(plain(cell)) for cell in row])
+    if sys.stdout.isatty():
+        Console(markup=False, emoji=False, highlight=False).print(table)
+        return
+    console = Console(width=_PIPE_WIDTH, markup=False, emoji=False, highlight=False)  # paths are never cut
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        if line.strip():
+            print(line.rstrip())
