@@ -112,9 +112,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _cpuinfo() -> dict[str, str]:
     first = _read("/proc/cpuinfo").split("\n\n")[0]
-    return {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())
-    }
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def _mount(folder: Path) -> tuple[str, str, str]:

@@ -153,9 +153,7 @@ class TensorStoreFile:
 
     def _open(self, folder: Path, durable: bool, spec: dict[str, Any], **how: Any) -> list[Any]:
         root, context = self._root(folder, durable)
-        futures = [
-            self.ts.open(spec, kvstore=root / f"{n}/", context=context, **how) for n in self.workload.names
-        ]
+        futures = [self.ts.open(spec, kvstore=root / f"{n}/", context=context, **how) for n in self.workload.names]
         return [future.result() for future in futures]
 
     def _root(self, folder: Path, durable: bool) -> tuple[Any, Any]:

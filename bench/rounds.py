@@ -50,9 +50,7 @@ class Race:
 
     patience = 25.0
 
-    def __init__(
-        self, workload: Workload, names: list[str], folder: Path, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, workload: Workload, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
         self.workload = workload
         self.folder = folder / workload.name
         self.say = say
@@ -83,9 +81,7 @@ class Race:
         machine.settle(self.folder)
         return self.figures
 
-    def _attempt(
-        self, name: str, one_pass: Callable[[str, Arrays, int], None], arrays: Arrays, i: int
-    ) -> None:
+    def _attempt(self, name: str, one_pass: Callable[[str, Arrays, int], None], arrays: Arrays, i: int) -> None:
         try:
             one_pass(name, arrays, i)
         except Exception as error:  # a contender that fails must not cost the others their figures

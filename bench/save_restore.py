@@ -27,9 +27,7 @@ from workloads import WORKLOADS
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--only", default="", help=f"Of {', '.join(WORKLOADS)}, kernels; comma-separated.")
-@click.option(
-    "--peers", default="", help=f"Of {', '.join(CONTENDERS)}; comma-separated. raw and tstore always."
-)
+@click.option("--peers", default="", help=f"Of {', '.join(CONTENDERS)}; comma-separated. raw and tstore always.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
 @click.option(
     "--dir",

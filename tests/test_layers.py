@@ -123,9 +123,7 @@ def layer_faults(
             faults.append(f"{module.name} is in no layer: give it a place in LAYERS")
             continue
         for found in imports_of(module):
-            target = (
-                f"{found.module}.{found.name}" if f"{found.module}.{found.name}" in modules else found.module
-            )
+            target = f"{found.module}.{found.name}" if f"{found.module}.{found.name}" in modules else found.module
             if not within(target, "tstore") or target == module.name:
                 continue
             other = target.partition(".")[2]
@@ -134,9 +132,7 @@ def layer_faults(
             elif other not in level:
                 faults.append(f"{module.name}:{found.line} imports {target}, which is in no layer")
             elif level[other] >= level[own] and not any(within(other, name) for name in also.get(own, ())):
-                faults.append(
-                    f"{module.name}:{found.line} imports {target}, which is not in a layer below it"
-                )
+                faults.append(f"{module.name}:{found.line} imports {target}, which is not in a layer below it")
     return faults
 
 
@@ -154,14 +150,10 @@ def privacy_faults(modules: Mapping[str, Module]) -> list[str]:
     for module in modules.values():
         for found in imports_of(module):
             parts = [*found.module.split("."), found.name]
-            private = [
-                i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")
-            ]
+            private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
             if private and ".".join(parts[: private[0]]) not in owners(module, modules):
                 name = ".".join(part for part in parts if part)
-                faults.append(
-                    f"{module.name}:{found.line} imports the private name {name} of another package"
-                )
+                faults.append(f"{module.name}:{found.line} imports the private name {name} of another package")
     return faults
 
 

@@ -280,9 +280,7 @@ def test_lying_header_lengths_are_corrupt(tmp_path: Path, data: bytes, words: li
     path.write_bytes(data)
     with pytest.raises(Corrupt) as error:
         read_header(path)
-    assert all(
-        word in str(error.value) for word in [str(path), "header" if len(data) > 8 else "file", *words]
-    )
+    assert all(word in str(error.value) for word in [str(path), "header" if len(data) > 8 else "file", *words])
 
 
 @pytest.mark.parametrize(

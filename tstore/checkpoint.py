@@ -23,7 +23,7 @@ from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMis
 from tstore.grid import Selection, default_chunks
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
-from tstore.store import Store, open
+from tstore.store import Store, opened
 from tstore.structure import (
     compile_patterns,
     flatten,
@@ -83,30 +83,53 @@ async def save(
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InvalidArgument(f"step {step!r}: expected a whole number from 0 on")
-    store = where if isinstance(where, Store) else await open(where)
     document, leaves = flatten(tree)
+    structure = {**(attributes or {}), **structure_attributes(document)}
     tag = step_tag(step)
-    tx = store.transaction(
-        message,
-        tag,
-        durability=durability,
-        name=tag if hosts > 1 or host != 0 else None,
-        host=host,
-        hosts=hosts,
-        attempt=attempt,
-        facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
-    )
-    base = await tx.base()  # not a snapshot of its own: a rival that saves this step meanwhile is a conflict
-    if tag in base.tags:
-        version = base.tags[tag]
-        if (await store.log.record(version)).transaction == tx.id:
-            return version  # the group committed, and this host calls again
-        raise AlreadyExists(
-            f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "
-            "another step"
+    async with opened(where) as store:
+        tx = store.transaction(
+            message,
+            tag,
+            durability=durability,
+            name=tag if hosts > 1 or host != 0 else None,
+            host=host,
+            hosts=hosts,
+            attempt=attempt,
+            facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
         )
-    chosen = codec_for(codecs)
-    prior = await _newest_step(store, base.tags)
+        base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
+        if tag in base.tags:
+            return await _saved_already(store, step, base.tags[tag], tx.id)
+        jobs = _jobs(leaves, codec_for(codecs), await _newest_step(store, base.tags), host, hosts)
+        try:
+            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
+            if host == 0:
+                await tx.create_group("", structure)
+            await tx.write_arrays(jobs)
+            return await tx.commit(timeout)
+        except BaseException:
+            await tx.abort()
+            raise
+
+
+async def _saved_already(store: Store, step: int, version: int, transaction: str) -> int:
+    """The version, if it is this very transaction's: the group committed, and this host calls again."""
+    if (await store.log.record(version)).transaction == transaction:
+        return version
+    raise AlreadyExists(
+        f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "
+        "another step"
+    )
+
+
+def _jobs(
+    leaves: Mapping[str, Any],
+    chosen: Callable[[str, np.dtype[Any]], Codecs],
+    prior: Snapshot | None,
+    host: int,
+    hosts: int,
+) -> list[WriteJob]:
+    """What this host writes of every leaf, to be compared with the same arrays of the prior step."""
     metas: dict[Any, ArrayMeta] = {}
     jobs = []
     for path, leaf in leaves.items():
@@ -115,16 +138,7 @@ async def save(
         if node is not None and node.document == job.meta.document and job.pieces:
             job.prior = node
         jobs.append(job)
-    structure = {**(attributes or {}), **structure_attributes(document)}
-    await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
-    if host == 0:
-        await tx.create_group("", structure)
-    try:
-        await tx.write_arrays(jobs)
-        return await tx.commit(timeout)
-    except BaseException:
-        await tx.abort()
-        raise
+    return jobs
 
 
 def structure_attributes(document: list[Any]) -> dict[str, Any]:
@@ -204,8 +218,8 @@ def _steps(tags: Mapping[str, int]) -> list[int]:
 
 async def steps(where: str | os.PathLike[str] | Store) -> list[int]:
     """The steps that are saved, in increasing order."""
-    store = where if isinstance(where, Store) else await open(where, "r")
-    return _steps(await store.tags())
+    async with opened(where, "r") as store:
+        return _steps(await store.tags())
 
 
 async def restore(
@@ -226,23 +240,23 @@ async def restore(
     """
     if step is not None and at is not None:
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
-    store = where if isinstance(where, Store) else await open(where, "r")
-    snapshot = await chosen_snapshot(store, step, at)
-    name = f"{store.url} at version {snapshot.version}"
-    document = _document(snapshot)
-    wanted = list(paths_in(document))
-    if only is not None:
-        matches = compile_patterns(only)
-        wanted = [p for p in wanted if matches(p)]
-        if not wanted:
-            raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
-    if target is None:
-        return unflatten(document, await _read(snapshot, dict.fromkeys(wanted)))
-    given, leaves = flatten(target)
-    if only is not None:
-        leaves = {p: v for p, v in leaves.items() if matches(p)}
-    scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
-    return unflatten_like(target, await _read(snapshot, leaves), scalars)
+    async with opened(where, "r") as store:
+        snapshot = await chosen_snapshot(store, step, at)
+        name = f"{store.url} at version {snapshot.version}"
+        document = _document(snapshot)
+        wanted = list(paths_in(document))
+        if only is not None:
+            matches = compile_patterns(only)
+            wanted = [p for p in wanted if matches(p)]
+            if not wanted:
+                raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
+        if target is None:
+            return unflatten(document, await _read(snapshot, dict.fromkeys(wanted)))
+        given, leaves = flatten(target)
+        if only is not None:
+            leaves = {p: v for p, v in leaves.items() if matches(p)}
+        scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
+        return unflatten_like(target, await _read(snapshot, leaves), scalars)
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
@@ -263,9 +277,9 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 def _document(snapshot: Snapshot) -> list[Any]:
-    """The structure that was saved, or for other commits nested dicts by path."""
+    """The structure that was saved; nested dicts by path where there is none or arrays came or went since."""
     saved = snapshot.attributes().get("tstore", {}).get("structure")
-    if saved is not None:
+    if saved is not None and sorted(paths_in(saved)) == snapshot.paths():
         return list(saved)
     root: dict[str, Any] = {}
     for path in snapshot.paths():

@@ -264,7 +264,8 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
         except NotFinite as error:
             at = tuple(int(k) for k in np.unravel_index(number, meta.counts)) if meta.counts else ()
             raise NotFinite(
-                f"{box.job.path}, chunk {at}: {error}; repair the values, or leave this array as it is by a rule with None"
+                f"{box.job.path}, chunk {at}: {error}; repair the values, or leave this array as it is by a "
+                "rule with None"
             ) from error
         pieces.append(_Encoded(box.job, (number,), data, len(data)))
     return pieces

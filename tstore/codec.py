@@ -144,7 +144,11 @@ class _GZip:
         return gzip.decompress(data)
 
 
-_COMPRESSORS: dict[str, Any] = {"zstd": Zstd, "gzip": _GZip}
+def _zstd(level: int = 0, checksum: bool = False) -> Any:
+    return Zstd(level, checksum)
+
+
+_COMPRESSORS: dict[str, Any] = {"zstd": _zstd, "gzip": _GZip}
 
 
 class Chain:
@@ -174,8 +178,13 @@ class Chain:
                     f"codec {document.get('name')!r} is not known to this tstore; "
                     f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
                 )
-            level = {k: v for k, v in (document.get("configuration") or {}).items() if k == "level"}
-            self._compressors.append(compressor(**level))
+            settings = document.get("configuration") or {}
+            try:
+                self._compressors.append(compressor(**settings))
+            except TypeError:
+                raise UnsupportedFormat(
+                    f"codec {document['name']!r} with configuration {dict(settings)} is not known to this tstore"
+                ) from None
         self.identity = self._array.identity and not self._compressors
 
     def bound(self, count: int) -> int:

@@ -203,7 +203,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")
     try:
         return msgspec.msgpack.decode(memoryview(data)[_HEADER:-CHECK_SIZE], type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error
 
 

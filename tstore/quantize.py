@@ -19,7 +19,7 @@ from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, InvalidArgument
 from tstore.grid import boxes
 from tstore.snapshot import Snapshot
-from tstore.store import Store, open
+from tstore.store import Store, opened
 from tstore.transaction import Transaction
 from tstore.tree import Node
 
@@ -92,28 +92,30 @@ async def quantize(
     v<version>) with the formats behind it. Integer arrays stay as they are.
     Raises `NotFinite` for NaN or infinity in an array to be encoded, `NotFound`, `InvalidArgument`.
     """
-    store = where if isinstance(where, Store) else await open(where)
-    source = await chosen_snapshot(store, None, at)
-    choose = codec_for(formats)
-    name = tag or _default_tag(source, formats)
-    async with store.transaction(message or f"quantized from version {source.version}", name) as tx:
-        if name in (await tx.base()).tags:
-            raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
-        await tx.replace_all(b"")
-        rows = []
-        for path, node in source.tree.nodes.items():
-            if not node.is_array:
-                await tx.create_group(path, node.attributes)
-                continue
-            codecs = choose(path, node.meta.dtype)
-            if codecs is None:
-                rows.append(await _keep(tx, path, node))
-            elif isinstance(codecs, str):
-                rows.append(await _encode(tx, source, path, node, codecs))
-            else:
-                raise InvalidArgument(f"{path}: expected the name of an eXmY format, as 'e4m3', not {codecs!r}")
-    assert tx.version is not None
-    return QuantizeReport(tx.version, name, source.version, rows)
+    async with opened(where) as store:
+        source = await chosen_snapshot(store, None, at)
+        choose = codec_for(formats)
+        name = tag or _default_tag(source, formats)
+        async with store.transaction(message or f"quantized from version {source.version}", name) as tx:
+            if name in (await tx.base()).tags:
+                raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
+            await tx.replace_all(b"")
+            rows = []
+            for path, node in source.tree.nodes.items():
+                if not node.is_array:
+                    await tx.create_group(path, node.attributes)
+                    continue
+                codecs = choose(path, node.meta.dtype)
+                if codecs is None:
+                    rows.append(await _keep(tx, path, node))
+                elif isinstance(codecs, str):
+                    rows.append(await _encode(tx, source, path, node, codecs))
+                else:
+                    raise InvalidArgument(
+                        f"{path}: expected the name of an eXmY format, as 'e4m3', not {codecs!r}"
+                    )
+        assert tx.version is not None
+        return QuantizeReport(tx.version, name, source.version, rows)
 
 
 def _default_tag(source: Snapshot, formats: CodecRules) -> str:

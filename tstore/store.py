@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import uuid
@@ -29,7 +30,7 @@ from tstore.manifest import Record
 from tstore.snapshot import Snapshot
 from tstore.transaction import Transaction
 
-__all__ = ["FORMAT_VERSION", "Commit", "Store", "open"]
+__all__ = ["FORMAT_VERSION", "Commit", "Mode", "Store", "open", "opened"]
 
 FORMAT_VERSION = 1
 _MARKER = "tstore.json"
@@ -48,6 +49,10 @@ class Commit(NamedTuple):
     transaction: str
     bytes_added: int
     facts: dict[str, Any]
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 class _Marker(msgspec.Struct):
@@ -81,14 +86,27 @@ async def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
     return Store(backend, found.uuid, mode)
 
 
+@contextlib.asynccontextmanager
+async def opened(where: str | os.PathLike[str] | Store, mode: Mode = "a") -> AsyncIterator[Store]:
+    """The store itself, left as it is, or the one at that URL, closed in the end."""
+    if isinstance(where, Store):
+        yield where
+        return
+    async with await open(where, mode) as store:
+        yield store
+
+
 async def _marker(backend: Backend) -> _Marker | None:
     try:
         data = await backend.get(_MARKER)
     except NotFound:
         return None
     try:
+        written = msgspec.json.decode(data, type=_Format).format
+        if written > FORMAT_VERSION:
+            return _Marker(written, "")  # all else may be different there
         return msgspec.json.decode(data, type=_Marker)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(
             f"{backend.url}: {_MARKER} does not parse ({error}); restore this small file from a copy"
         ) from error

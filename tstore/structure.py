@@ -8,9 +8,10 @@ scalar. A key is `[type, text]`, so that 5 and "5" stay apart. Paths join the ke
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
         if type(value) in _SCALARS:
-            return [type(value).__name__, _SCALARS[type(value)][0](value)]
+            return _scalar(value, path)
         if isinstance(value, Mapping):
             return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named(value)]]
         fields = _fields(value)
@@ -100,7 +101,16 @@ def _key(key: Any, path: str) -> list[str]:
             f"{path or 'the tree'}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
             "float, bool or bytes"
         )
-    return [type(key).__name__, _SCALARS[type(key)][0](key)]
+    return _scalar(key, path)
+
+
+def _scalar(value: Any, path: str) -> list[str]:
+    text = _SCALARS[type(value)][0](value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{path or 'the tree'}: the text {value!r} can't be stored: {error}") from None
+    return [type(value).__name__, text]
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
@@ -189,7 +199,7 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
             return scalars.get(path, value)
         if isinstance(value, Mapping):
             built = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
-            return built if type(value) is dict else type(value)(built)  # type: ignore[call-arg]
+            return _like(value, built)
         fields = _fields(value)
         if fields is not None:
             made = {f: build(v, _join(path, f)) for f, v in fields}
@@ -198,6 +208,17 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
         return items if isinstance(value, list) else tuple(items)
 
     return build(target, "")
+
+
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same type with these items in place of its own, under the same keys."""
+    if type(mapping) is dict:
+        return items
+    if isinstance(mapping, MutableMapping):  # its class may take other arguments, as defaultdict does
+        copied = copy.copy(mapping)
+        copied.update(items)
+        return copied
+    return type(mapping)(items)  # type: ignore[call-arg]
 
 
 def scalars_in(document: Document) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def _blocking(call: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
     @functools.wraps(call)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         plain = [a._awaited if isinstance(a, _Twin) else a for a in args]
-        return _loop.run(call(*plain, **kwargs))  # type: ignore[arg-type]
+        named = {k: v._awaited if isinstance(v, _Twin) else v for k, v in kwargs.items()}
+        return _loop.run(call(*plain, **named))  # type: ignore[arg-type]
 
     return wrapper
 
