@@ -36,7 +36,7 @@ from tstore.pool import scratch
 
 __all__ = ["ChunkBox", "Division", "chunk_boxes"]
 
-_BOX = 2 << 20
+_BOX = 8 << 20
 _BOX_CHUNKS = 512
 _FEWEST = 4
 

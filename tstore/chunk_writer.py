@@ -30,7 +30,6 @@ from tstore.pool import WORKERS, each, run, scratch
 __all__ = ["PackSet", "WriteJob"]
 
 _BATCH = 8 << 20
-_GATHER = 2 << 20  # what is gathered or encoded stays in the caches until it is written
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
@@ -185,19 +184,18 @@ def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
-    """Boxes of chunks in batches of about `_BATCH` bytes; a longer chunk is a batch of its own."""
+    """Boxes of chunks in batches of about `_BATCH` encoded bytes; a longer chunk is a batch of its own."""
     batch: list[_Box] = []
     size = chunks = 0
     for job in jobs:
         for origin, values in job.pieces:
             for box in _boxes(job, origin, values):
-                raw = box.values.nbytes
-                most = _BATCH if _as_stored(box) else _GATHER
-                if batch and (size + raw > most or chunks + box.chunks > _BATCH_CHUNKS):
+                encoded = box.job.meta.encoded_bound * box.chunks
+                if batch and (size + encoded > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
                     yield batch
                     batch, size, chunks = [], 0, 0
                 batch.append(box)
-                size += raw
+                size += encoded
                 chunks += box.chunks
     if batch:
         yield batch
@@ -209,7 +207,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         yield _Box(job, origin, values, 1)
         return
     counts = chunk_counts(values.shape, meta.chunks)
-    most = max(1, min(_BATCH_CHUNKS, _GATHER // max(1, meta.chunk_size * meta.dtype.itemsize)))
+    most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, meta.chunk_size * meta.dtype.itemsize)))
     for box in boxes(counts, most):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)

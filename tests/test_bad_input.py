@@ -1,0 +1,294 @@
+"""Folders, disks and files that are not as they should be: an error that says so, and nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+
+import tstore
+import tstore.store
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, NotFound, StorageFull
+
+TREE = {"w": np.arange(100_000.0), "b": np.arange(3)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A store with step 0."""
+    asyncio.run(tstore.save(tmp_path / "store", TREE, 0))
+    return tmp_path / "store"
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+async def intact(store: Path) -> None:
+    """The step saved first is there, and nothing else is."""
+    found = await tstore.restore(store, 0)
+    for name, values in TREE.items():
+        assert (found[name] == values).all()
+    assert await tstore.steps(store) == [0]
+    assert (await (await tstore.open(store, "r")).verify()).ok
+
+
+# ---- what is not a store
+
+
+async def test_nothing_at_the_path(tmp_path: Path) -> None:
+    for call in (
+        tstore.open(tmp_path / "no", "r"),
+        tstore.restore(tmp_path / "no"),
+        tstore.steps(tmp_path / "no"),
+    ):
+        with pytest.raises(NotAStore, match="no"):
+            await call
+    assert not (tmp_path / "no").exists()
+
+
+async def test_an_empty_folder_becomes_a_store_only_when_asked(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore):
+        await tstore.open(tmp_path, "r")
+    assert list(tmp_path.iterdir()) == []
+    store = await tstore.open(tmp_path, "x")
+    assert (store.mode, store.url) == ("x", str(tmp_path))
+    with pytest.raises(AlreadyExists, match="mode='a'"):
+        await tstore.open(tmp_path, "x")
+    assert (await tstore.open(tmp_path, "a")).uuid == store.uuid
+
+
+@pytest.mark.parametrize("mode", ["r", "a", "x"])
+async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tstore.store.Mode) -> None:
+    (tmp_path / "model.bin").write_bytes(b"mine")
+    with pytest.raises(NotAStore, match=str(tmp_path)):
+        await tstore.open(tmp_path, mode)
+    assert files(tmp_path) == {"model.bin"}
+
+
+@pytest.mark.parametrize("mode", ["r", "a", "x"])
+@pytest.mark.parametrize("below", ["", "/x"])
+async def test_a_file_is_no_store(tmp_path: Path, mode: tstore.store.Mode, below: str) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"mine")
+    with pytest.raises((NotAStore, NotFound), match=r"model\.bin"):
+        await tstore.open(f"{path}{below}", mode)
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("mode", ["w", "", "rb", None])
+async def test_a_mode_that_is_none_is_refused(tmp_path: Path, mode: tstore.store.Mode) -> None:
+    with pytest.raises(InvalidArgument, match="mode"):
+        await tstore.open(tmp_path, mode)
+
+
+@pytest.mark.parametrize("url", ["", "s4://x", "file://host/x"])
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument):
+        await tstore.open(url)
+
+
+async def test_many_hosts_may_make_one_store(tmp_path: Path) -> None:
+    stores = await asyncio.gather(*[tstore.open(tmp_path / "new") for _ in range(16)])
+    assert len({s.uuid for s in stores}) == 1
+
+
+# ---- a folder that cannot be written
+
+AS_NOBODY = """
+    import json, os, sys
+    import numpy as np
+    import tstore.sync as tstore
+    tstore.save("memory://warm", {"x": np.zeros(10_000)}, 0)  # all that is imported late
+    if os.geteuid() == 0:  # root may write anything
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    def outcome(call):
+        try:
+            call()
+        except tstore.errors.TStoreError as error:
+            return [type(error).__name__, str(error)]
+        return ["ok", ""]
+    url = sys.argv[1]
+    print(json.dumps({
+        "restore": outcome(lambda: tstore.restore(url, 0)),
+        "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
+        "large": outcome(lambda: tstore.save(url, {"x": np.random.default_rng(0).random(100_000)}, 1)),
+        "new": outcome(lambda: tstore.open(url + "/new/one")),
+        "verify": outcome(lambda: tstore.open(url, "r").verify()),
+    }))
+"""
+
+
+@pytest.fixture
+def open_to_all(saved: Path) -> Iterator[Path]:
+    """The store where another user can reach it, to read."""
+    folder = Path("/tmp") / f"tstore-test-{os.getpid()}-{saved.parent.name}"
+    shutil.copytree(saved, folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) -> None:
+    before = files(open_to_all)
+    found = json.loads(processes.python(AS_NOBODY, open_to_all, cwd="/"))
+    assert {k: v[0] for k, v in found.items()} == {
+        "restore": "ok",
+        "verify": "ok",
+        "small": "Denied",
+        "large": "Denied",
+        "new": "Denied",
+    }
+    for call in ("small", "large", "new"):
+        assert str(open_to_all) in found[call][1]
+        assert "permissions" in found[call][1]
+    assert files(open_to_all) == before
+    asyncio.run(intact(open_to_all))
+
+
+async def test_a_read_only_file_system_is_denied(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    real = os.open
+
+    def read_only(path: str, flags: int, *more: int, **keywords: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return real(path, flags, *more, **keywords)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(Denied, match="read-only"):
+        await tstore.save(saved, {"x": np.zeros(1)}, 1)
+    monkeypatch.undo()
+    await intact(saved)
+
+
+# ---- a full disk
+
+FULL = """
+    import json, resource, sys
+    import numpy as np
+    import tstore.sync as tstore
+    url, limit, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    store = tstore.open(url)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    values = np.random.default_rng(0).integers(0, 255, size, "u1")
+    try:
+        tstore.save(store, {"x": values}, 1, codecs=json.loads(sys.argv[4]))
+    except tstore.errors.TStoreError as error:
+        print(type(error).__name__, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert (tstore.restore(store, 0)["b"] == np.arange(3)).all()
+    print(tstore.steps(store))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "codecs"),
+    [
+        (1 << 20, 40_000_000, None),  # the pack
+        (1 << 20, 40_000_000, [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]),
+        (100, 1000, None),  # the record
+        (5000, 20_000, None),
+    ],
+    ids=str,
+)
+def test_a_limit_of_file_size(saved: Path, limit: int, size: int, codecs: object) -> None:
+    before = files(saved)
+    told, after = processes.python(FULL, saved, limit, size, json.dumps(codecs)).splitlines()
+    assert told.startswith("StorageFull")
+    assert str(saved) in told
+    assert "make room" in told
+    assert after == "[0]"
+    assert files(saved) == before  # what was written is given back
+    asyncio.run(intact(saved))
+    assert asyncio.run(tstore.save(saved, TREE, 1)) == 2
+
+
+def mounted(folder: Path, size: str) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A disk of 24 MiB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    there = mounted(folder, "24m")
+    yield folder if there else None
+    if there:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
+    """Without the right to mount one, the limit of file size stands for it."""
+    if small_disk is None:
+        told = processes.python(FULL, saved, 1 << 20, 40_000_000, "null")
+        assert told.startswith("StorageFull")
+        return
+    store = small_disk / "store"
+    shutil.copytree(saved, store)
+    told, after = processes.python(FULL, store, 0, 40_000_000, "null").splitlines()
+    assert told.startswith("StorageFull")
+    assert after == "[0]"
+    assert files(store) == files(saved)
+    asyncio.run(intact(store))
+    # what fits, fits, though packs are allotted in larger extents
+    assert processes.python(FULL, store, 0, 15_000_000, "null").splitlines() == ["[0, 1]"]
+
+
+@pytest.mark.parametrize("operation", ["append", "reserve", "finish", "create", "settle"])
+@pytest.mark.parametrize("error", [StorageFull, Denied, tstore.errors.Unavailable])
+async def test_any_write_that_fails_leaves_the_earlier_step(saved: Path, operation: str, error: type) -> None:
+    from tstore.testing.faults import open_faulty
+
+    store, faults = await open_faulty(saved)
+    faults.fail(operation, "txn/*" if operation != "create" else "commits/*", error=error, times=10)
+    before = files(saved)
+    tree = {"x": np.random.default_rng(0).random(200_000)}
+    try:
+        await tstore.save(store, tree, 1)
+    except (error, tstore.errors.CommitOutcomeUnknown):
+        faults.heal()
+        await intact(saved)
+        if operation in ("append", "finish"):
+            assert files(saved) == before
+        assert await tstore.save(store, tree, 1) >= 2
+    else:
+        assert operation == "reserve"  # never asked for, where append does it
+    assert (await tstore.restore(saved, 1))["x"].tobytes() == tree["x"].tobytes()
+
+
+async def test_too_many_open_files_are_named(saved: Path) -> None:
+    told = processes.python(
+        """
+        import resource, sys
+        import numpy as np
+        import tstore.sync as tstore
+        store = tstore.open(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 4096))
+        try:
+            tstore.save(store, {"x": np.zeros(100_000)}, 1)
+        except tstore.errors.TStoreError as error:
+            print(type(error).__name__, error)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+        print(tstore.steps(store))
+        """,
+        saved,
+    )
+    assert "ulimit -n" in told
+    assert told.splitlines()[-1] == "[0]"
+    await intact(saved)

@@ -1,0 +1,91 @@
+"""Memory beyond the caller's arrays stays below 300 MiB, and does not grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import processes
+import pytest
+
+LIMIT = 300 << 20
+
+MEASURE = """
+    import json, os, sys
+    import numpy as np
+    import tstore.sync as tstore
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
+
+    def now():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmRSS")).split()[1])
+
+    def reset():
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    url, kind, size = sys.argv[1], sys.argv[2], int(sys.argv[3]) << 20
+    codecs = None
+    values = np.arange(size // 4, dtype="f4")
+    store = tstore.open(url)
+    reset()
+    base = now()
+    if kind == "contiguous":
+        tree = {f"w{i}": part for i, part in enumerate(values.reshape(8, 1024, -1))}
+        save = lambda step: tstore.save(store, tree, step, durability="none")
+        def restore():
+            found = tstore.restore(store, target=tree)
+            return sum(v.nbytes for v in found.values()), found
+    elif kind == "one chunk e4m3":
+        tree = {"w": values.reshape(1024, -1)}
+        save = lambda step: tstore.save(store, tree, step, codecs="e4m3", durability="none")
+        def restore():
+            found = tstore.restore(store)
+            return found["w"].nbytes, found
+    else:
+        whole = values.reshape(8192, -1)
+        def save(step):
+            with store.transaction(durability="none") as tx:
+                if step:
+                    tx.delete("w")
+                tx.create_array("w", whole.shape, "f4", (128, 128)).write(whole)
+        def restore():
+            found = store.snapshot().array("w").read()
+            return found.nbytes, found
+    save(0)
+    report = {"save": peak() - base}
+    reset()
+    before = now()
+    size, found = restore()
+    report["restore"] = peak() - before - size
+    del found
+    report["growth"] = []
+    for step in range(1, 1 + int(sys.argv[4])):
+        values += 1  # nothing can be re-used
+        save(step)
+        report["growth"].append(now())
+    print(json.dumps(report))
+"""
+
+
+def measure(url: Path, kind: str, mebibytes: int, repeats: int = 0) -> dict[str, object]:
+    import json
+
+    found: dict[str, object] = json.loads(processes.python(MEASURE, url, kind, mebibytes, repeats))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "small chunks", "one chunk e4m3"])
+def test_a_large_save_and_restore_stay_below_the_limit(tmp_path: Path, kind: str) -> None:
+    report = measure(tmp_path / "s", kind, 512)
+    assert report["save"] < LIMIT  # type: ignore[operator]
+    assert report["restore"] < LIMIT  # type: ignore[operator]
+
+
+def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:
+    report = measure(tmp_path / "s", "contiguous", 32, 50)
+    growth = report["growth"]
+    assert isinstance(growth, list)
+    assert growth[-1] - growth[9] < 8 << 20, growth

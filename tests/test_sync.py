@@ -1,0 +1,256 @@
+"""The blocking names: the same as the awaited ones, from any thread, loop or process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+
+import tstore
+import tstore.sync as blocking
+
+CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
+AWAITED_ONLY = {
+    "Array": set(),
+    "Snapshot": {"read_array", "read_many", "write_array", "resize_array", "tree"},
+    "Store": {"log"},
+    "Transaction": set(),
+}
+
+
+def test_the_modules_have_the_same_names() -> None:
+    assert set(blocking.__all__) == set(tstore.__all__)
+    for name in tstore.__all__:
+        awaited, twin = getattr(tstore, name), getattr(blocking, name)
+        if inspect.isroutine(awaited):
+            assert inspect.iscoroutinefunction(awaited)
+            assert not inspect.iscoroutinefunction(twin)
+
+
+@pytest.mark.parametrize("name", ["open", "save", "restore", "steps", "quantize"])
+def test_functions_have_the_same_signature(name: str) -> None:
+    awaited, twin = (inspect.signature(getattr(m, name)) for m in (tstore, blocking))
+    assert twin.parameters == awaited.parameters
+    assert getattr(blocking, name).__doc__
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_have_the_same_signature(name: str) -> None:
+    awaited, twin = getattr(tstore, name), getattr(blocking, name)
+    assert inspect.getdoc(twin)
+    public = {n for n in vars(twin) if not n.startswith("_")}
+    assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {"path", "uuid", "mode", "id", "version"}
+    for method in public:
+        theirs, ours = getattr(awaited, method, None), getattr(twin, method)
+        assert inspect.getdoc(ours), method
+        if callable(theirs):
+            assert callable(ours)
+            assert not inspect.iscoroutinefunction(ours)
+            assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters, method
+
+
+USERS = {
+    "Array": "path shape ndim size nbytes dtype chunks attributes dimension_names fill_value codecs read write resize",
+    "Snapshot": "version tags paths attributes array",
+    "Store": "url mode uuid transaction snapshot history tags outcome verify close",
+    "Transaction": "version id create_array create_group array paths delete commit abort",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_all_that_users_rely_on_is_there(name: str) -> None:
+    for member in USERS[name].split():
+        assert hasattr(getattr(blocking, name), member), member
+
+
+def whole_tour(url: str) -> None:
+    store = blocking.open(url)
+    with store.transaction("first", tag="t") as tx:
+        w = tx.create_array("g/w", (6, 4), "float32", (2, 3))
+        w.write(1)
+        w[1:3, ::2].write(2)
+        tx.create_group("g", {"a": 1})
+        assert w.read()[1].tolist() == [2, 1, 2, 1]
+        assert tx.paths() == ["g/w"]
+        tx.array("g/w")[0].write(3)
+    assert tx.version == 1
+    snapshot = store.snapshot("t")
+    assert (snapshot.version, snapshot.paths(), snapshot.tags) == (1, ["g/w"], {"t": 1})
+    assert snapshot.attributes("g") == {"a": 1}
+    assert snapshot.array("g/w")[0].read().tolist() == [3] * 4
+    tx = store.transaction()
+    tx.delete("g/w")
+    tx.abort()
+    with pytest.raises(tstore.errors.Misuse):
+        tx.commit()
+    assert blocking.save(store, {"x": np.arange(3)}, 0) == 2
+    assert blocking.restore(store)["x"].tolist() == [0, 1, 2]
+    assert blocking.steps(url) == [0]
+    assert [c.version for c in store.history()] == [2, 1]
+    assert store.tags() == {"t": 1, "step/0": 2}
+    assert store.verify().ok
+    assert store.outcome(tx.id) is None
+    store.close()
+    with blocking.open(url, "r") as again:
+        assert again.snapshot(2).array("x").read().tolist() == [0, 1, 2]
+        assert "sync" in repr(again)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_all_of_it(tmp_path: Path, kind: str) -> None:
+    whole_tour(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}")
+
+
+async def test_it_works_under_a_running_loop() -> None:
+    """As in a notebook."""
+    whole_tour(f"memory://{uuid.uuid4()}")
+
+
+def test_it_works_from_several_threads(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    with blocking.open(url).transaction() as tx:
+        tx.create_array("w", (64, 8), "int64", (8, 8)).write(-1)
+    store = blocking.open(url)
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        start.wait()
+        for turn in range(8):
+            with store.transaction() as tx:
+                tx.array("w")[8 * number + turn].write(number * 8 + turn)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert (store.snapshot().array("w").read()[:, 0] == np.arange(64)).all()
+    assert store.snapshot().version == 65
+
+
+def test_errors_come_through_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(tstore.errors.NotAStore) as caught:
+        blocking.open(tmp_path, "r")
+    assert isinstance(caught.value, LookupError)
+    assert blocking.errors is tstore.errors
+
+
+def test_a_block_that_raises_aborts() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+
+    def fails() -> None:
+        with store.transaction() as tx:
+            tx.create_array("w", (4,), "int8")
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+    assert store.snapshot().version == 0
+
+
+def test_a_blocking_call_inside_of_its_own_loop_is_misuse() -> None:
+    from tstore.sync import _loop
+
+    async def inside() -> Any:
+        return blocking.open(f"memory://{uuid.uuid4()}")
+
+    with pytest.raises(tstore.errors.Misuse, match="await"):
+        _loop.run(inside())
+
+
+FORKING = """
+    import os, sys, warnings
+    import numpy as np
+    import tstore.sync as tstore
+    url = sys.argv[1]
+    store = tstore.open(url)
+    tree = {"x": np.random.default_rng(0).random(1_000_000), "y": np.arange(3)}
+    tstore.save(store, tree, 0)
+    assert tstore.restore(store)["x"].tobytes() == tree["x"].tobytes()  # loop, threads and open files are there
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's own advice about fork and threads
+    children = []
+    for number in range(4):
+        pid = os.fork()
+        if pid == 0:
+            ok = tstore.restore(store)["x"].tobytes() == tree["x"].tobytes()
+            ok = ok and tstore.restore(url)["y"].tolist() == [0, 1, 2]
+            with store.transaction() as tx:
+                tx.create_array(f"child/{number}", (2,), "int8").write(number)
+            os._exit(0 if ok else 3)
+        children.append(pid)
+    for pid in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert tstore.restore(store)["y"].tolist() == [0, 1, 2]
+    print(store.snapshot().version, len(store.snapshot().paths()), store.verify().ok)
+"""
+
+
+def test_a_forked_child_works(tmp_path: Path) -> None:
+    assert processes.python(FORKING, tmp_path / "s").split() == ["5", "6", "True"]
+
+
+INTERRUPTED = """
+    import sys, time
+    import numpy as np
+    import tstore.sync as tstore
+    from tstore.kv.local import LocalBackend
+    url, stage = sys.argv[1:]
+    store = tstore.open(url)
+    tree = {f"x{i}": np.random.default_rng(i).random(4_000_000) for i in range(8)}
+    more = {"host": 0, "hosts": 2, "attempt": "a"} if stage == "wait" else {}
+    print("ready", flush=True)
+    start = time.monotonic()
+    try:
+        while True:
+            if stage == "wait":
+                tstore.save(store, {"x": np.zeros(3)}, 1, timeout=100, **more)
+            else:
+                tstore.save(store, tree, 1 + (tstore.steps(store) or [0])[-1], durability="none")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    import gc
+    gc.collect()
+    known = tstore.steps(store)
+    print(known[0], len(known), tstore.open(url).verify().ok)
+    print(tstore.save(store, {"x": np.ones(3)}, 10_000) > 1)
+"""
+
+
+@pytest.mark.parametrize("stage", ["write", "wait"])
+def test_ctrl_c_ends_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: str) -> None:
+    url = tmp_path / "s"
+    blocking.save(url, {"x": np.zeros(3)}, 0)
+    process = processes.start(INTERRUPTED, url, stage)
+    with processes.running(process):
+        assert processes.line(process) == "ready"
+        assert process.stdout is not None
+        ended = threading.Event()
+        beginning = asyncio.run(begun(url))
+        assert beginning
+        process.send_signal(signal.SIGINT)
+        killer = threading.Timer(10, process.kill)
+        killer.start()
+        assert processes.line(process) == "interrupted"
+        killer.cancel()
+        ended.set()
+        known, rest = processes.result(process).splitlines()
+    assert known.endswith("True")
+    assert rest == "True"
+    assert not blocking.restore(url, 0)["x"].any()
+
+
+async def begun(url: Path) -> bool:
+    """Returns once something of a second transaction lies in the store."""
+    deadline = asyncio.get_running_loop().time() + 30
+    while asyncio.get_running_loop().time() < deadline:
+        if any(files for _, _, files in os.walk(url / "txn")):
+            return True
+        await asyncio.sleep(0.001)
+    return False
