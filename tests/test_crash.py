@@ -27,7 +27,8 @@ WRITER = """
     first = (tstore.steps(store) or [0])[-1] + 1
     print("ready", flush=True)
     for step in itertools.count(first):
-        tree = {"x": np.full(40_000, step), "y": np.full(3, step), "z": {i: np.full(2, step) for i in range(20)}, "step": step}
+        z = {i: np.full(2, step) for i in range(20)}
+        tree = {"x": np.full(40_000, step), "y": np.full(3, step), "z": z, "step": step}
         version = tstore.save(store, tree, step)
         print(step, flush=True)
         with store.transaction(f"after {step}") as tx:

@@ -37,9 +37,7 @@ def _nonfinite(kind: Kind, src: Array) -> tuple[int, int]:
     return count, first
 
 
-def encode(
-    kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool
-) -> tuple[int, int]:
+def encode(kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool) -> tuple[int, int]:
     """See kernels.encode."""
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)

@@ -86,9 +86,7 @@ def encode_packed(
     size = packed_size(elements.size, f.bits)
     target = np.empty(size, np.uint8) if out is None else _caller_array(out, np.dtype(np.uint8))
     if target.size != size:
-        raise SizeError(
-            f"out has {target.size} bytes; expected {size} for {elements.size} codes of {f.bits} bits"
-        )
+        raise SizeError(f"out has {target.size} bytes; expected {size} for {elements.size} codes of {f.bits} bits")
     _check_finite(
         kernels.encode(kind, f.layout, elements, target.reshape(-1), packed=True, saturate=saturate), shape
     )
@@ -127,9 +125,7 @@ def _caller_array(out: Any, dtype: np.dtype[Any]) -> Array:
         try:
             array = np.frombuffer(out, np.uint8)
         except (TypeError, AttributeError) as cause:
-            raise DtypeError(
-                f"out is {type(out).__name__}; expected an array or a writable buffer"
-            ) from cause
+            raise DtypeError(f"out is {type(out).__name__}; expected an array or a writable buffer") from cause
         if array.size % dtype.itemsize:
             raise SizeError(f"out has {array.size} bytes, which is no whole number of {dtype.name} elements")
         array = array.view(dtype)

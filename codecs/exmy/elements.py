@@ -73,9 +73,7 @@ def output_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         native: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
     except TypeError as cause:
-        raise DtypeError(
-            f"{dtype!r} is not a dtype; expected float16, bfloat16, float32 or float64"
-        ) from cause
+        raise DtypeError(f"{dtype!r} is not a dtype; expected float16, bfloat16, float32 or float64") from cause
     kind_of(native)
     return native
 

@@ -48,9 +48,7 @@ def _index(name: str) -> int:
     """Return -1 for the reference, else the number of a C level; KernelError where it cannot run."""
     if name not in levels():
         wanted = "one of " + ", ".join(levels())
-        raise KernelError(
-            f"kernel level {name!r} cannot run here; expected {wanted} (EXMY_KERNELS, kernels.use)"
-        )
+        raise KernelError(f"kernel level {name!r} cannot run here; expected {wanted} (EXMY_KERNELS, kernels.use)")
     return _NAMES.index(name) - 1
 
 
@@ -98,9 +96,7 @@ def use(name: str) -> Iterator[None]:
         _choice.index, _choice.quiet = saved
 
 
-def encode(
-    kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool
-) -> tuple[int, int]:
+def encode(kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool) -> tuple[int, int]:
     """Write the codes of src into out; return how many values are not finite and where the first lies.
 
     src is flat and plain (``elements.as_flat``); out is flat, packed bytes or codes.  Unless `saturate`,

@@ -39,9 +39,7 @@ def as_codes(codes: Any, bits: int) -> Array:
     """Return codes as a C-contiguous array of `code_dtype(bits)`; CodeError where one does not fit."""
     array = np.asarray(codes)
     if array.dtype.kind not in "iu":
-        raise DtypeError(
-            f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns"
-        )
+        raise DtypeError(f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns")
     dtype = code_dtype(bits)
     if array.size and (array.dtype != dtype or bits not in {8, 16}):
         low, high = int(array.min()), int(array.max())
@@ -57,9 +55,7 @@ def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
     """Return packed bytes (uint8 array or any bytes-like) as one flat array of just the right length."""
     if isinstance(packed, np.ndarray):
         if packed.dtype != np.uint8:
-            raise DtypeError(
-                f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object"
-            )
+            raise DtypeError(f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object")
         array = np.ascontiguousarray(packed).reshape(-1)
     else:
         try:

@@ -128,9 +128,7 @@ def test_ml_dtypes_agrees(level, name):
 
 def test_golden():
     e4m3 = exmy.Format("e4m3")
-    x = np.array(
-        [0.0, -0.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1.0, -1.0, 1.0625, 1.1875, 480.0, 1e9], np.float32
-    )
+    x = np.array([0.0, -0.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1.0, -1.0, 1.0625, 1.1875, 480.0, 1e9], np.float32)
     assert exmy.encode(x, e4m3).tobytes().hex() == "0080010002" + "38b8383a" + "7f7f"
     assert exmy.decode(np.array([0x01, 0x38, 0x7F, 0xFF], np.uint8), e4m3).tolist() == [
         2.0**-9,
@@ -269,9 +267,7 @@ def test_nonfinite(level, dtype, call):
         call(x[250, 3], "e4m3")
 
 
-@pytest.mark.parametrize(
-    "x", [np.ones(3, np.int32), np.ones(3, np.complex64), np.array([None]), np.array(["a"])]
-)
+@pytest.mark.parametrize("x", [np.ones(3, np.int32), np.ones(3, np.complex64), np.array([None]), np.array(["a"])])
 def test_dtypes_that_are_refused(x):
     with pytest.raises(exmy.DtypeError, match="expected float16, bfloat16, float32 or float64"):
         exmy.encode(x, "e4m3")
@@ -317,9 +313,7 @@ def test_wrong_arguments():
         exmy.encode(x, "e3m2", nonfinite="ignore")
 
 
-@pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the kernels set the floating-point mode on x86-64"
-)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels set the floating-point mode on x86-64")
 def test_the_rounding_mode_of_the_thread_does_not_matter(native):
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)

@@ -15,9 +15,7 @@ def clips(x, f):
     return bool((np.abs(x) >= f.max + step / 2).any())
 
 
-@pytest.mark.parametrize(
-    "peak", [1.0, 0.99, 1.9, 1.93, 1.9375, 1.94, 1.96875, 1.97, 448, 3e38, 1e-40, 2.0**-149]
-)
+@pytest.mark.parametrize("peak", [1.0, 0.99, 1.9, 1.93, 1.9375, 1.94, 1.96875, 1.97, 448, 3e38, 1e-40, 2.0**-149])
 def test_max_is_the_largest_bias_that_does_not_clip(level, all_formats, peak):
     x = np.array([peak / 3, -peak], np.float32)
     for f in all_formats:

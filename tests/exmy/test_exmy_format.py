@@ -21,9 +21,7 @@ def test_every_format_exists_once(all_formats):
     assert len(exmy.formats(16)) == 9
 
 
-@pytest.mark.parametrize(
-    "name", ["e0m3", "e1m1", "e2m1", "e3m2", "e4m3", "e5m2", "e8m0", "e4m3b11", "e3m0b-3"]
-)
+@pytest.mark.parametrize("name", ["e0m3", "e1m1", "e2m1", "e3m2", "e4m3", "e5m2", "e8m0", "e4m3b11", "e3m0b-3"])
 def test_values_follow_the_formula(name):
     f = exmy.Format(name)
     values = f.values()

@@ -33,7 +33,7 @@ __all__ = ["LocalBackend"]
 
 _IOV_MAX = 1024
 _EXTENT = 64 << 20
-_SEND = 8 << 20
+_SEND = 4 << 20
 _OPEN_READERS = 64
 
 
