@@ -107,7 +107,8 @@ AS_NOBODY = """
     import json, os, sys
     import numpy as np
     import tstore.sync as tstore
-    tstore.save("memory://warm", {"x": np.zeros(10_000)}, 0)  # all that is imported late
+    many = np.random.default_rng(0).random(100_000)
+    tstore.save("memory://warm", {"x": many}, 0)  # what is imported late may lie where only root can read
     if os.geteuid() == 0:  # root may write anything
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
     def outcome(call):
@@ -120,7 +121,7 @@ AS_NOBODY = """
     print(json.dumps({
         "restore": outcome(lambda: tstore.restore(url, 0)),
         "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
-        "large": outcome(lambda: tstore.save(url, {"x": np.random.default_rng(0).random(100_000)}, 1)),
+        "large": outcome(lambda: tstore.save(url, {"x": many}, 1)),
         "new": outcome(lambda: tstore.open(url + "/new/one")),
         "verify": outcome(lambda: tstore.open(url, "r").verify()),
     }))

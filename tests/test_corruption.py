@@ -323,3 +323,44 @@ async def test_records_are_as_durable_as_their_word(url: str) -> None:
     backend = connect(url)
     with pytest.raises(tstore.errors.AlreadyExists):
         await backend.create("commits/" + "1".zfill(20), b"another", Durability.FSYNC)
+
+
+@pytest.mark.parametrize("codecs", [None, "e4m3"])
+async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: str, codecs: str | None) -> None:
+    values = np.random.default_rng(0).normal(size=(32, 64)).astype("f4")
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        w = await tx.create_array("w", values.shape, "f4", (4, 8), codecs=codecs)
+        await w[:16].write(values[:16])
+        await w[16:].write(values[16:])
+        await (await tx.create_array("pad", (3000,), "f8", (3000,))).write(1)  # more than travels inline
+    w = await (await store.snapshot()).array("w")
+    expected = await w.read()
+    reads = {
+        "all": w,
+        "reversed": w[::-1, ::-1],
+        "a part": w[1:31, 3:61],
+        "steps": w[::3, ::5],
+        "a column": w[:, 63],
+    }
+    backend = store.log.backend
+    for pack in [k for k in await backend.list("txn/") if "/pack-" in k]:
+        data = await backend.get(pack)
+        for at in range(0, len(data), 1 if len(data) < 9000 else 37):
+            bad = bytearray(data)
+            bad[at] ^= 1 << (at % 8)
+            await backend.hint(pack, bytes(bad))
+            report = await store.verify()
+            assert len(report.faults) == 1, at
+            if ": pad, chunk" in report.faults[0]:
+                continue
+            chunk = report.faults[0].partition("chunk (")[2].partition(")")[0]
+            row, column = (int(n) for n in chunk.split(","))
+            for name, view in reads.items():
+                if name == "a column" and column != 7:
+                    assert (await view.read() == expected[:, 63]).all()
+                    continue
+                with pytest.raises(Corrupt) as caught:
+                    await view.read()
+                assert f"w, chunk ({row}, {column})" in str(caught.value) or "behind it" in str(caught.value), name
+        await backend.hint(pack, data)

@@ -180,3 +180,25 @@ async def test_nothing_is_renamed_over_but_the_hint(journal: Journal, tmp_path: 
         async with store.transaction(durability="none"):
             pass
     assert {p for w, p in journal.entries if w == "replace"} == {"s/latest"}
+
+
+async def test_a_durable_commit_makes_durable_what_it_is_built_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a step that was saved without fsync are referenced by the next; so they must be flushed first."""
+    entries: list[str] = []
+    sync, link = os.sync, os.link
+    monkeypatch.setattr(os, "sync", lambda: (entries.append("sync"), sync()))
+
+    def logged_link(source: str, target: str) -> None:
+        entries.append(Path(target).name)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", logged_link)
+    store = await tstore.open(tmp_path / "store")
+    frozen = np.arange(100_000.0)
+    await tstore.save(store, {"frozen": frozen, "x": 0.0}, 0, durability="none")
+    await tstore.save(store, {"frozen": frozen, "x": 1.0}, 1)
+    await tstore.save(store, {"frozen": frozen, "x": 2.0}, 2)
+    commits = [e for e in entries if e == "sync" or e.isdigit()]
+    assert commits == [f"{1:020}", "sync", f"{2:020}", f"{3:020}"]

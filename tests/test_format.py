@@ -64,24 +64,24 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "record": (
         RECORD,
-        "baQlXa%EBho2M`_GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9Z-zVrpe$bhLDMZZ9w~GBaUfV=rxC"
+        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9Z-zVrpe$bhLDMZZ9w~GBaUfV=rxC"
         "ZfRy^b97_G5MyIwV`F1uV`F1uV`F1uW1XmNVQy(=Wpi|rs&sg6FJUimVPk8ck;DRNZjr<_dm?&aa&lj0Z*py6bRs%4EFx}iWMyA;"
         "d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR9100000#25eo0000000062"
         "00000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A000000ssI2000000RRvH00000"
-        "#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBOOpfuwVEWpDxb8@-%n"
-        "?q1x`<oP&Xtq_F",
+        "#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBOOpfuwVEWpDw*sJzKj"
+        "<U+q;inp*p#Ynr0",
     ),
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
-        "baQlXa%EBho2)P~GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Ggjk_T9Ed1<Hc?PQu>A5jI",
+        "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!x>o>m3x2}#M?9ZC0XyV@&",
     ),
     "fragment": (
         FRAGMENT,
-        "baQlXa%DyVoTGFuF#`w(p>2_-b97~JFEPWAov3YLZfRy^b99obba-wrVJ~oDV{4$1!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSF"
+        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWAov3YLZfRy^b99obba-wrVJ~oDV{4$1!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSF"
         "WnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8000000K@_T0K^ai0000000001000000002Q7ytkO00000"
         "00IC20000000#g7000000K^Oc00001000000002Q7ytkO000000000000000015yA000000K^yy0000000002000000000101yBG"
         "0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUG6lo|bAhCDbY*Y>"
-        "rKYzXDVnJ^#FNf`_WVED",
+        "!zlN+0vtcbnM_D2vh7YcZv",
     ),
     "root": (
         ROOT,

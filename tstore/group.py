@@ -202,6 +202,7 @@ def _merged(
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
         facts=first.facts,
+        durable=all(f.durable for f in fragments),
     )
     tree = Tree(0, {}, {}).after(1, record, manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}

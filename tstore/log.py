@@ -9,7 +9,8 @@ Appending a record (its data is durable already)
 1. Read every record above the one it was validated against. If one carries the same transaction id, that is
    this very commit (a lost reply, or another finisher of the group): done. Otherwise validate against it: the
    caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
-2. Create the first absent number. If created: done.
+2. Create the first absent number. If created: done. A durable record makes sure first that the one before it is
+   durable, and so by induction are all: where that was created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with jitter.
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
@@ -167,6 +168,8 @@ class Log:
                     return await self._appended(seen)
                 if not other.void:
                     record = await validate(seen, other)
+            if record.durable and seen > 0 and not (await self.record(seen)).durable:
+                await self.backend.flush()
             try:
                 await self.backend.create(commit_key(seen + 1), encode(record), durability)
             except AlreadyExists:
@@ -175,12 +178,15 @@ class Log:
                 await asyncio.sleep(random.uniform(0, pause))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
+            except (Denied, StorageFull):
+                if await self._record_or_none(seen + 1) is None:
+                    raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
-        void = Record(record.transaction + ".void", record.base, record.time, void=True)
+        void = Record(record.transaction + ".void", record.base, record.time, void=True, durable=False)
         try:
             if await self._record_or_none(version) is None:
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)

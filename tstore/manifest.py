@@ -138,7 +138,8 @@ class Record(_Body, frozen=True):
     """One commit. Its bytes do not depend on the version it becomes, so that a retry re-sends the same.
 
     `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
-    nothing: it was created to decide that a late request for its number can no longer land.
+    nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
+    that it and every commit before it survive a power failure.
     """
 
     transaction: str
@@ -152,6 +153,7 @@ class Record(_Body, frozen=True):
     bytes_added: int = 0
     void: bool = False
     facts: dict[str, Any] = {}
+    durable: bool = True
 
 
 class Fragment(_Body, frozen=True):
@@ -169,6 +171,7 @@ class Fragment(_Body, frozen=True):
     bytes_added: int
     structure: bytes
     facts: dict[str, Any] = {}
+    durable: bool = True
 
 
 class Root(_Body, frozen=True):

@@ -240,6 +240,7 @@ class Transaction:
             bytes_added=self._packs.bytes_written,
             structure=self._structure,
             facts=self._facts,
+            durable=self._durability is Durability.FSYNC,
         )
 
     def _record(self, staged: StagedTree, base: int, manifest: ObjectRef | Manifest) -> Record:
@@ -254,6 +255,7 @@ class Transaction:
             manifests=(manifest,),
             bytes_added=self._packs.bytes_written,
             facts=self._facts,
+            durable=self._durability is Durability.FSYNC,
         )
 
     async def _redo(self, staged: StagedTree, version: int, other: Record) -> bool:

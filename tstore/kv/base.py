@@ -119,6 +119,9 @@ class Backend(Protocol):
     async def settle(self, prefix: str, durability: Durability) -> None:
         """Makes the names of finished packs under the folder `prefix` durable, if asked."""
 
+    async def flush(self) -> None:
+        """Makes durable all that any process has written here before, whatever its durability."""
+
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """A writer of the new object `key`. Blocking."""
 

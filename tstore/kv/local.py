@@ -73,6 +73,9 @@ class LocalBackend:
         if durability is Durability.FSYNC:
             await run(self._settle, prefix)
 
+    async def flush(self) -> None:
+        await run(os.sync)
+
     async def close(self) -> None:
         with self._lock:
             self._readers.clear()

@@ -49,6 +49,9 @@ class MemoryBackend:
     async def settle(self, prefix: str, durability: Durability) -> None:
         return None
 
+    async def flush(self) -> None:
+        return None
+
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
         self._add(key, data)  # at once: a transaction reads its own writes before the pack is finished

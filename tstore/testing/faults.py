@@ -170,6 +170,10 @@ class FaultyBackend:
         """See `Backend.settle`."""
         await self._do("settle", prefix, lambda: self.inner.settle(prefix, durability))
 
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self._do("flush", "", self.inner.flush)
+
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Backend.writer`."""
         return self.blocking("writer", key, lambda: _FaultyWriter(self, self.inner.writer(key, durability)))
