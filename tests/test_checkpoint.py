@@ -65,6 +65,7 @@ TREES: dict[str, Any] = {
         b"5": np.arange(5),
         "b'5'": np.ones(1),
     },
+    "scalars under keys of one text": {5: 1, "5": 2, "6": {"a": 3.5}, 6: {"a": "x"}},
     "true and one": {"a": {True: np.zeros(1)}, "b": {1: np.ones(1)}},
     "odd names": {
         k: np.full(2, i)
@@ -533,6 +534,8 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     tree = {
         "w": rng.normal(size=(300, 400)).astype("f4"),
         "h": rng.normal(size=1000).astype("f2"),
+        "tiny": rng.normal(size=1000).astype("f4") * 1e-6,
+        "huge": rng.normal(size=1000).astype("f4") * 1e20,
         "bf": rng.normal(size=1000).astype(ml_dtypes.bfloat16),
         "d": rng.normal(size=1000),
         "ids": np.arange(50),
@@ -546,7 +549,7 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     assert (report.version, report.tag, report.source) == (2, "step/7/e4m3", 1)
     assert report.sqnr > 30
     by_path = {a.path: a for a in report.arrays}
-    assert {p for p, a in by_path.items() if a.format} == {"w", "h", "bf", "d"}
+    assert {p for p, a in by_path.items() if a.format} == {"w", "h", "tiny", "huge", "bf", "d"}
     assert all(30 < a.sqnr < 40 for a in report.arrays if a.format)
     assert by_path["ids"].sqnr == math.inf
     assert by_path["w"].bytes_after < by_path["w"].bytes_before / 3.9
@@ -554,7 +557,7 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     found = await tstore.restore(store, at="step/7/e4m3")
     for name in ("ids", "flags", "step"):
         same(found[name], tree[name])
-    for name in ("w", "h", "bf", "d"):
+    for name in ("w", "h", "tiny", "huge", "bf", "d"):
         x, y = tree[name].astype("f8"), found[name].astype("f8")
         assert found[name].dtype == tree[name].dtype
         sqnr = 10 * math.log10(np.square(x).sum() / np.square(x - y).sum())

@@ -226,6 +226,22 @@ async def test_a_missing_or_changed_manifest_is_named(url: str) -> None:
         assert any(key in fault for fault in report.faults)
 
 
+async def test_a_manifest_in_the_place_of_another_is_found(url: str) -> None:
+    """It is whole, but not the one that the record refers to."""
+    for step in range(2):
+        await tstore.save(url, {f"p{i}": np.arange(3) + i + step for i in range(600)}, step)
+    backend = connect(url)
+    first, second = sorted(k for k in await backend.list("txn/") if "/manifest" in k)
+    expected = {key: await backend.get(key) for key in (first, second)}
+    await backend.hint(first, expected[second])
+    await backend.hint(second, expected[first])
+    for step in range(2):
+        with pytest.raises(Corrupt, match="/manifest"):
+            await tstore.restore(url, step)
+    report = await (await tstore.open(url)).verify()
+    assert all(any(key in fault for fault in report.faults) for key in expected)
+
+
 async def test_verify_names_every_fault(url: str, good: dict[str, bytes]) -> None:
     pack = max(kinds(good)["pack"], key=lambda k: len(good[k]))
     bad = dict(good)

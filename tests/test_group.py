@@ -208,6 +208,16 @@ async def test_an_attempt_must_be_given_or_found(url: str, monkeypatch: pytest.M
     assert await asyncio.gather(*calls) == [1, 1]
 
 
+async def test_attempts_and_names_that_look_alike_are_not_one(url: str) -> None:
+    """The folder of a group has a readable name, but is not made of that alone."""
+    store = await tstore.open(url)
+    long = "x" * 60
+    alike = [("n", "a/0"), ("n", "a.0"), ("n", long), ("n", long + "y"), ("n/a", "0"), ("n-a", "0"), ("n.a", "0")]
+    ids = {store.transaction(name=n, host=0, hosts=2, attempt=a).id for n, a in alike}
+    assert len(ids) == len(alike)
+    assert ids == {store.transaction(name=n, host=1, hosts=2, attempt=a).id for n, a in alike}
+
+
 def test_the_attempt_is_found_in_the_environment() -> None:
     slurm = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
     elastic = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -288,6 +298,14 @@ async def test_hosts_with_another_structure_are_named(url: str, change: dict[str
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
     assert "structure" in str(error)
+    assert await tstore.steps(url) == []
+
+
+async def test_hosts_of_another_durability_are_named(url: str) -> None:
+    calls = [save(url, h, timeout=5, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
+    error = raised(await outcomes(calls), Inconsistent)
+    assert "hosts [3]" in str(error)
+    assert "durability" in str(error)
     assert await tstore.steps(url) == []
 
 
@@ -388,6 +406,28 @@ async def test_hosts_of_a_group_may_write_regions_of_an_array_that_is_there(url:
     assert await asyncio.gather(*[host(h) for h in range(4)]) == [2] * 4
     values = await (await (await store.snapshot()).array("w")).read()
     assert values.tolist() == [1, 1, 2, 0, 3, 3, 4, 0]
+
+
+async def test_a_commit_between_the_bases_of_two_hosts_is_a_conflict(url: str) -> None:
+    """Host 0 saw the array before it, host 1 after it."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (8,), "int8", (4,))).write(0)
+
+    async def host(number: int, timeout: float) -> int:
+        tx = store.transaction(name="update", host=number, hosts=2, attempt="a")
+        await (await tx.array("w"))[4 * number + 1].write(number + 1)
+        return await tx.commit(timeout=timeout)
+
+    with pytest.raises(DeadlineExceeded):
+        await host(0, 0.05)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[0].write(9)
+    with pytest.raises(tstore.errors.Conflict) as caught:
+        await host(1, 10)
+    assert caught.value.paths == ["w"]
+    values = await (await (await store.snapshot()).array("w")).read()
+    assert values.tolist() == [9, 0, 0, 0, 0, 0, 0, 0]
 
 
 # ---- real processes

@@ -29,7 +29,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("log", "chunk_writer", "chunk_boxes"),
     ("chunk_reader",),
     ("array",),
-    ("snapshot", "staging", "group"),
+    ("snapshot", "staged_array", "group"),
     ("staged_tree",),
     ("transaction",),
     ("check", "collect", "contents"),

@@ -198,7 +198,19 @@ def resize(*shape: int) -> Change:
 
 CHUNK = np.s_[0:4, 0:4]
 PART = np.s_[0, 0]
+
+
+def both(first: Change, second: Change) -> Change:
+    async def change(tx: tstore.Transaction) -> None:
+        await first(tx)
+        await second(tx)
+
+    return change
+
+
 CONFLICTS: dict[str, tuple[Change, Change]] = {
+    "a part against a whole chunk and then a part": (write(PART), both(write(CHUNK), write(PART))),
+    "a part against a part and then the whole chunk": (write(PART), both(write(PART), write(CHUNK))),
     "one chunk, written whole by both": (write(CHUNK), write(CHUNK)),
     "one chunk, in part by the first": (write(PART), write(CHUNK)),
     "all, against one chunk": (write(CHUNK), write(...)),
@@ -383,13 +395,17 @@ async def test_two_first_uses_at_once_see_one_base(url: str) -> None:
     gate = faults.hold("get", "commits/*")
     first = asyncio.create_task(tx.array("a"))
     await gate.reached()
-    second = asyncio.create_task(tx.array("b"))
     async with (await tstore.open(url)).transaction() as other:
         for name in ("a", "b"):
             await (await other.array(name)).write(2)
+    b = await tx.array("b")
+    await b[0].write(5)
     gate.release()
-    a, b = await asyncio.gather(first, second)
-    assert (await a.read()).tolist() == (await b.read()).tolist()
+    a = await first
+    assert (await a.read()).tolist() == [2, 2]
+    assert (await b.read()).tolist() == [5, 2]
+    assert await tx.commit() == 3
+    assert (await newest(store, "b")).tolist() == [5, 2]
 
 
 async def test_cancelling_a_commit_learns_its_outcome(url: str) -> None:
@@ -551,3 +567,22 @@ async def test_errors_are_of_one_tree() -> None:
     errors = [e for e in vars(tstore.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     assert all(issubclass(e, TStoreError) for e in errors)
     assert {e.__name__ for e in errors} <= set(tstore.errors.__all__)
+
+
+@pytest.mark.parametrize("order", ["group first", "array first"])
+@pytest.mark.parametrize("path", ["new", "new/below"])
+async def test_a_group_and_an_array_do_not_share_a_path(store: tstore.Store, order: str, path: str) -> None:
+    """Nor does a group lie below an array."""
+    tx = store.transaction()
+    if order == "array first":
+        await (await tx.create_array("new", (1,), "int8")).write(1)
+        with pytest.raises(AlreadyExists):
+            await tx.create_group(path)
+    else:
+        await tx.create_group(path)
+        with pytest.raises(AlreadyExists):
+            await tx.create_array("new", (1,), "int8")
+    with pytest.raises(AlreadyExists):
+        await tx.create_group("w/below")
+    await tx.commit()
+    assert (await store.verify()).ok

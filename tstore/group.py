@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -29,7 +30,7 @@ from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.kv.base import Durability
 from tstore.log import Log
-from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, Record, encode, reference
+from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.tree import Changes, Node, Tree
 
@@ -202,7 +203,7 @@ def _merged(
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
         facts=first.facts,
-        durable=all(f.durable for f in fragments),
+        durable=first.durable,
     )
     tree = Tree(0, {}, {}).after(1, record, manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
@@ -211,18 +212,25 @@ def _merged(
     return _with_manifest(record, merged), merged
 
 
-def _with_manifest(record: Record, manifest: object) -> Record:
-    fields = {name: getattr(record, name) for name in record.__struct_fields__}
-    return Record(**{**fields, "manifests": (manifest,)})
+def _with_manifest(record: Record, manifest: ObjectRef | Manifest) -> Record:
+    return msgspec.structs.replace(record, manifests=(manifest,))
+
+
+_AGREED = {
+    "tags": "tag",
+    "replaces": "kind of commit",
+    "structure": "structure",
+    "durable": "durability",
+}
 
 
 def _check_agreement(member: Membership, fragments: Sequence[Fragment]) -> None:
     first = fragments[0]
-    for what in ("tags", "replaces", "structure"):
-        odd = [f.host for f in fragments if getattr(f, what) != getattr(first, what)]
+    for field, what in _AGREED.items():
+        odd = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
         if odd:
             raise Inconsistent(
-                f"transaction {member.name!r}: hosts {odd} differ from host 0 in their {what}; every host must "
+                f"transaction {member.name!r}: hosts {odd} differ from host 0 in the {what}; every host must "
                 "make the same call with a tree of the same structure",
                 [],
             )

@@ -13,7 +13,7 @@ from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
 from tstore.snapshot import array_node
-from tstore.staging import StagedArray
+from tstore.staged_array import StagedArray
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below
 
 __all__ = ["StagedTree"]
