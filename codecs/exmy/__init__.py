@@ -8,7 +8,8 @@ array([   0.3125,   -1.    ,  480.    ], dtype=float32)
 
 FORMAT.md, beside this file, says what each code is worth and how codes are packed.  Reading the source:
 format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py (the
-shared exponent), kernels.py (who does the work), _lanes.h (how it is done fast).
+shared exponent of a tensor), quantizer.py, groups.py and offsets.py (of rows and blocks), quantized.py,
+kernels.py (who does the work), _lanes.h (how it is done fast).
 """
 
 from exmy import kernels
@@ -26,6 +27,8 @@ from exmy.errors import (
 from exmy.format import Format, formats
 from exmy.noise import sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
+from exmy.quantized import Quantized
+from exmy.quantizer import quantize
 
 __all__ = [
     "TILE",
@@ -36,6 +39,7 @@ __all__ = [
     "FormatError",
     "KernelError",
     "NonFiniteError",
+    "Quantized",
     "SizeError",
     "SlowPathWarning",
     "decode",
@@ -46,6 +50,7 @@ __all__ = [
     "kernels",
     "pack",
     "packed_size",
+    "quantize",
     "round",
     "slice_bytes",
     "sqnr",

@@ -5,6 +5,8 @@
 
 #include "_levels.h"
 
+enum { MOST_BIASES = 64 }; /* that are tried at once */
+
 static size_t kind_size(int kind)
 {
     return kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2;
@@ -79,6 +81,28 @@ static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *
     return finite;
 }
 
+/* Rounds exact float64 values once to a smaller kind. */
+static void narrow_block(const lanes *l, int kind, const float64_bits *exact, size_t n, uint8_t *dst)
+{
+    if (kind == FLOAT32)
+        l->narrow_f64((const float64_value *)exact, n, (float32_value *)dst);
+    else { /* both are eXmY formats whose next code above the largest is infinity */
+        spec half = kind == FLOAT16 ? spec_of(5, 10, 15, 0x1p16) : spec_of(8, 7, 127, 0x1p128);
+        l->codes16_f64(exact, n, &half, (code16 *)dst);
+    }
+}
+
+/* The same from float32 values, for float16 and bfloat16. */
+static void narrow_single(const lanes *l, int kind, const float32_bits *single, size_t n, uint8_t *dst)
+{
+    if (kind == BFLOAT16)
+        l->narrow_bf16(single, n, (code16 *)dst);
+    else {
+        spec half = spec_of(5, 10, 15, 0x1p16);
+        l->narrow_f16(single, n, &half, (code16 *)dst);
+    }
+}
+
 /* Decodes a block of n codes into dst: exactly, then rounded once where dst cannot hold the value. */
 static void decode_block(const lanes *l, const spec *s, int kind, const void *codes, size_t n, room *r,
                          uint8_t *dst)
@@ -90,12 +114,8 @@ static void decode_block(const lanes *l, const spec *s, int kind, const void *co
             l->values8_f64(codes, n, s, exact);
         else
             l->values16_f64(codes, n, s, exact);
-        if (kind == FLOAT32)
-            l->narrow_f64((const float64_value *)exact, n, (float32_value *)dst);
-        else if (kind != FLOAT64) { /* both are eXmY formats whose next code above the largest is infinity */
-            spec half = kind == FLOAT16 ? spec_of(5, 10, 15, 0x1p16) : spec_of(8, 7, 127, 0x1p128);
-            l->codes16_f64(exact, n, &half, (code16 *)dst);
-        }
+        if (kind != FLOAT64)
+            narrow_block(l, kind, exact, n, dst);
         return;
     }
     float32_bits *single = kind == FLOAT32 ? (float32_bits *)dst : r->middle;
@@ -103,12 +123,8 @@ static void decode_block(const lanes *l, const spec *s, int kind, const void *co
         l->values8_f32(codes, n, s, single);
     else
         l->values16_f32(codes, n, s, single);
-    if (kind == BFLOAT16)
-        l->narrow_bf16(single, n, (code16 *)dst);
-    else if (kind == FLOAT16) {
-        spec half = spec_of(5, 10, 15, 0x1p16);
-        l->narrow_f16(single, n, &half, (code16 *)dst);
-    }
+    if (kind != FLOAT32)
+        narrow_single(l, kind, single, n, dst);
 }
 
 static size_t packed_bytes(size_t n, int bits)

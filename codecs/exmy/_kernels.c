@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_blocks.h"
+#include "_runs.h"
 
 static const lanes *lanes_of(int level)
 {
@@ -178,8 +178,6 @@ static PyObject *py_peak(PyObject *self, PyObject *args)
     return result;
 }
 
-enum { MOST_BIASES = 64 };
-
 static PyObject *py_squared_errors(PyObject *self, PyObject *args)
 {
     int level, kind, x, y, bias, biases;
@@ -212,6 +210,124 @@ static PyObject *py_squared_errors(PyObject *self, PyObject *args)
     return result;
 }
 
+/* Whether the scales cover the elements first ... first+n-1. */
+static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
+{
+    if (g->length > 0 && g->inner > 0 && g->length <= SIZE_MAX / 2 / g->inner && g->first <= SIZE_MAX / 2) {
+        const size_t ends = (g->first + n + g->length * g->inner - 1) / (g->length * g->inner);
+        if ((size_t)bytes / (g->wide ? 8 : 4) / g->inner >= ends)
+            return 1;
+    }
+    PyErr_SetString(PyExc_ValueError, "the scales have too few bytes for these groups");
+    return 0;
+}
+
+static PyObject *py_grouped(PyObject *args, int encoding)
+{
+    int level, kind, x, y, bias;
+    groups g;
+    Py_ssize_t length, inner, first;
+    Py_buffer scales, src, dst;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "iiiiipnnny*y*w*", &level, &kind, &x, &y, &bias, &g.wide, &length, &inner, &first,
+                          &scales, &src, &dst))
+        return NULL;
+    g.length = (size_t)length, g.inner = (size_t)inner, g.first = (size_t)first, g.scales = scales.buf;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
+        const size_t n = (size_t)(encoding ? src.len : dst.len) / kind_size(kind);
+        if (check_length("packed", encoding ? dst.len : src.len, packed_bytes(n, 1 + x + y)) &&
+            check_scales(&g, scales.len, n)) {
+            Py_BEGIN_ALLOW_THREADS;
+            (encoding ? encode_groups : decode_groups)(l, spec_of(x, y, bias, 0), kind, &g, src.buf, n, dst.buf);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("");
+        }
+    }
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_encode_groups(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_grouped(args, 1);
+}
+
+static PyObject *py_decode_groups(PyObject *self, PyObject *args)
+{
+    (void)self;
+    return py_grouped(args, 0);
+}
+
+/* How many runs of `length` src holds; 0 with an error where it holds no whole number of them. */
+static size_t runs_of(int kind, Py_ssize_t length, Py_ssize_t bytes)
+{
+    const size_t run = length > 0 && length <= PY_SSIZE_T_MAX / 8 ? (size_t)length * kind_size(kind) : 0;
+    if (run > 0 && bytes > 0 && (size_t)bytes % run == 0)
+        return (size_t)bytes / run;
+    PyErr_SetString(PyExc_ValueError, "src holds no whole number of runs");
+    return 0;
+}
+
+static PyObject *py_peaks(PyObject *self, PyObject *args)
+{
+    int level, kind;
+    Py_ssize_t length;
+    Py_buffer src, dst;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiny*w*", &level, &kind, &length, &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    if (l != NULL && check_kind(kind)) {
+        const size_t runs = runs_of(kind, length, src.len);
+        if (runs > 0 && check_length("out", dst.len, runs * sizeof(double))) {
+            Py_BEGIN_ALLOW_THREADS;
+            peaks_all(l, kind, (size_t)length, src.buf, runs, dst.buf);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("");
+        }
+    }
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
+static PyObject *py_noise(PyObject *self, PyObject *args)
+{
+    int level, kind, x, y, bias, wide;
+    Py_ssize_t length;
+    Py_buffer scales, factors, src, dst;
+    PyObject *result = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiipny*y*y*w*", &level, &kind, &x, &y, &bias, &wide, &length, &scales, &factors,
+                          &src, &dst))
+        return NULL;
+    const lanes *l = lanes_of(level);
+    const size_t count = (size_t)factors.len / sizeof(double);
+    if (count < 1 || count > MOST_BIASES)
+        PyErr_Format(PyExc_ValueError, "factors must be 1 to %d", MOST_BIASES);
+    else if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
+        const size_t runs = runs_of(kind, length, src.len);
+        if (runs > 0 && check_length("scales", scales.len, runs * (wide ? 8 : 4)) &&
+            check_length("out", dst.len, runs * count * sizeof(double))) {
+            Py_BEGIN_ALLOW_THREADS;
+            noise_all(l, spec_of(x, y, bias, 0), kind, wide, (size_t)length, scales.buf, factors.buf, count,
+                      src.buf, runs, dst.buf);
+            Py_END_ALLOW_THREADS;
+            result = Py_BuildValue("");
+        }
+    }
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&factors);
+    PyBuffer_Release(&src);
+    PyBuffer_Release(&dst);
+    return result;
+}
+
 static PyObject *py_supports(PyObject *self, PyObject *args)
 {
     int level;
@@ -233,6 +349,13 @@ static PyMethodDef methods[] = {
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
     {"squared_errors", py_squared_errors, METH_VARARGS,
      "squared_errors(level, kind, x, y, bias, biases, src) -> one sum for each of biases from bias on."},
+    {"encode_groups", py_encode_groups, METH_VARARGS,
+     "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out)."},
+    {"decode_groups", py_decode_groups, METH_VARARGS,
+     "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out)."},
+    {"peaks", py_peaks, METH_VARARGS, "peaks(level, kind, length, src, out): one float64 for each run."},
+    {"noise", py_noise, METH_VARARGS,
+     "noise(level, kind, x, y, bias, wide, length, scales, factors, src, out): float64 by run and factor."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -48,3 +48,48 @@ def squared_errors(
     src: Array,
     /,
 ) -> list[float]: ...
+def encode_groups(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    length: int,
+    inner: int,
+    first: int,
+    scales: Array,
+    src: Array,
+    out: Array,
+    /,
+) -> None: ...
+def decode_groups(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    length: int,
+    inner: int,
+    first: int,
+    scales: Array,
+    packed: Array,
+    out: Array,
+    /,
+) -> None: ...
+def peaks(level: int, kind: int, length: int, src: Array, out: Array, /) -> None: ...
+def noise(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    length: int,
+    scales: Array,
+    factors: Array,
+    src: Array,
+    out: Array,
+    /,
+) -> None: ...

@@ -296,12 +296,16 @@ DEFINE_PLANE(2, 0x0303030303030303u)
 DEFINE_PLANE(1, 0x0101010101010101u)
 #undef DEFINE_PLANE
 
+#include "_grouped.h"
+
 static const lanes LANE(table) = {
     LANE(codes8_f32),   LANE(codes16_f32),  LANE(codes8_f64),  LANE(codes16_f64),
     LANE(values8_f32),  LANE(values16_f32), LANE(values8_f64), LANE(values16_f64),
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
     LANE(squares),      LANE(squares_f32),  LANE(split16),      LANE(join16),
+    LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
+    LANE(noise_f32),    LANE(noise_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},
     {LANE(unpack_plane4), LANE(unpack_plane2), LANE(unpack_plane1)},
 };

@@ -14,8 +14,10 @@ enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 /* Elements of the caller's arrays: they may lie anywhere. */
 #if defined(__GNUC__)
 #define UNALIGNED __attribute__((aligned(1), may_alias))
+#define INLINE inline __attribute__((always_inline))
 #else
 #define UNALIGNED
+#define INLINE inline
 #endif
 typedef uint16_t code16 UNALIGNED;
 typedef uint32_t float32_bits UNALIGNED;
@@ -63,6 +65,12 @@ typedef struct {
     void (*squares_f32)(const float32_value *, const float32_value *, size_t, double *);
     void (*split16)(const code16 *, size_t, uint8_t *, uint8_t *);
     void (*join16)(const uint8_t *, const uint8_t *, size_t, code16 *);
+    void (*scale_f32)(const float32_value *, size_t, float, float32_value *);
+    void (*scale_f64)(const float64_value *, size_t, double, float64_value *);
+    void (*scale_each_f32)(const float32_value *, size_t, const float32_value *, float32_value *);
+    void (*scale_each_f64)(const float64_value *, size_t, const float64_value *, float64_value *);
+    void (*noise_f32)(const float32_value *, size_t, float, const spec *, double *);
+    void (*noise_f64)(const float64_value *, size_t, double, const spec *, double *);
     void (*pack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*unpack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
 } lanes;

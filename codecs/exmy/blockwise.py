@@ -8,8 +8,21 @@ import numpy as np
 
 from exmy import reference
 from exmy.elements import Array, Kind, Layout
+from exmy.groups import Groups
 
-__all__ = ["decode", "encode", "pack", "peak", "round", "squared_errors", "unpack"]
+__all__ = [
+    "decode",
+    "decode_groups",
+    "encode",
+    "encode_groups",
+    "noise",
+    "pack",
+    "peak",
+    "peaks",
+    "round",
+    "squared_errors",
+    "unpack",
+]
 
 _BLOCK = 1 << 16
 
@@ -104,3 +117,51 @@ def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[
             rows = reference.squared_errors(values, layout._replace(bias=layout.bias + k))
             sums[k, 0] = np.add.reduce(np.concatenate([sums[k], rows]), axis=0)
     return [float(np.cumsum(lanes)[-1]) for lanes in sums]
+
+
+def peaks(kind: Kind, runs: Array, out: Array) -> None:
+    """See kernels.peaks."""
+    for i, run in enumerate(runs):
+        out[i] = peak(kind, run)[0]
+
+
+def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
+    """See kernels.noise: per row 16 partial sums, element i in sum i mod 16, each added up in order."""
+    for i, run in enumerate(runs):
+        scaled = _scaled(kind, run, scales[i])
+        for k, factor in enumerate(factors.astype(scales.dtype)):
+            lanes = np.zeros((-(-run.size // 16), 16))
+            with np.errstate(over="ignore", invalid="ignore"):
+                z = np.abs(scaled * factor)
+                near = reference.decode(reference.encode(z.astype(np.float64), layout), layout)
+                lanes.reshape(-1)[: run.size] = np.square((z - near.astype(z.dtype)).astype(np.float64))
+            out[i, k] = np.cumsum(np.cumsum(lanes, axis=0)[-1])[-1]
+
+
+def _scaled(kind: Kind, src: Array, scales: Array) -> Array:
+    """Return src times scales, in the dtype of the scales."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        product: Array = reference.widen(src, kind).astype(scales.dtype) * scales
+    return product
+
+
+def encode_groups(
+    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, src: Array, out: Array
+) -> None:
+    """See kernels.encode_groups."""
+    for start, stop in _blocks(src.size):
+        of = groups.index(first + start, first + stop)
+        values = _scaled(kind, src[start:stop], scales.reshape(-1)[of]).astype(np.float64)
+        codes = reference.encode(values, layout)
+        out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+
+
+def decode_groups(
+    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
+) -> None:
+    """See kernels.decode_groups; the exact product, which a float64 holds, is rounded once."""
+    for start, stop in _blocks(out.size):
+        codes = reference.unpack(packed[_bytes(start, stop, layout.bits)], layout.bits, stop - start)
+        of = groups.index(first + start, first + stop)
+        values = reference.decode(codes, layout) * scales.reshape(-1)[of].astype(np.float64)
+        out[start:stop] = reference.narrow(values, kind)

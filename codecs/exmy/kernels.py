@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from exmy import blockwise
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import KernelError, SlowPathWarning
+from exmy.groups import Groups
 
 try:
     from exmy import _kernels
@@ -22,11 +23,15 @@ except ImportError:  # no compiler was found at install
 
 __all__ = [
     "decode",
+    "decode_groups",
     "encode",
+    "encode_groups",
     "level",
     "levels",
+    "noise",
     "pack",
     "peak",
+    "peaks",
     "round",
     "squared_errors",
     "unpack",
@@ -153,3 +158,56 @@ def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[
     if _choice.native(src.size):
         return _kernels.squared_errors(_choice.index, kind, *layout, biases, src)
     return blockwise.squared_errors(kind, layout, src, biases)
+
+
+def peaks(kind: Kind, runs: Array, out: Array) -> None:
+    """Write the largest magnitude of each row of runs into the float64 array out; not finite where one is."""
+    if _choice.native(runs.size):
+        _kernels.peaks(_choice.index, kind, runs.shape[1], runs, out)
+    else:
+        blockwise.peaks(kind, runs, out)
+
+
+def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
+    """Write the squared error of each row of runs, times its scale and each of the factors, into out.
+
+    The rows are scaled in the dtype of scales: float64, or float32 if every value of the layout and its
+    half steps are float32 too.  factors are 1 to 64 float64; out is float64 by row and factor.
+    """
+    if _choice.native(runs.size):
+        wide = scales.itemsize == 8
+        _kernels.noise(_choice.index, kind, *layout, wide, runs.shape[1], scales, factors, runs, out)
+    else:
+        blockwise.noise(kind, layout, runs, scales, factors, out)
+
+
+def encode_groups(
+    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, src: Array, out: Array
+) -> None:
+    """Write the packed codes of src, times the scale of each element's group, into out.
+
+    src are the elements of the whole array from `first` on.  Infinity becomes the largest value, NaN 0.
+    """
+    if _choice.native(src.size):
+        wide = scales.itemsize == 8
+        _kernels.encode_groups(
+            _choice.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out
+        )
+    else:
+        blockwise.encode_groups(kind, layout, groups, first, scales, src, out)
+
+
+def decode_groups(
+    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
+) -> None:
+    """Write the values of packed codes, times the scale of each element's group, into out.
+
+    With float32 scales, every product must round once to the kind: for float16 and bfloat16, be a float32.
+    """
+    if _choice.native(out.size):
+        wide = scales.itemsize == 8
+        _kernels.decode_groups(
+            _choice.index, kind, *layout, wide, groups.length, groups.inner, first, scales, packed, out
+        )
+    else:
+        blockwise.decode_groups(kind, layout, groups, first, scales, packed, out)

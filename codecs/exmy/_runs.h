@@ -1,0 +1,143 @@
+/* Whole arrays whose elements share scales in groups: what _kernels.c calls for `quantize`.
+ *
+ * Element i of the array belongs to group i / (length * inner) * inner + i % inner: a run of `length` elements
+ * where inner is 1, a column of a matrix of `length` rows and `inner` columns otherwise.  The working type is
+ * float32, or float64 (`wide`) where float32 would lose something; scales are of the working type.
+ */
+
+#include "_blocks.h"
+
+typedef struct {
+    int wide;
+    size_t length, inner, first; /* first: the position in the whole array of the first element given */
+    const uint8_t *scales;
+} groups;
+
+/* out = src * the scale of each element's group, for n elements from `first` + i on. */
+static void scale_block(const lanes *l, const groups *g, size_t i, const uint8_t *src, size_t n, uint8_t *out)
+{
+    const size_t size = g->wide ? 8 : 4;
+    size_t position = g->first + i;
+    while (n > 0) {
+        const size_t run = g->inner == 1 ? g->length : g->inner;
+        const size_t at = position % run;
+        const size_t m = run - at < n ? run - at : n;
+        if (g->inner == 1) {
+            const size_t group = position / run;
+            if (g->wide)
+                l->scale_f64((const float64_value *)src, m, ((const float64_value *)g->scales)[group],
+                             (float64_value *)out);
+            else
+                l->scale_f32((const float32_value *)src, m, ((const float32_value *)g->scales)[group],
+                             (float32_value *)out);
+        } else {
+            const uint8_t *scales = g->scales + (position / run / g->length * g->inner + at) * size;
+            if (g->wide)
+                l->scale_each_f64((const float64_value *)src, m, (const float64_value *)scales,
+                                  (float64_value *)out);
+            else
+                l->scale_each_f32((const float32_value *)src, m, (const float32_value *)scales,
+                                  (float32_value *)out);
+        }
+        position += m, src += m * size, out += m * size, n -= m;
+    }
+}
+
+/* A block in the working type: src itself, or the room's copy. */
+static const uint8_t *working_block(const lanes *l, int wide, int kind, const uint8_t *src, size_t n, room *r)
+{
+    const uint8_t *single = src;
+    if (kind == FLOAT16 || kind == BFLOAT16) {
+        (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)src, n, r->middle);
+        single = (const uint8_t *)r->middle;
+    }
+    if (!wide || kind == FLOAT64)
+        return single;
+    l->widen_f32((const float32_value *)single, n, (float64_value *)r->wide);
+    return (const uint8_t *)r->wide;
+}
+
+/* Packed codes of src times the scales; infinity becomes the largest value, NaN code 0. */
+static void encode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
+                          uint8_t *dst)
+{
+    room r;
+    uint64_t scaled[BLOCK];
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        scale_block(l, g, i, working_block(l, g->wide, kind, src + i * size, m, &r), m, (uint8_t *)scaled);
+        encode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, (uint8_t *)scaled, m, 1, &r, r.codes);
+        pack_block(l, r.codes, m, s.bits, &r, dst + packed_bytes(i, s.bits));
+    }
+    leave_float_mode(mode);
+}
+
+/* Values of packed codes times the scales, rounded once to the kind of dst.  For float16 and bfloat16 without
+ * `wide`, every product must be a float32. */
+static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
+                          uint8_t *dst)
+{
+    room r;
+    uint64_t values[BLOCK], scaled[BLOCK];
+    const size_t size = kind_size(kind);
+    const int streaming = n * size >= STREAM_BYTES, direct = kind == (g->wide ? FLOAT64 : FLOAT32);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        uint8_t *to = dst + i * size, *out = streaming ? (uint8_t *)values : to;
+        unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
+        decode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, r.codes, m, &r, (uint8_t *)values);
+        scale_block(l, g, i, (uint8_t *)values, m, direct ? out : (uint8_t *)scaled);
+        if (!direct && g->wide)
+            narrow_block(l, kind, (const float64_bits *)scaled, m, out);
+        else if (!direct)
+            narrow_single(l, kind, (const float32_bits *)scaled, m, out);
+        if (streaming)
+            stream(to, out, m * size);
+    }
+    if (streaming)
+        stream_end();
+    leave_float_mode(mode);
+}
+
+/* The largest magnitude of each run of `length`, as a float64; infinity or NaN where there is one. */
+static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *src, size_t runs, double *out)
+{
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < runs; i++)
+        out[i] = peak_all(l, kind, src + i * length * size, length);
+    leave_float_mode(mode);
+}
+
+/* out[i][k] = the sum of (z - nearest value to z)^2 with z = src * scales[i] * factors[k] over run i. */
+static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length, const uint8_t *scales,
+                      const double *factors, size_t count, const uint8_t *src, size_t runs, double *out)
+{
+    room r;
+    uint64_t scaled[BLOCK];
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < runs; i++, out += count, src += length * size) {
+        const groups g = {wide, length, 1, i * length, scales};
+        double sums[MOST_BIASES][16];
+        memset(sums, 0, count * sizeof sums[0]);
+        for (size_t j = 0; j < length; j += BLOCK) {
+            const size_t m = length - j < BLOCK ? length - j : BLOCK;
+            scale_block(l, &g, j, working_block(l, wide, kind, src + j * size, m, &r), m, (uint8_t *)scaled);
+            for (size_t k = 0; k < count; k++)
+                if (wide)
+                    l->noise_f64((const float64_value *)scaled, m, factors[k], &s, sums[k]);
+                else
+                    l->noise_f32((const float32_value *)scaled, m, (float)factors[k], &s, sums[k]);
+        }
+        for (size_t k = 0; k < count; k++) {
+            out[k] = 0;
+            for (size_t j = 0; j < 16; j++)
+                out[k] += sums[k][j];
+        }
+    }
+    leave_float_mode(mode);
+}

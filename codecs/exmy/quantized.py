@@ -1,0 +1,220 @@
+"""Quantized: an array as packed codes of a format, with the offsets or scales that groups of them share."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from exmy import kernels
+from exmy.elements import Array, Kind, kind_of, output_dtype, plain
+from exmy.errors import DtypeError, FormatError, SizeError
+from exmy.format import Format
+from exmy.groups import Granularity, Groups
+from exmy.packing import as_bytes, packed_size, unpack
+from exmy.threads import check_threads, run_parts, whole_tiles
+
+__all__ = ["Quantized"]
+
+_HEADER = struct.Struct("<4sBBBBhBBhHh6x")
+_MAGIC = b"eXmY"
+_VERSION = 1
+_KINDS = {kind.name.lower(): kind for kind in Kind}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """An array in eXmY: what `exmy.quantize` returns.
+
+    An element is worth value(code, format) · 2^-offset of its group, or, where there are scales, value · scale.
+    Immutable; its arrays are read-only.
+    """
+
+    format: Format
+    """The format of the codes."""
+    groups: Groups
+    """Which elements share an offset."""
+    offsets: NDArray[np.int16]
+    """The shared exponent offsets, one for each group: shape () for a tensor, else `groups.counts`."""
+    scales: NDArray[np.float32] | None
+    """Float scales instead, of the same shape; the offsets are 0 then."""
+    packed: NDArray[np.uint8]
+    """The packed codes of the elements in C order."""
+    dtype: str
+    """The name of the dtype that was quantized."""
+
+    def __post_init__(self) -> None:
+        for array in (self.offsets, self.scales, self.packed):
+            if array is not None:
+                array.flags.writeable = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.groups.shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def granularity(self) -> Granularity:
+        """What shares an offset: "tensor", "row" or "block"."""
+        return self.groups.granularity
+
+    @property
+    def axis(self) -> int | None:
+        """The axis along which elements share an offset; None where all do."""
+        return self.groups.axis
+
+    @property
+    def block(self) -> int | None:
+        """How many elements along the axis share an offset; None where all do."""
+        return self.groups.block
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that `to_bytes` returns: packed codes and metadata."""
+        return self._codes_at() + self.packed.size
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits for each element, metadata included; NaN for an empty array."""
+        return self.nbytes * 8 / self.size if self.size else math.nan
+
+    def codes(self) -> Array:
+        """Return the codes, unpacked, in the array's shape."""
+        return unpack(self.packed, self.format.bits, self.size).reshape(self.shape)
+
+    def dequantize(self, dtype: DTypeLike = "float32", *, threads: int = 1) -> Array:
+        """Return the values in float16, bfloat16, float32 or float64: the exact ones, rounded once.
+
+        threads: how many may share the work on a big array; the result is the same for all.
+        """
+        out = np.empty(self.shape, output_dtype(dtype))
+        kind = kind_of(out.dtype)
+        target = plain(out.reshape(-1), kind)
+        threads = check_threads(threads)
+        bits = self.format.bits
+
+        def part(low: int, high: int) -> None:
+            data = self.packed[packed_size(low, bits) : packed_size(high, bits)]
+            if scales is None:
+                kernels.decode(kind, layout, data, target[low:high], packed=True)
+            else:
+                kernels.decode_groups(kind, layout, self.groups, low, scales, data, target[low:high])
+
+        layout = self.format.layout
+        scales = None
+        if self.scales is None and self.offsets.ndim == 0:
+            layout = layout._replace(bias=layout.bias + int(self.offsets))
+        elif self.size:
+            scales = self._decoding_scales(kind)
+        run_parts(part, whole_tiles(self.size, threads), threads)
+        return out
+
+    def _decoding_scales(self, kind: Kind) -> Array:
+        """Return the factors of values, as `kernels.decode_groups` takes them."""
+        x, y, bias = self.format.layout
+        exact = x < 8 and abs(bias) < 100  # every value is a float32, far from its ends
+        if self.scales is not None:
+            narrow = exact and kind is Kind.FLOAT32
+            return self.scales.reshape(-1).astype(np.float32 if narrow else np.float64)
+        offsets = self.offsets.reshape(-1).astype(np.int32)
+        low, high = int(offsets.min()), int(offsets.max())
+        narrow = exact and low >= -126 and high <= 126
+        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:
+            narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
+        return np.ldexp(1.0, -offsets).astype(np.float32 if narrow and kind is not Kind.FLOAT64 else np.float64)
+
+    def _codes_at(self) -> int:
+        """Return where in the bytes the packed codes begin."""
+        each = 1 if self.scales is None else 4
+        return -(-(_HEADER.size + 8 * len(self.shape) + each * self.offsets.size) // 8) * 8
+
+    def to_bytes(self) -> bytes:
+        """Return all of it as self-describing bytes, ending with the packed codes: see FORMAT.md, section 8."""
+        x, y, bias = self.format.layout
+        base = int(self.offsets.min()) if self.offsets.size else 0
+        axis = -1 if self.axis is None else self.axis
+        header = _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            _KINDS[self.dtype],
+            x,
+            y,
+            bias,
+            len(self.shape),
+            self.scales is not None,
+            axis,
+            self.block or 0,
+            base,
+        )
+        if self.scales is None:
+            shared = (self.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8).tobytes()
+        else:
+            shared = self.scales.astype("<f4").tobytes()
+        head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + shared
+        return b"".join([head, bytes(self._codes_at() - len(head)), self.packed.data])
+
+    @staticmethod
+    def from_bytes(data: Any) -> Quantized:
+        """Return what `to_bytes` was called on; the packed codes stay in the memory of data, uncopied.
+
+        data: bytes-like.  FormatError where it is not a quantized array or of a newer version, SizeError
+        where it is truncated or too long.
+        """
+        try:
+            view = memoryview(data).cast("B").toreadonly()
+        except TypeError as cause:
+            raise DtypeError(f"a quantized array is read from bytes, not from {type(data).__name__}") from cause
+        if len(view) < _HEADER.size:
+            raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {_HEADER.size} or more")
+        fields = _HEADER.unpack(view[: _HEADER.size])
+        magic, version, kind, x, y, bias, ndim, floats, axis, block, base = fields
+        if magic != _MAGIC:
+            raise FormatError(f"these bytes are no quantized array: they begin with {magic!r}, not {_MAGIC!r}")
+        if version != _VERSION:
+            raise FormatError(
+                f"this quantized array has version {version}, and this exmy reads version {_VERSION}; install "
+                "a newer exmy"
+            )
+        if kind > Kind.FLOAT64 or floats > 1 or any(view[18:24]):
+            raise FormatError("the header of this quantized array holds what version 1 does not know")
+        at = _HEADER.size + 8 * ndim
+        if len(view) < at:
+            raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {at} or more")
+        shape = struct.unpack(f"<{ndim}Q", view[_HEADER.size : at])
+        if math.prod(n or 1 for n in shape) >= 1 << 60 or axis < -1:
+            raise FormatError(f"the shape {shape} or the axis {axis} of this quantized array is out of range")
+        groups = Groups.of(shape, None if axis < 0 else axis, block or None)
+        if (axis < 0) != (groups.axis is None):
+            raise FormatError("the header of this quantized array has a block without an axis")
+        f = Format(f"e{x}m{y}b{bias}")
+        count = math.prod(groups.counts)
+        end = at + count * (4 if floats else 1)
+        start, size = -(-end // 8) * 8, packed_size(math.prod(shape), f.bits)
+        if len(view) != start + size:
+            fault = "truncated" if len(view) < start + size else "too long"
+            raise SizeError(f"a quantized array is {fault}: {len(view)} bytes, expected {start + size}")
+        if floats:
+            scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
+            offsets = np.zeros(groups.counts, np.int16)
+        else:
+            scales = None
+            deltas = np.frombuffer(view, np.uint8, count, at).astype(np.int32)
+            offsets = (deltas + base).astype(np.int16).reshape(groups.counts)
+        packed = as_bytes(view[start:], f.bits, math.prod(shape))
+        return Quantized(f, groups, offsets, scales, packed, Kind(kind).name.lower())
+
+    def __repr__(self) -> str:
+        shared = self.granularity if self.axis is None else f"{self.granularity} along axis {self.axis}"
+        if self.block:
+            shared = f"block of {self.block} along axis {self.axis}"
+        what = "offset" if self.scales is None else "scale"
+        return f"<Quantized {self.format} {self.dtype} {self.shape}, one {what} per {shared}, {self.nbytes} bytes>"

@@ -1,0 +1,43 @@
+"""Threads: one job on many parts of an array; kernels run without the interpreter lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from exmy.errors import SizeError
+from exmy.reference import TILE
+
+__all__ = ["check_threads", "run_parts", "whole_tiles"]
+
+_PART = 1 << 20  # elements: enough that handing it to a thread costs nothing
+
+
+def check_threads(threads: int) -> int:
+    """Return the number of threads; SizeError unless it is an integer of at least 1."""
+    if isinstance(threads, bool) or not isinstance(threads, (int, np.integer)) or threads < 1:
+        raise SizeError(f"threads is {threads!r}; expected an integer of at least 1")
+    return int(threads)
+
+
+def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
+    """Cut `count` elements into parts of whole tiles; one part where there is one thread or little to do."""
+    if threads == 1 or count < 2 * _PART:
+        return [(0, count)]
+    step = -(-max(_PART, -(-count // (threads * 4))) // TILE) * TILE
+    return [(low, min(low + step, count)) for low in range(0, count, step)]
+
+
+def run_parts(work: Callable[[int, int], Any], parts: Iterable[tuple[int, int]], threads: int) -> None:
+    """Call work(low, high) for all parts, on up to `threads` threads; the first error is raised."""
+    parts = list(parts)
+    if threads == 1 or len(parts) < 2:
+        for part in parts:
+            work(*part)
+        return
+    with ThreadPoolExecutor(min(threads, len(parts)), thread_name_prefix="exmy") as pool:
+        for future in [pool.submit(work, *part) for part in parts]:
+            future.result()
