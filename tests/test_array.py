@@ -325,3 +325,19 @@ async def test_a_wide_chunk_does_not_hang() -> None:
         await asyncio.wait_for(array.write(values), 60)
     found = await asyncio.wait_for((await (await opened.snapshot()).array("a"))[1, ::1000].read(), 60)
     assert (found == values[1, ::1000]).all()
+
+
+async def test_what_would_be_lost_silently_is_refused() -> None:
+    masked = np.ma.masked_array(np.arange(4.0), mask=[0, 1, 0, 0])
+    store = await tstore.open("memory://refused")
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (4,), "float64", (2,))
+        await array.write(0)
+        with pytest.raises(tstore.errors.InvalidArgument, match="mask"):
+            await array.write(masked)
+        with pytest.raises(TypeError, match="iterable"):
+            list(array)  # type: ignore[call-overload]
+        with pytest.raises(tstore.errors.InvalidArgument, match="nan"):
+            await tx.create_array("b", (3,), "float32", (2,), codecs="e4m3", fill_value=np.nan)
+    with pytest.raises(tstore.errors.InvalidArgument, match="m: a masked"):
+        await tstore.save("memory://refused", {"m": masked}, 0)

@@ -340,3 +340,17 @@ async def test_a_conflict_is_final_though_replies_are_lost() -> None:
     with pytest.raises(Conflict) as caught:
         await second.commit()
     assert caught.value.paths == ["w, chunk (0,)"]
+
+
+async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    for step in range(3):
+        await tstore.save(url, {"x": np.arange(3) + step}, step)
+    hole = tmp_path / "store" / "commits" / f"{2:020}"
+    record = hole.read_bytes()
+    hole.unlink()
+    with pytest.raises(tstore.errors.Corrupt, match=hole.name):
+        await tstore.save(url, {"x": np.arange(3)}, 9)
+    assert not hole.exists()
+    hole.write_bytes(record)
+    assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4

@@ -97,6 +97,8 @@ class Array:
         """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
         return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
 
+    __iter__ = None  # rows one by one would be one read each: read a region, then iterate over that
+
     def __repr__(self) -> str:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"
 
@@ -122,6 +124,8 @@ class Array:
         Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
         on an array of a snapshot or of a transaction that has ended.
         """
+        if isinstance(values, np.ndarray) and hasattr(values, "mask"):
+            raise InvalidArgument(f"{self.path}: a masked array would lose its mask; write data and mask apart")
         given = _cast(values, self.dtype)
         if given is None:
             raise InvalidArgument(

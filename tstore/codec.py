@@ -328,6 +328,8 @@ class ArrayMeta:
             fill = _fill_to_json(_as_fill(fill_value, kind), kind)
             documents = _chain_documents(kind, codecs)
             Chain(kind, documents)  # refuses as the caller's error what in a stored document is corruption
+            if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
+                raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
                 msgspec.json.encode(
                     {

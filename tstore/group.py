@@ -121,8 +121,8 @@ async def commit_group(
             absent = [h for h in range(member.hosts) if h not in present]
             raise DeadlineExceeded(
                 f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "
-                f"{member.hosts}; nothing was committed. Start the job again with another attempt, or give "
-                "them more time",
+                f"{member.hosts}; it is not committed, and will be only if they still deliver. Start the job "
+                "again with another attempt, or give them more time",
                 absent,
             )
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(0.001, deadline - now)))

@@ -9,8 +9,9 @@ Appending a record (its data is durable already)
 1. Read every record above the one it was validated against. If one carries the same transaction id, that is
    this very commit (a lost reply, or another finisher of the group): done. Otherwise validate against it: the
    caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
-2. Create the first absent number. If created: done. A durable record makes sure first that the one before it is
-   durable, and so by induction are all: where that was created with `durability="none"`, all is flushed.
+2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
+   durable record makes sure first that the one before it is durable, and so by induction are all: where that was
+   created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with jitter.
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
@@ -131,7 +132,7 @@ class Log:
             return self._trees[version]
         start = await self._nearest_tree(version)
         numbers = range(start.version + 1, version + 1)
-        records = await asyncio.gather(*[self.record(v) for v in numbers])
+        records = await asyncio.gather(*[self._record_below(v, version) for v in numbers])
         resets = [v for v, r in zip(numbers, records, strict=True) if r.replaces]
         tree = start
         for number, record in zip(numbers, records, strict=True):
@@ -168,6 +169,7 @@ class Log:
                     return await self._appended(seen)
                 if not other.void:
                     record = await validate(seen, other)
+            await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
             try:
@@ -183,6 +185,17 @@ class Log:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
+
+    async def _check_no_hole(self, version: int) -> None:
+        """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
+        if await self._exists(version + 1) and await self._record_or_none(version) is None:
+            raise self._hole(version)
+
+    def _hole(self, version: int) -> Corrupt:
+        return Corrupt(
+            f"{self.backend.url}: {commit_key(version)} is missing, though later commits are there; restore it "
+            "from a copy of the store, until then nothing can be committed (tstore verify tells more)"
+        )
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
@@ -228,6 +241,14 @@ class Log:
 
     async def _exists(self, version: int) -> bool:
         return version in self._records or await self.backend.size(commit_key(version)) is not None
+
+    async def _record_below(self, version: int, later: int) -> Record:
+        try:
+            return await self.record(version)
+        except NotFound:
+            if version < later:
+                raise self._hole(version) from None
+            raise
 
     async def _record_or_none(self, version: int) -> Record | None:
         try:

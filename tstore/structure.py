@@ -57,6 +57,10 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             return ["none"]
         if isinstance(value, np.generic):
             return ["scalar", add(path, np.asarray(value))]
+        if isinstance(value, np.ndarray) and hasattr(value, "mask"):
+            raise InvalidArgument(
+                f"{path or 'the tree'}: a masked array would lose its mask; store its data and its mask apart"
+            )
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
         if type(value) in _SCALARS:

@@ -145,6 +145,8 @@ class Array(_Twin):
     write = _blocking(_async.Array.write)
     resize = _blocking(_async.Array.resize)
 
+    __iter__ = None
+
     def __getitem__(self, index: Index) -> Array:
         return Array(self._awaited[index])
 
