@@ -175,7 +175,8 @@ def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: in
         until(lambda: len(hosts_of(process)) >= hosts)
         started = hosts_of(process)
         if hosts == 8:
-            time.sleep(1)  # in the midst of the story
+            assert process.stdout is not None
+            assert any("saved step 0" in line for line in process.stdout)  # in the midst of the story
         process.send_signal(stop)
         _, err = process.communicate(timeout=30)
     until(lambda: all(gone(pid) for pid in started))

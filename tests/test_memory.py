@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import processes
 import pytest
+
+from tstore.pool import BUDGET, scratch
 
 LIMIT = 300 << 20
 
@@ -89,3 +95,24 @@ def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:
     growth = report["growth"]
     assert isinstance(growth, list)
     assert growth[-1] - growth[9] < 8 << 20, growth
+
+
+def test_scratch_of_many_threads_stays_within_the_budget() -> None:
+    together = threading.Barrier(32)
+
+    def work(seed: int) -> None:
+        together.wait()
+        sizes = np.random.default_rng(seed).integers(1, 40 << 20, 30)
+        for size in sizes.tolist():
+            with scratch(size) as buffer:
+                buffer[:1] = 1
+                del buffer  # a user lets go of it before the claim ends
+
+    tracemalloc.start()
+    try:
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(work, range(32)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= BUDGET + (8 << 20)

@@ -32,21 +32,29 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 BUDGET = 256 << 20
 """Bytes that all calls of this process together may hold beyond the caller's arrays."""
 
-_KEPT_SCRATCH = 16 << 20
+_LONGEST_KEPT = 16 << 20
 
 
 class _Budget:
-    """A counting semaphore in bytes.
+    """The bytes that may be held: half of them in buffers that threads keep, half in claims for a while.
 
-    A claim above the whole budget waits until it is alone. A thread that holds a claim gets another at once:
-    it could not let go of the first while it waits.
+    A claim above its half waits until it is alone. A thread that holds a claim gets another at once: it could
+    not let go of the first while it waits.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit = limit // 2
+        self._kept = 0
         self._held = 0
         self._changed = threading.Condition()
         self._mine = threading.local()
+
+    def keep(self, size: int) -> bool:
+        """Whether a thread may keep a buffer of that size for good."""
+        with self._changed:
+            room = size <= _LONGEST_KEPT and self._kept + size <= self._limit
+            self._kept += size if room else 0
+            return room
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
@@ -156,18 +164,17 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
     Nested claims get distinct buffers. The contents are undefined.
     """
-    local = _threads.local
-    free: list[npt.NDArray[np.uint8]] = local.__dict__.setdefault("free", [])
-    buffer = free.pop() if free else None
-    if size > _KEPT_SCRATCH:
-        if buffer is not None:
-            free.append(buffer)
+    free: list[npt.NDArray[np.uint8]] = _threads.local.__dict__.setdefault("free", [])
+    at = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
+    if at is not None:
+        kept = free.pop(at)
+    elif _threads.budget.keep(rounded := 1 << max(16, (size - 1).bit_length())):
+        kept = np.empty(rounded, np.uint8)
+    else:
         with _threads.budget.claim(size):
             yield np.empty(size, np.uint8)
         return
-    if buffer is None or buffer.size < size:
-        buffer = np.empty(size, np.uint8)
     try:
-        yield buffer[:size]
+        yield kept[:size]
     finally:
-        free.append(buffer)
+        free.append(kept)
