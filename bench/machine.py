@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import exmy
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +26,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "cpu": cpu.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "simd": [f for f in ("avx2", "avx512f", "avx512bw", "avx512vbmi") if f in flags],
+        "kernels": exmy.kernels.level(),
         "memory_GiB": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "kernel": platform.release(),
         "hugepages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),

@@ -59,7 +59,7 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
     speeds = kernels.measure(rounds) if "kernels" in chosen else {}
     if speeds:
         console.print(report.kernel_table(speeds))
-    console.print(report.bar_table(report.bars(races, speeds, about["simd"])))
+    console.print(report.bar_table(report.bars(races, speeds, about["kernels"])))
     if json_file:
         json_file.write_text(json.dumps(report.as_data(about, races, speeds), indent=1) + "\n")
 
