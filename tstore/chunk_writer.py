@@ -80,11 +80,9 @@ class _Encoded(NamedTuple):
 
     def checks(self) -> bytes:
         """The checks of all of them."""
-        if self.length > BLOCK or len(self.numbers) == 1:
-            step = max(1, self.length)
-            return b"".join([block_checks(self.data[i : i + step]) for i in range(0, len(self.data), step)])
+        check = block_checks if self.length > BLOCK else digest
         step, data = self.length, self.data
-        return b"".join([digest(data[i : i + step]) for i in range(0, len(data), step)])
+        return b"".join([check(data[i : i + step]) for i in range(0, len(data), step)])
 
 
 class PackSet:

@@ -106,11 +106,12 @@ async def commit_group(
         return await uncancelled(_finish(log, member, durability))
     seen, pause, takeover = fragment.base, _POLL_FIRST, 0.0
     while True:
+        newest = await log.newest()  # asked first: what commits after this is looked at in the next round
         version = await log.find(fragment.transaction, seen)
         if version is not None:
             await log.backend.settle("commits", durability)  # its creator may not have got to it
             return version
-        seen = max(seen, await log.newest())
+        seen = max(seen, newest)
         now = time.monotonic()
         if len(present) < member.hosts:
             present = await _present(log, member)

@@ -14,7 +14,7 @@ from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
 from tstore.snapshot import array_node
 from tstore.staged_array import StagedArray
-from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below
+from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 
 __all__ = ["StagedTree"]
 
@@ -31,24 +31,30 @@ class StagedTree:
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
+        self._standing: dict[str, str] | None = None
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
         """The path under which the new array is staged; `AlreadyExists` where something is in its way."""
         path = checked_path(path)
         self._check_free(path)
-        self.arrays[path] = StagedArray(path, meta, fresh=True)
+        self._stage(StagedArray(path, meta, fresh=True))
         return path
 
     def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
         path = checked_path(path) if path.strip("/") else ""
-        if any(is_below(path, array) for array in self.paths()):
+        if any(self._is_array(p) for p in (path, *parents(path))):
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
         self._groups[path] = group_document(attributes)
+        self._stands(path)
+
+    def replace_all(self) -> None:
+        """Lets nothing of the base stay."""
+        self.replaces, self._standing = True, None
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stages an array whose chunks are those of another version."""
-        self.arrays[path] = StagedArray(path, meta, fresh=True, kept=chunks)
+        self._stage(StagedArray(path, meta, fresh=True, kept=chunks))
 
     def check_new(self, jobs: list[WriteJob]) -> None:
         """Raises `AlreadyExists` where an array of the jobs is staged already or in the way of another."""
@@ -60,8 +66,7 @@ class StagedTree:
 
     def wrote(self, job: WriteJob) -> None:
         """Stages the new array of a job that was written."""
-        self.arrays[job.path] = StagedArray(job.path, job.meta, fresh=True)
-        self.arrays[job.path].wrote(job)
+        self._stage(StagedArray(job.path, job.meta, fresh=True)).wrote(job)
 
     def delete(self, path: str) -> None:
         """Stages the removal of all at and below a path; `NotFound` where nothing is."""
@@ -75,6 +80,7 @@ class StagedTree:
             self._groups.pop(p, None)
         if stored:
             self.deleted.append(path)
+        self._standing = None
 
     def meta(self, path: str) -> ArrayMeta:
         """The metadata of the array at a path, as the transaction sees it; `NotFound`."""
@@ -143,12 +149,32 @@ class StagedTree:
     def _is_deleted(self, path: str) -> bool:
         return any(is_below(path, top) for top in self.deleted)
 
+    def _is_array(self, path: str) -> bool:
+        node = self.base.nodes.get(path)
+        stored = node is not None and node.is_array and not self.replaces and not self._is_deleted(path)
+        return path in self.arrays or stored
+
+    def _stage(self, array: StagedArray) -> StagedArray:
+        self.arrays[array.path] = array
+        self._stands(array.path)
+        return array
+
+    def _stands(self, path: str) -> None:
+        """Notes that a node stands at a path, and so that something stands below all paths above it."""
+        if self._standing is not None and path:
+            self._standing[path] = path
+            for above in parents(path):
+                self._standing.setdefault(above, path)
+
     def _check_free(self, path: str) -> None:
-        arrays = set(self.paths())
-        for other in (*self._stored(), *self.arrays, *self._groups):
-            above = other in arrays and is_below(path, other)
-            if other and (other == path or above or is_below(other, path)):
-                raise AlreadyExists(
-                    f"{self.where}: {other!r} stands in the way of an array at {path!r}; delete it first, "
-                    "or choose another path"
-                )
+        if self._standing is None:  # which node stands at or below a path; kept, as thousands may be created
+            self._standing = {}
+            for other in (*self._stored(), *self.arrays, *self._groups):
+                self._stands(other)
+        below = self._standing.get(path)
+        taken = below or next((p for p in parents(path) if self._is_array(p)), None)
+        if taken is not None:
+            raise AlreadyExists(
+                f"{self.where}: {taken!r} stands in the way of an array at {path!r}; delete it first, "
+                "or choose another path"
+            )

@@ -141,7 +141,7 @@ class Transaction:
 
         `structure` is what all hosts of a group must agree on beside their arrays.
         """
-        (await self._begin()).replaces = True
+        (await self._begin()).replace_all()
         self._structure = structure
 
     async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:

@@ -20,7 +20,17 @@ from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.manifest import Manifest, Record, Root
 
-__all__ = ["Changes", "Node", "NodeChange", "Overlap", "Tree", "checked_path", "group_document", "is_below"]
+__all__ = [
+    "Changes",
+    "Node",
+    "NodeChange",
+    "Overlap",
+    "Tree",
+    "checked_path",
+    "group_document",
+    "is_below",
+    "parents",
+]
 
 
 class Node:
@@ -171,11 +181,12 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
     """Paths that one side created above or below a node that the other side created."""
     made = {p for p, c in mine.items() if c.fresh}
     others = {p for p, c in theirs.items() if c.fresh}
-    found = [p for p in made if any(a in others for a in _parents(p))]
-    return found + [p for p in others if any(a in made for a in _parents(p))]
+    found = [p for p in made if any(a in others for a in parents(p))]
+    return found + [p for p in others if any(a in made for a in parents(p))]
 
 
-def _parents(path: str) -> Iterable[str]:
+def parents(path: str) -> Iterable[str]:
+    """The paths above a path, the nearest first, without the root."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
