@@ -9,10 +9,11 @@ array([   0.3125,   -1.    ,  480.    ], dtype=float32)
 FORMAT.md, beside this file, says what each code is worth and how codes are packed.  Reading the source:
 format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py (the
 shared exponent of a tensor), quantizer.py, groups.py and offsets.py (of rows and blocks), quantized.py,
-kernels.py (who does the work), _lanes.h (how it is done fast).
+chunk.py (the bytes of chunks), kernels.py (who does the work), _lanes.h (how it is done fast).
 """
 
 from exmy import kernels
+from exmy.chunk import ChunkCodec, ChunkSlice
 from exmy.codes import decode, decode_packed, encode, encode_packed, round
 from exmy.errors import (
     CodeError,
@@ -32,6 +33,8 @@ from exmy.quantizer import quantize
 
 __all__ = [
     "TILE",
+    "ChunkCodec",
+    "ChunkSlice",
     "CodeError",
     "DtypeError",
     "ExmyError",

@@ -91,12 +91,18 @@ class Quantized:
         """Return the codes, unpacked, in the array's shape."""
         return unpack(self.packed, self.format.bits, self.size).reshape(self.shape)
 
-    def dequantize(self, dtype: DTypeLike = "float32", *, threads: int = 1) -> Array:
+    def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
         """Return the values in float16, bfloat16, float32 or float64: the exact ones, rounded once.
 
-        threads: how many may share the work on a big array; the result is the same for all.
+        out: a writable, C-contiguous array of that dtype and the shape, to write to and return (DtypeError,
+        SizeError otherwise).  threads: how many may share the work on a big array; the result is the same for all.
         """
-        out = np.empty(self.shape, output_dtype(dtype))
+        wanted = output_dtype(dtype)
+        out = np.empty(self.shape, wanted) if out is None else out
+        if out.dtype != wanted:
+            raise DtypeError(f"out has dtype {out.dtype!r}; expected native {wanted.name}")
+        if out.shape != self.shape or not (out.flags.c_contiguous and out.flags.writeable):
+            raise SizeError(f"out has shape {out.shape}; expected a writable, C-contiguous one of {self.shape}")
         kind = kind_of(out.dtype)
         target = plain(out.reshape(-1), kind)
         threads = check_threads(threads)

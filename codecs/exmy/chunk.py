@@ -1,0 +1,284 @@
+"""Chunk: how the chunks of an array are stored, where metadata beside them keeps format, shape and dtype.
+
+FORMAT.md, section 9, has the layout: an 8-byte header with the bias, one offset or scale for each group, and the
+packed codes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from exmy import kernels
+from exmy.codes import encode_packed
+from exmy.elements import Array, Kind, kind_of, output_dtype, plain
+from exmy.errors import DtypeError, FormatError, SizeError
+from exmy.fit import BIAS_LIMIT
+from exmy.format import Format, as_format
+from exmy.groups import Groups
+from exmy.packing import packed_size
+from exmy.quantized import Quantized
+from exmy.quantizer import Scale, quantize
+from exmy.reference import TILE
+
+__all__ = ["ChunkCodec", "ChunkSlice"]
+
+_HEADER = struct.Struct("<h6x")
+_SCALES = ("search", "max", "none", "float")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCodec:
+    """How chunks are stored: the format of their codes, and which elements of a chunk share an offset or scale.
+
+    The codes are those of `exmy.quantize` with the same arguments, chunk by chunk.
+    """
+
+    format: Format
+    """The format of the codes."""
+    scale: Scale = "search"
+    """How the shared offsets are chosen: see `exmy.quantize`."""
+    axis: int | None = None
+    """The axis of a chunk along which elements share an offset; None where all do."""
+    block: int | None = None
+    """How many elements along the axis (the last one if None) share an offset; None where all do."""
+
+    keys: ClassVar[tuple[str, ...]] = ("format", "scale", "axis", "block")
+    """What a configuration may hold."""
+
+    def __post_init__(self) -> None:
+        if self.scale not in _SCALES:
+            raise FormatError(f"scale is {self.scale!r}; expected one of {', '.join(map(repr, _SCALES))}")
+        if self.axis is not None and (isinstance(self.axis, bool) or not isinstance(self.axis, int)):
+            raise DtypeError(f"axis is {self.axis!r}; expected an integer or None")
+        if self.block is not None and (isinstance(self.block, bool) or not isinstance(self.block, int)):
+            raise DtypeError(f"block is {self.block!r}; expected an integer or None")
+        if self.scale == "none" and (self.axis, self.block) != (None, None):
+            raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
+        if self.block is not None:
+            Groups.of((self.block,), None, self.block)  # FormatError for a length that blocks do not have
+
+    @staticmethod
+    def of(configuration: Mapping[str, Any]) -> ChunkCodec:
+        """Return the codec of a configuration, such as {"format": "e3m2", "axis": -1, "block": 32}.
+
+        Only "format" must be there; the others are as in `exmy.quantize`.  FormatError for keys and values that
+        this exmy does not know, DtypeError for values of a wrong type.
+        """
+        if not isinstance(configuration, Mapping):
+            raise DtypeError(f"a configuration is a mapping such as {{'format': 'e4m3'}}, not {configuration!r}")
+        unknown = [key for key in configuration if key not in ChunkCodec.keys]
+        if unknown:
+            raise FormatError(
+                f"the configuration has {', '.join(map(repr, unknown))}, which this exmy does not know; it knows "
+                f"{', '.join(ChunkCodec.keys)}. Install a newer exmy if a newer one wrote it"
+            )
+        if "format" not in configuration:
+            raise FormatError(f"the configuration {dict(configuration)} names no format; add 'format': 'e4m3'")
+        return ChunkCodec(**{**configuration, "format": as_format(configuration["format"])})
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The configuration as JSON has it, without what has its default; `of` takes it back."""
+        found: dict[str, Any] = {"format": self.format.name}
+        if self.scale != "search":
+            found["scale"] = self.scale
+        if self.axis is not None:
+            found["axis"] = self.axis
+        if self.block is not None:
+            found["block"] = self.block
+        return found
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Return the exact bytes of an encoded chunk of that shape; SizeError where axis or block do not fit."""
+        return self._head(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
+
+    def encode(self, x: Any, out: Any = None) -> NDArray[np.uint8]:
+        """Return the encoded chunk as a flat uint8 array.
+
+        x: float16, bfloat16, float32 or float64 of any shape and strides.  out: a writable, contiguous uint8
+        array of `size(x.shape)` bytes to write to and return (SizeError, DtypeError otherwise).  NonFiniteError
+        for NaN and infinity; the contents of out are undefined then.
+        """
+        x = np.asarray(x)
+        kind_of(x.dtype)
+        groups = self._groups(x.shape)
+        size, head = self.size(x.shape), self._head(groups)
+        data: NDArray[np.uint8] = np.empty(size, np.uint8) if out is None else out
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+            raise DtypeError("out is no uint8 array")
+        if data.shape != (size,) or not (data.flags.c_contiguous and data.flags.writeable):
+            raise SizeError(
+                f"out has shape {data.shape}; expected {size} contiguous, writable bytes in one dimension"
+            )
+        f = self.format if self.scale == "none" else _standard(self.format)
+        if groups.axis is None and self.scale in {"search", "max"}:
+            f = f.fit(x, "max" if self.scale == "max" else "search")
+        if groups.axis is None and self.scale != "float":
+            _HEADER.pack_into(data, 0, f.bias)
+            encode_packed(x, f, out=data[head:])
+            return data
+        q = quantize(x, f, self.axis, self.block, self.scale)
+        base = int(q.offsets.min()) if q.offsets.size else 0
+        _HEADER.pack_into(data, 0, q.format.bias + base)
+        if q.scales is None:
+            shared = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
+        else:
+            shared = q.scales.reshape(-1).astype("<f4").view(np.uint8)
+        data[_HEADER.size : _HEADER.size + shared.size] = shared
+        data[_HEADER.size + shared.size : head] = 0
+        data[head:] = q.packed
+        return data
+
+    def decode(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike, out: Any = None) -> Array:
+        """Return the values of an encoded chunk of that shape, in float16, bfloat16, float32 or float64.
+
+        data: bytes-like.  out: a writable, C-contiguous array of that shape and dtype to write to and return.
+        SizeError where data is truncated or too long, FormatError where it is not what `encode` writes.
+        """
+        return self.quantized(data, shape, dtype).dequantize(dtype, out=out)
+
+    def quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
+        """Return an encoded chunk as `exmy.Quantized`; the codes stay in the memory of data, uncopied.
+
+        dtype: what the chunk had when it was encoded.  Errors as in `decode`.
+        """
+        groups = self._groups(shape)
+        view = _bytes(data)
+        head, size = self._head(groups), self.size(shape)
+        if view.size != size:
+            fault = "truncated" if view.size < size else "too long"
+            raise SizeError(
+                f"a chunk of shape {tuple(shape)} in {self} is {fault}: {view.size} bytes, expected {size}"
+            )
+        name = output_dtype(dtype).name
+        return self._parsed(view[:head], view[head:], groups, name)
+
+    def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
+        """Return where in an encoded chunk its elements start ... stop-1 (in C order) lie, widened to tiles.
+
+        SizeError unless 0 <= start <= stop <= the number of elements.
+        """
+        groups, count = self._groups(shape), math.prod(shape)
+        if not 0 <= start <= stop <= count:
+            raise SizeError(f"the slice {start}:{stop} does not fit a chunk of {count} elements")
+        low = start // TILE * TILE
+        high = min(-(-stop // TILE) * TILE, count) if stop > start else low
+        head, bits = self._head(groups), self.format.bits
+        return ChunkSlice(
+            self, groups, low, high, head, head + packed_size(low, bits), head + packed_size(high, bits)
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
+
+    def _groups(self, shape: tuple[int, ...]) -> Groups:
+        return Groups.of(tuple(shape), self.axis, self.block)
+
+    def _head(self, groups: Groups) -> int:
+        """Return the bytes before the packed codes."""
+        if self.scale == "float":
+            each = 4
+        else:
+            each = 0 if groups.axis is None else 1
+        return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
+
+    def _parsed(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
+        """Return the array whose head and packed codes these are; FormatError where the head is impossible."""
+        (bias,) = _HEADER.unpack_from(head)
+        count = math.prod(groups.counts)
+        f = self.format if self.scale == "none" else _standard(self.format)
+        offsets, scales = np.zeros(groups.counts, np.int16), None
+        end = _HEADER.size
+        if self.scale == "float":
+            end += 4 * count
+            scales = head[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
+            possible = bias == f.bias and bool(np.isfinite(scales).all())
+        elif groups.axis is None:
+            offsets[...] = bias - f.bias
+            possible = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
+        else:
+            end += count
+            deltas = head[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
+            most = int(deltas.max()) if count else 0
+            possible = -BIAS_LIMIT <= bias <= bias + most <= BIAS_LIMIT
+            offsets = (deltas + (bias - f.bias)).astype(np.int16)
+        if not possible or head[2 : _HEADER.size].any() or head[end:].any():
+            raise FormatError(
+                f"these bytes are no chunk in {self}: the header has bias {bias} and {head[2:8].tobytes().hex()}; "
+                "check that the configuration is the one that encoded"
+            )
+        return Quantized(f, groups, offsets, scales, packed, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSlice:
+    """Some elements of an encoded chunk, and the bytes that hold them: what `ChunkCodec.slice` returns."""
+
+    codec: ChunkCodec
+    """How the chunk is stored."""
+    groups: Groups
+    """Which of its elements share an offset."""
+    start: int
+    """The first element, in C order: a tile's first."""
+    stop: int
+    """The element behind the last one."""
+    head: int
+    """The bytes 0 ... head-1 of the chunk are needed for any slice of it."""
+    first: int
+    """The first byte of the slice's codes."""
+    end: int
+    """The byte behind the last one."""
+
+    def decode(self, head: Any, packed: Any, dtype: DTypeLike) -> Array:
+        """Return the elements start ... stop-1 as a flat array, the same as those of the whole chunk decoded.
+
+        head, packed: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like.  Errors as in
+        `ChunkCodec.decode`.
+        """
+        top, codes = _bytes(head), _bytes(packed)
+        if top.size != self.head or codes.size != self.end - self.first:
+            raise SizeError(
+                f"the slice {self.start}:{self.stop} has {top.size} and {codes.size} bytes; expected {self.head} and "
+                f"{self.end - self.first}"
+            )
+        wanted = output_dtype(dtype)
+        q = self.codec._parsed(top, codes, self.groups, wanted.name)
+        out = np.empty(self.stop - self.start, wanted)
+        kind: Kind = kind_of(wanted)
+        target, layout = plain(out, kind), q.format.layout
+        if q.groups.axis is None and q.scales is None:
+            layout = layout._replace(bias=layout.bias + int(q.offsets))
+            kernels.decode(kind, layout, codes, target, packed=True)
+        elif out.size:
+            # float64 holds every product, so it is rounded once, as `Quantized.dequantize` does.
+            scales = (
+                np.ldexp(1.0, -q.offsets.astype(np.int32)) if q.scales is None else q.scales.astype(np.float64)
+            )
+            kernels.decode_groups(kind, layout, q.groups, self.start, scales.reshape(-1), codes, target)
+        return out
+
+
+def _standard(f: Format) -> Format:
+    """Return the format with the same bits and its standard bias."""
+    return Format(f"e{f.exponent_bits}m{f.mantissa_bits}")
+
+
+def _bytes(data: Any) -> NDArray[np.uint8]:
+    """Return bytes-like data as a flat, read-only view."""
+    if isinstance(data, np.ndarray) and data.flags.c_contiguous:
+        flat: NDArray[np.uint8] = data.reshape(-1).view(np.uint8)
+    else:
+        try:
+            flat = np.frombuffer(data, np.uint8)
+        except (TypeError, AttributeError, ValueError, BufferError) as cause:
+            raise DtypeError(f"an encoded chunk is bytes, not {type(data).__name__}") from cause
+    view = flat[:]
+    view.flags.writeable = False
+    return view
