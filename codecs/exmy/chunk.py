@@ -121,12 +121,12 @@ class ChunkCodec:
         if groups.axis is None and self.scale in {"search", "max"}:
             f = f.fit(x, "max" if self.scale == "max" else "search")
         if groups.axis is None and self.scale != "float":
-            _HEADER.pack_into(data, 0, f.bias)
+            _HEADER.pack_into(data.data, 0, f.bias)
             encode_packed(x, f, out=data[head:])
             return data
         q = quantize(x, f, self.axis, self.block, self.scale)
         base = int(q.offsets.min()) if q.offsets.size else 0
-        _HEADER.pack_into(data, 0, q.format.bias + base)
+        _HEADER.pack_into(data.data, 0, q.format.bias + base)
         if q.scales is None:
             shared = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
         else:
@@ -183,15 +183,12 @@ class ChunkCodec:
 
     def _head(self, groups: Groups) -> int:
         """Return the bytes before the packed codes."""
-        if self.scale == "float":
-            each = 4
-        else:
-            each = 0 if groups.axis is None else 1
+        each = 4 if self.scale == "float" else 0 if groups.axis is None else 1
         return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
 
     def _parsed(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
         """Return the array whose head and packed codes these are; FormatError where the head is impossible."""
-        (bias,) = _HEADER.unpack_from(head)
+        (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else _standard(self.format)
         offsets, scales = np.zeros(groups.counts, np.int16), None
@@ -245,8 +242,8 @@ class ChunkSlice:
         top, codes = _bytes(head), _bytes(packed)
         if top.size != self.head or codes.size != self.end - self.first:
             raise SizeError(
-                f"the slice {self.start}:{self.stop} has {top.size} and {codes.size} bytes; expected {self.head} and "
-                f"{self.end - self.first}"
+                f"the slice {self.start}:{self.stop} has {top.size} and {codes.size} bytes; expected {self.head} "
+                f"and {self.end - self.first}"
             )
         wanted = output_dtype(dtype)
         q = self.codec._parsed(top, codes, self.groups, wanted.name)

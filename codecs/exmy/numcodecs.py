@@ -13,7 +13,7 @@ from numcodecs.abc import Codec
 
 from exmy.chunk import ChunkCodec
 from exmy.elements import Array
-from exmy.errors import DtypeError, SizeError
+from exmy.errors import SizeError
 from exmy.format import Format
 from exmy.quantized import Quantized
 from exmy.quantizer import Scale, quantize
@@ -38,10 +38,12 @@ class Exmy(Codec):  # type: ignore[misc]
         """Return `exmy.quantize(buf, …).to_bytes()`.
 
         buf: an array of float16, bfloat16, float32 or float64 (DtypeError otherwise) without NaN and infinity
-        (NonFiniteError).  SizeError where axis or block do not fit it.
+        (NonFiniteError).  SizeError where axis or block do not fit it, and for arrays in Fortran order, which
+        users of numcodecs expect back in that order.
         """
-        array = np.asarray(buf)
-        c = self.chunk
+        array, c = np.asarray(buf), self.chunk
+        if array.flags.f_contiguous and not array.flags.c_contiguous:
+            raise SizeError("codec exmy takes arrays in C order, not in Fortran order; use order='C'")
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
@@ -53,7 +55,7 @@ class Exmy(Codec):  # type: ignore[misc]
         q = Quantized.from_bytes(buf)
         if out is None:
             return q.dequantize(q.dtype)
-        target = np.asarray(out)
+        target = out if isinstance(out, np.ndarray) else np.frombuffer(out, np.uint8)
         if not (target.flags.c_contiguous and target.flags.writeable):
             raise SizeError("out is not contiguous or read-only; expected writable, C-contiguous memory")
         values = target.reshape(-1).view(np.uint8)

@@ -4,9 +4,9 @@
 >>> z = zarr.create_array("w.zarr", shape=(4096, 4096), dtype="float32", chunks=(512, 4096),
 ...                       serializer=ExmyCodec("e3m2", block=32))  # doctest: +SKIP
 
-zarr-python finds it by its entry point; nothing must be imported to read such arrays. It comes after codecs such as
-`transpose` and before codecs such as `zstd` and `crc32c`, also inside of `sharding_indexed`. Where no other codec
-stands beside it, reading a part of a chunk fetches only the tiles that hold it.
+zarr-python finds it by its entry point; nothing must be imported to read such arrays. It comes after codecs
+such as `transpose` and before codecs such as `zstd` and `crc32c`, also inside of `sharding_indexed`. Where no
+other codec stands beside it, reading a part of a chunk fetches only the tiles that hold it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         axis: int | None = None,
         block: int | None = None,
     ) -> None:
-        """Arguments as of `exmy.quantize`, for each chunk; axis and block are of the array that reaches this codec."""
+        """Arguments as of `exmy.quantize`, for each chunk as it reaches this codec."""
         if not isinstance(format, ChunkCodec):
             format = ChunkCodec.of({"format": format, "scale": scale, "axis": axis, "block": block})
         object.__setattr__(self, "chunk", format)
@@ -82,7 +82,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
         """Refuse an array that this codec cannot encode: DtypeError, SizeError.
 
-        A `transpose` before it may permute the axes of chunks unseen, so a block need only divide one of them here.
+        A `transpose` before it may permute the axes of chunks unseen, so a block need only divide one of them.
         """
         kind_of(_native(dtype))
         axis, block = self.chunk.axis, self.chunk.block
@@ -93,8 +93,8 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         chunks: tuple[int, ...] | None = getattr(chunk_grid, "chunk_shape", None)
         if block is not None and chunks is not None and all(n % block for n in chunks):
             raise SizeError(
-                f"blocks of {block} do not fit chunks of {chunks}; choose chunks whose axis {-1 if axis is None else axis} "
-                "is a multiple of the block"
+                f"blocks of {block} do not fit chunks of {chunks}; choose chunks whose axis {axis} is a multiple "
+                "of the block"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
@@ -150,7 +150,7 @@ class _Part:
 
     @staticmethod
     def of(codec: ChunkCodec, shape: tuple[int, ...], selection: Any) -> _Part:
-        """Return the part for a selection as zarr-python makes them: integers, slices or index arrays for each axis."""
+        """Return the part for a selection of zarr-python's: an integer, slice or index array for each axis."""
         tiles = _tiles(selection, shape)
         if tiles is None or len(tiles) >= _MOST_REQUESTS:
             return _Part(codec, shape, (), (None,))
