@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import exmy
 import numpy as np
@@ -80,7 +81,7 @@ def test_an_array_is_rounded_chunk_by_chunk(dtype, configuration):
     x = weights((40, 33), dtype)
     codec = ExmyCodec(**configuration)
     store, found = stored(x, (16, 16), codec)
-    assert found.dtype == x.dtype.newbyteorder("=")
+    assert found.dtype.newbyteorder("=") == x.dtype.newbyteorder("=")
     np.testing.assert_array_equal(found[...], expected(x, (16, 16), codec.chunk))
     assert bytes_of(store, "c/1/0") == codec.chunk.encode(x[16:32, :16]).tobytes()
     document = json.loads(bytes_of(store, "zarr.json"))
@@ -189,8 +190,8 @@ def test_the_encoded_size_is_known():
     x = weights((64, 64))
     for configuration in CONFIGURATIONS:
         codec = ExmyCodec(**configuration)
-        store, found = stored(x, x.shape, codec)
-        spec = found.metadata.get_chunk_spec((0, 0), found._async_array.config, default_buffer_prototype())
+        store, _ = stored(x, x.shape, codec)
+        spec = SimpleNamespace(shape=x.shape)  # zarr-python's ArraySpec differs between its versions
         assert codec.compute_encoded_size(x.nbytes, spec) == len(bytes_of(store, "c/0/0"))
 
 
