@@ -19,7 +19,9 @@ import zarr.core.buffer
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from zarr.codecs import BytesCodec, GzipCodec, ZstdCodec
+from safetensors import safe_open
+from weights import real_weights
+from zarr.codecs import BloscCodec, BytesCodec, GzipCodec, ZstdCodec
 from zarr.core.metadata import ArrayV3Metadata
 from zarr.storage import MemoryStore
 
@@ -35,7 +37,16 @@ ZARR_CODECS = {
     "zstd": [BytesCodec(), ZstdCodec(level=3)],
     "gzip": [BytesCodec(), GzipCodec(level=5)],
     "checked": [BytesCodec(), ZstdCodec(level=0, checksum=True)],
+    "blosc": [BytesCodec(), BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="shuffle", blocksize=0)],
+    "blosc bits": [BytesCodec(), BloscCodec(typesize=2, cname="zstd", clevel=3, shuffle="bitshuffle")],
 }
+EXMY = [
+    {"format": "e4m3"},
+    {"format": "e3m2", "scale": "max"},
+    {"format": "e4m3b9", "scale": "none"},
+    {"format": "e3m2", "block": 32},
+    {"format": "e2m1", "axis": 0, "scale": "float"},
+]
 
 
 def sample(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -191,9 +202,118 @@ def test_exmy_chunks_hold_a_bias_and_packed_codes(values: npt.NDArray[Any], name
     assert bytes(encoded[8:]) == exmy.pack(exmy.encode(values, fitted), fitted.bits).tobytes()
     decoded = np.empty_like(values)
     meta.chain.decode(encoded, decoded)
-    assert np.array_equal(decoded, exmy.round(values, fitted))
-    largest = float(np.abs(values).max())  # it does not clip, so nothing is off by more than half its last place
-    assert np.abs(decoded.astype("f8") - values).max() <= largest * 2.0 ** -(fitted.mantissa_bits + 1)
+    assert np.array_equal(decoded, exmy.quantize(values, name).dequantize())
+
+
+def test_exmy_chunks_of_the_first_version_are_read() -> None:
+    meta = ArrayMeta.of((3,), "float32", (3,), "e2m1")
+    assert meta.codecs == [{"name": "exmy", "configuration": {"format": "e2m1"}}]
+    decoded = np.empty(3, "f4")
+    meta.chain.decode(memoryview(bytes.fromhex("0200000000000000040e0200")), decoded)
+    assert decoded.tolist() == [1, -2, 0.5]
+
+
+@pytest.mark.parametrize("configuration", EXMY, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_bytes_of_exmy_chunks_are_zarrs(dtype: str, configuration: dict[str, Any]) -> None:
+    values, chunks = sample((100, 70), dtype), (32, 64)
+    codecs = [zarr.registry.get_codec_class("exmy")(**configuration)]
+    assert asyncio.run(our_chunks(values, chunks, codecs)) == zarr_chunks(values, chunks, codecs)
+
+
+@pytest.mark.parametrize("configuration", EXMY, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_arrays_take_a_configuration_of_exmy(dtype: str, configuration: dict[str, Any]) -> None:
+    values, kind = sample((60, 64), dtype), dtype_named(dtype)
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", values.shape, dtype, (30, 64), codecs=configuration)
+        await array.write(values)
+    array = await (await store.snapshot()).array("a")
+    assert array.codecs == [{"name": "exmy", "configuration": configuration}]
+    arguments = {"f" if k == "format" else k: v for k, v in configuration.items()}
+    wanted = [exmy.quantize(part, **arguments).dequantize(kind) for part in (values[:30], values[30:])]
+    assert bits(await array.read()) == bits(np.concatenate(wanted))
+    assert bits(await array[7:41:2, 5].read()) == bits(np.concatenate(wanted)[7:41:2, 5])
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        ({"format": "e3m2", "block": 32}, "does not fit chunks of shape .5, 33.*pad"),
+        ({"format": "e3m2", "axis": 2}, "axis 2"),
+        ({"format": "e3m2", "scale": "best"}, "'best'"),
+        ({"format": "e3m2", "level": 1}, "it knows format, scale, axis, block"),
+        ({"axis": 1}, "names no format"),
+        ("zstd", "'lossless'"),
+        ([{"name": "exmy", "configuration": {"format": "e3m2", "block": 32}}], "does not fit chunks"),
+    ],
+    ids=str,
+)
+def test_exmy_configurations_that_do_not_fit_are_refused(codecs: Any, says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        ArrayMeta.of((10, 66), "float32", (5, 33), codecs)
+
+
+def test_exmy_bytes_that_no_encoder_writes_are_corrupt() -> None:
+    meta = ArrayMeta.of((4,), "float32", (4,), "e4m3")
+    encoded = bytearray(meta.chain.encode(np.ones(4, "f4"), np.empty(meta.encoded_bound, np.uint8)))
+    encoded[5] = 1
+    with pytest.raises(Corrupt, match="exmy"):
+        meta.chain.decode(memoryview(encoded), np.empty(4, "f4"))
+
+
+# ---- lossless
+
+
+@pytest.mark.parametrize("dtype", NUMPY + CUSTOM)
+async def test_lossless_keeps_every_bit(dtype: str) -> None:
+    kind = dtype_named(dtype)
+    raw = np.random.default_rng(3).integers(0, 256, 90 * kind.itemsize, np.uint8)
+    values = (raw % 2 if dtype == "bool" else raw).view(kind).reshape(9, 10)
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", values.shape, dtype, (4, 10), codecs="lossless")
+        await array.write(values)
+    array = await (await store.snapshot()).array("a")
+    assert bits(await array.read()) == bits(values)
+    assert bits(await array[3:5, ::3].read()) == bits(values[3:5, ::3])
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_zarr_reads_lossless_chunks(dtype: str) -> None:
+    values = sample((10, 300), dtype)
+    meta = ArrayMeta.of(values.shape, dtype, (4, 300), "lossless")
+    codecs = [zarr.registry.get_codec_class(c["name"]).from_dict(c) for c in meta.codecs]
+    ours, theirs = asyncio.run(our_chunks(values, (4, 300), codecs)), zarr_chunks(values, (4, 300), codecs)
+    assert ours == theirs
+    store = MemoryStore()
+
+    async def put() -> None:
+        for key, data in {**ours, "zarr.json": meta.document}.items():
+            await store.set(key, zarr.core.buffer.default_buffer_prototype().buffer.from_bytes(data))
+
+    asyncio.run(put())
+    assert bits(np.asarray(zarr.open_array(store, mode="r")[...])) == bits(values)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.85), ("bfloat16", 0.71)])
+def test_lossless_shrinks_real_weights(dtype: str, most: float) -> None:
+    kind = dtype_named(dtype)
+    with safe_open(real_weights(), "numpy") as file:
+        values = file.get_tensor("embeddings.word_embeddings.weight")[:8192].astype(kind)
+    meta = ArrayMeta.of(values.shape, kind, values.shape, "lossless")
+    encoded = meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))
+    assert len(encoded) < most * values.nbytes
+    decoded = np.empty_like(values)
+    meta.chain.decode(encoded, decoded)
+    assert bits(decoded) == bits(values)
+
+
+def test_a_chunk_beyond_bloscs_limit_is_refused() -> None:
+    ArrayMeta.of((1 << 31,), "uint8", (1 << 30,), "lossless")
+    with pytest.raises(InvalidArgument, match="smaller chunks"):
+        ArrayMeta.of((1 << 31,), "uint8", (1 << 31,), "lossless")
 
 
 def test_exmy_takes_no_nan_and_no_integers() -> None:
@@ -206,7 +326,8 @@ def test_exmy_takes_no_nan_and_no_integers() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "change"),
-    [(c, n) for c in ("plain", "zstd", "gzip") for n in (-1, -5)] + [("plain", 1), ("zstd", 1)],
+    [(c, n) for c in ("plain", "zstd", "gzip", "blosc") for n in (-1, -5, -30)]
+    + [("plain", 1), ("zstd", 1), ("blosc", 1)],
 )
 def test_chunks_of_a_wrong_length_are_corrupt(codec: str, change: int) -> None:
     meta = ArrayMeta.of((9,), "int16", (9,), [c.to_dict() for c in ZARR_CODECS[codec]])
@@ -274,8 +395,23 @@ def test_metadata_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
         [{"name": "zstd", "configuration": {}}],
         [{"name": "bytes", "configuration": {"endian": "big"}}],
         [{"name": "bytes"}, {"name": "blosc"}],
+        [
+            {"name": "bytes"},
+            {
+                "name": "blosc",
+                "configuration": {
+                    "typesize": 4,
+                    "cname": "new",
+                    "clevel": 1,
+                    "shuffle": "shuffle",
+                    "blocksize": 0,
+                },
+            },
+        ],
         [{"name": "transpose"}, {"name": "bytes"}],
         [{"name": "exmy", "configuration": {"format": "e4m3", "more": 1}}],
+        [{"name": "exmy", "configuration": {"format": "e4m3", "scale": "new"}}],
+        [{"name": "exmy", "configuration": {}}],
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("grid", "chunks", "sharding", "pool"),
+    ("chain",),
     ("codec",),
     ("manifest", "shards"),
     ("tree", "structure"),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tstore.chain import takes_floats_only
 from tstore.chunk_writer import WriteJob
 from tstore.codec import ArrayMeta, Codecs
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
@@ -74,7 +75,8 @@ async def save(
     `tree` nests dicts, lists, tuples and dataclasses; its leaves are NumPy arrays, `Shards`, and scalars.
     Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
-    `codecs`: None, an eXmY format for all float arrays, or rules by path pattern, first match first.
+    `codecs`: None, "lossless", an eXmY format or configuration (a mapping with the key "format") for all float
+    arrays, or rules by path pattern, first match first.
     `metrics` go into the history, `attributes` (JSON) into the root group.
 
     Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
@@ -148,15 +150,15 @@ def structure_attributes(document: list[Any]) -> dict[str, Any]:
 
 def codec_for(rules: CodecRules) -> Callable[[str, np.dtype[Any]], Codecs]:
     """Which codecs an array gets by its path and dtype; eXmY formats leave all but floats as they are."""
-    if isinstance(rules, Mapping):
+    if isinstance(rules, Mapping) and "format" not in rules:  # which is a configuration of exmy
         tests = [(compile_patterns(pattern), codecs) for pattern, codecs in rules.items()]
     else:
-        tests = [(compile_patterns("**"), rules)]
+        tests = [(compile_patterns("**"), cast(Codecs, rules))]
 
     def choose(path: str, dtype: np.dtype[Any]) -> Codecs:
         for matches, codecs in tests:
             if matches(path):
-                return None if isinstance(codecs, str) and dtype.name not in _FLOATS else codecs
+                return None if takes_floats_only(codecs) and dtype.name not in _FLOATS else codecs
         return None
 
     return choose

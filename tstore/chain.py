@@ -1,0 +1,262 @@
+"""The chain of codecs that turns a chunk into bytes and back; pure, no I/O.
+
+The bytes of a chunk are what zarr-python would write for it: C order, little-endian, edge chunks filled up to the
+full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by bytes→bytes codecs (`zstd`,
+`gzip`, `blosc`). What `exmy` writes is in its FORMAT.md, section 9; offsets are chosen for each chunk by itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import exmy
+import numcodecs.blosc
+import numpy as np
+import numpy.typing as npt
+from numcodecs import Zstd
+
+from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
+
+__all__ = ["Chain", "Codecs", "chain_documents", "takes_floats_only"]
+
+Buffer = memoryview
+Bytes = npt.NDArray[np.uint8]
+
+Codecs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""How chunks are stored: None (as they are), "lossless" (compressed), an eXmY format such as "e4m3", the
+configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
+
+LOSSLESS = "lossless"
+
+_NATIVE_LITTLE = sys.byteorder == "little"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+_BLOSC_HEADER = 16  # bytes; the last four are the length of all
+_BLOSC_LIMIT = (1 << 31) - 17  # bytes: blosc counts in int32
+_LOSSLESS_BLOCK = 1 << 19  # bytes: below, blosc compresses each byte of the elements apart, and worse
+
+
+class _ArrayBytes(Protocol):
+    """An array→bytes codec for chunks of one shape.
+
+    `size` is that of an encoded chunk; `identity` says that the bytes are those of the C-ordered chunk itself.
+    """
+
+    identity: bool
+    size: int
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None: ...
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None: ...
+
+
+class _Plain:
+    """Zarr's `bytes` codec, little-endian."""
+
+    def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> None:
+        self.identity = _NATIVE_LITTLE or dtype.itemsize == 1
+        self.size = math.prod(chunk_shape) * dtype.itemsize
+        self._stored = dtype if self.identity else dtype.newbyteorder("<")
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
+        np.copyto(out.view(self._stored).reshape(chunk.shape), chunk)
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        np.copyto(out, np.frombuffer(data, self._stored).reshape(out.shape))
+
+
+class _Exmy:
+    """The low-bit formats of `exmy`."""
+
+    identity = False
+
+    def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], settings: Mapping[str, Any]) -> None:
+        if dtype.name not in _FLOATS:
+            raise InvalidArgument(
+                f"codec exmy encodes float16, bfloat16, float32 and float64, not {dtype}; "
+                "leave such an array without it"
+            )
+        try:
+            self._codec = exmy.ChunkCodec.of(settings)
+            self.size = self._codec.size(chunk_shape)
+        except exmy.SizeError as error:
+            raise InvalidArgument(
+                f"codec exmy with {dict(settings)} does not fit chunks of shape {chunk_shape}: {error}"
+            ) from None
+        except exmy.ExmyError as error:
+            raise UnsupportedFormat(f"codec exmy: {error}") from None
+        self._dtype = dtype
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
+        try:
+            self._codec.encode(chunk, out=out)
+        except exmy.NonFiniteError as error:
+            raise NotFinite(
+                f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
+                "eXmY codes are all finite"
+            ) from None
+        except exmy.ExmyError as error:  # as a float64 beyond every bias
+            raise InvalidArgument(f"codec exmy: {error}") from None
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        try:
+            self._codec.decode(data, target.shape, self._dtype, out=target)
+        except exmy.ExmyError as error:
+            raise Corrupt(f"codec exmy: {error}") from error
+        if target is not out:
+            np.copyto(out, target)
+
+
+class _GZip:
+    """Zarr's `gzip`, without the time of day in its header: equal chunks must have equal bytes."""
+
+    def __init__(self, level: int = 5) -> None:
+        self._level = level
+
+    def encode(self, data: Any) -> bytes:
+        return gzip.compress(data, self._level, mtime=0)
+
+    def decode(self, data: Any) -> bytes:
+        return gzip.decompress(data)
+
+
+class _Blosc:
+    """Zarr's `blosc`."""
+
+    def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
+        try:
+            # With threads of its own, blosc puts blocks in the order in which they end: equal chunks must have
+            # equal bytes. zarr-python switches them off as well.
+            numcodecs.blosc.use_threads = False
+            kind = _SHUFFLES.index(shuffle)
+            if cname not in numcodecs.blosc.list_compressors() or not 0 <= clevel <= 9 or typesize < 1:
+                raise ValueError("out of range")
+            self._codec = numcodecs.blosc.Blosc(cname, clevel, kind, blocksize, typesize)
+        except ValueError:
+            raise TypeError(
+                f"blosc does not take {cname!r}, {clevel!r}, {shuffle!r}, typesize {typesize!r}"
+            ) from None
+
+    def encode(self, data: Any) -> bytes:
+        found: bytes = self._codec.encode(data)
+        return found
+
+    def decode(self, data: Any) -> bytes:
+        size = len(data)
+        if size < _BLOSC_HEADER or int.from_bytes(data[12:16], "little") != size:
+            raise ValueError(f"{size} bytes are not what blosc wrote")  # which would read beyond them
+        found: bytes = self._codec.decode(data)
+        return found
+
+
+def _zstd(level: int = 0, checksum: bool = False) -> Any:
+    return Zstd(level, checksum)
+
+
+_COMPRESSORS: dict[str, Any] = {"zstd": _zstd, "gzip": _GZip, "blosc": _Blosc}
+
+
+class Chain:
+    """The codecs of one array, for chunks of its one shape; `identity` chains store the chunk's own bytes."""
+
+    def __init__(
+        self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], documents: Sequence[Mapping[str, Any]]
+    ) -> None:
+        if not documents:
+            raise InvalidArgument("a codec chain needs an array→bytes codec: 'bytes' or 'exmy'")
+        first, *rest = documents
+        settings = first.get("configuration") or {}
+        self._array: _ArrayBytes
+        match first.get("name"):
+            case "bytes" if settings.get("endian", "little") == "little":
+                self._array = _Plain(dtype, chunk_shape)
+            case "exmy" if "format" in settings and set(settings) <= set(exmy.ChunkCodec.keys):
+                self._array = _Exmy(dtype, chunk_shape, settings)
+            case name:
+                raise UnsupportedFormat(
+                    f"codec {name!r} with configuration {dict(settings)} is not known to this tstore; "
+                    "install a newer one, or use 'bytes' (little-endian) or 'exmy' first in a chain"
+                )
+        self._compressors = []
+        for document in rest:
+            compressor = _COMPRESSORS.get(document.get("name", ""))
+            if compressor is None:
+                raise UnsupportedFormat(
+                    f"codec {document.get('name')!r} is not known to this tstore; "
+                    f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
+                )
+            settings = document.get("configuration") or {}
+            try:
+                self._compressors.append(compressor(**settings))
+            except TypeError:
+                raise UnsupportedFormat(
+                    f"codec {document['name']!r} with configuration {dict(settings)} is not known to this tstore"
+                ) from None
+        if self._array.size > _BLOSC_LIMIT and any(isinstance(c, _Blosc) for c in self._compressors):
+            raise InvalidArgument(
+                f"a chunk of {self._array.size} bytes is too long for blosc; expected at most {_BLOSC_LIMIT}: "
+                "choose smaller chunks"
+            )
+        self.identity = self._array.identity and not self._compressors
+        self.bound: int = self._array.size
+        """The exact size of an encoded chunk; before compressors, where there are any."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every chunk of equal shape has an encoded size of exactly `bound`."""
+        return not self._compressors
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
+        """The encoded bytes of a C-contiguous chunk: a view of `out` (of `bound` bytes), or new memory."""
+        self._array.encode(chunk, out)
+        data: Any = out
+        for compressor in self._compressors:
+            data = compressor.encode(data)
+        return memoryview(data).cast("B")
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        """Fills `out`, of the chunk's shape, from encoded bytes; `Corrupt` where their length is wrong."""
+        for compressor in reversed(self._compressors):
+            try:
+                data = memoryview(compressor.decode(data)).cast("B")
+            except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
+                raise Corrupt(f"compressed bytes do not decode: {error}") from error
+        if len(data) != self.bound:
+            raise Corrupt(f"expected {self.bound} encoded bytes, found {len(data)}")
+        self._array.decode(data, out)
+
+
+def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
+    """The codecs as they stand in a `zarr.json`; `InvalidArgument` where exmy does not know them."""
+    plain: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        plain["configuration"] = {"endian": "little"}
+    if codecs is None:
+        return [plain]
+    if codecs == LOSSLESS:
+        settings = {
+            "typesize": dtype.itemsize,
+            "cname": "zstd",
+            "clevel": 1,
+            "shuffle": "shuffle" if dtype.itemsize > 1 else "bitshuffle",
+            "blocksize": _LOSSLESS_BLOCK,
+        }
+        return [plain, {"name": "blosc", "configuration": settings}]
+    if isinstance(codecs, str):
+        codecs = {"format": codecs}
+    if isinstance(codecs, Mapping):
+        try:
+            return [{"name": "exmy", "configuration": exmy.ChunkCodec.of(codecs).configuration}]
+        except exmy.ExmyError as error:
+            raise InvalidArgument(f"codecs: {error}; or pass {LOSSLESS!r}, or None for no codec") from None
+    return [dict(c) for c in codecs]
+
+
+def takes_floats_only(codecs: Codecs) -> bool:
+    """Whether `codecs` names an eXmY format, which has no codes for integers."""
+    return isinstance(codecs, Mapping) or (isinstance(codecs, str) and codecs != LOSSLESS)
