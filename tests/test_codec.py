@@ -310,6 +310,24 @@ def test_lossless_shrinks_real_weights(dtype: str, most: float) -> None:
     assert bits(decoded) == bits(values)
 
 
+async def test_rules_take_configurations_and_lossless() -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    x, ids = sample((8, 32), "float32"), np.arange(64)
+    tree = {"head": x, "body": x + 1, "ids": ids, "norm": x[0]}
+    block = {"format": "e3m2", "block": 32}
+    await tstore.save(store, tree, 0, codecs=block)
+    await tstore.save(store, tree, 1, codecs={"norm": "lossless", "head": block, "ids": "lossless", "**": "e4m3"})
+    for step, names in ((0, {"head": block, "body": block}), (1, {"head": block, "body": {"format": "e4m3"}})):
+        snapshot = await store.snapshot(f"step/{step}")
+        for path, configuration in names.items():
+            assert (await snapshot.array(path)).codecs == [{"name": "exmy", "configuration": configuration}]
+        found = await tstore.restore(store, step)
+        assert np.array_equal(found["head"], exmy.quantize(x, "e3m2", block=32).dequantize())
+        assert np.array_equal(found["ids"], ids)
+    assert bits(found["norm"]) == bits(x[0])
+    assert [c["name"] for c in (await snapshot.array("ids")).codecs] == ["bytes", "blosc"]
+
+
 def test_a_chunk_beyond_bloscs_limit_is_refused() -> None:
     ArrayMeta.of((1 << 31,), "uint8", (1 << 30,), "lossless")
     with pytest.raises(InvalidArgument, match="smaller chunks"):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import exmy
@@ -166,6 +168,9 @@ def test_a_part_fetches_its_tiles_and_the_head_alone(rows):
     np.testing.assert_array_equal(found[[3, 90, 91], 0:10], whole[[3, 90, 91], 0:10])
     assert store.read <= head + 3 * 192 + 2 * 4096
     store.read = store.requests = 0
+    np.testing.assert_array_equal(found[20:250], whole[20:250])  # nearly all: the chunk in one request
+    assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
+    store.read = store.requests = 0
     np.testing.assert_array_equal(found[:, 7], whole[:, 7])  # every row: the chunk in one request
     assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
 
@@ -241,3 +246,8 @@ def test_metadata_that_it_does_not_know_is_refused(configuration, says):
     asyncio.run(store.set("zarr.json", data))
     with pytest.raises(exmy.FormatError, match=says):
         zarr.open_array(store, mode="r")
+
+
+def test_exmy_itself_needs_numpy_alone():
+    code = "import sys, exmy; print(sorted({'zarr', 'numcodecs'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"[]\n"
