@@ -100,9 +100,10 @@ class Transaction:
     ) -> Array:
         """A new array of this transaction; nothing is written yet.
 
-        `chunks` is the shape of one chunk, by default about 8 MiB. `codecs` is None (stored as it is), the
-        name of an eXmY format ("e4m3"), or a Zarr v3 codec list. Reading a chunk that was never written is
-        an error, unless the array is `sparse`: then it has the fill value.
+        `chunks` is the shape of one chunk, by default about 8 MiB. `codecs` is None (stored as it is),
+        "lossless" (compressed), the name of an eXmY format ("e4m3") or a configuration of it ({"format":
+        "e3m2", "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error,
+        unless the array is `sparse`: then it has the fill value.
         Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit.
         """
         staged = await self._begin()
