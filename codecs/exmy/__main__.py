@@ -1,0 +1,98 @@
+"""The command line of exmy: `python -m exmy formats` prints what the formats can hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from exmy.errors import FormatError
+from exmy.format import Format, formats
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and one sentence."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; SystemExit with 2 where it was misused."""
+    parser = _Parser(prog="python -m exmy", description="Low-bit number formats.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    table = commands.add_parser(
+        "formats",
+        help="print the table of formats",
+        description="Print every format with its standard bias: largest value, smallest normal and subnormal "
+        "value (to 7 digits; --json is exact), and how many distinct values it has.",
+    )
+    table.add_argument(
+        "--bits", type=_widths, default=range(2, 9), help="a width from 2 to 16, or all (default: 2 to 8)"
+    )
+    table.add_argument("--json", action="store_true", help="print a JSON array with an object for each format")
+    chosen = parser.parse_args(arguments)
+    rows = [_row(f) for bits in chosen.bits for f in formats(bits)]
+    if chosen.json:
+        json.dump(rows, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        head = [name.replace("_", " ") for name in rows[0]]
+        sys.stdout.writelines(_markdown([head, *([_text(cell) for cell in row.values()] for row in rows)]))
+
+
+def _widths(text: str) -> Sequence[int]:
+    if text == "all":
+        return range(2, 17)
+    try:
+        bits = int(text)
+        formats(bits)
+    except (ValueError, FormatError) as cause:
+        message = f"there are no formats of {text!r} bits; expected an integer from 2 to 16, or all"
+        raise argparse.ArgumentTypeError(message) from cause
+    return (bits,)
+
+
+def _row(f: Format) -> dict[str, Any]:
+    return {
+        "name": f.name,
+        "bits": f.bits,
+        "bias": f.bias,
+        "largest": f.max,
+        "smallest_normal": f.smallest_normal,
+        "smallest_subnormal": f.smallest_subnormal,
+        "values": (1 << f.bits) - 1,  # both zeros are one value
+    }
+
+
+def _text(cell: Any) -> str:
+    """Return powers of two below 1 as such, as the smallest values are, other floats to 7 digits."""
+    if cell is None:
+        return "none"
+    if not isinstance(cell, float):
+        return str(cell)
+    mantissa, exponent = math.frexp(cell)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and exponent < 1 else f"{cell:.7g}"
+
+
+def _markdown(cells: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table that is aligned as plain text too, the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |\n"
+        for row in cells
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Emulation: what rounding needs to know of a format where it works on the bits of another float type.
+
+exmy.jax and exmy.torch round with integers only, so that no compiler's treatment of subnormals, contraction
+or excess precision can change a bit.  `Steps` holds the integers for one format and one type; they are made
+without NumPy, so that torch.compile can trace it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from exmy.elements import Kind, Layout
+from exmy.errors import DtypeError, FormatError
+
+__all__ = ["Gradient", "NonFinite", "Rounding", "Steps", "check_choices", "check_seed", "steps"]
+
+Gradient: TypeAlias = Literal["identity", "clipped"]
+NonFinite: TypeAlias = Literal["propagate", "saturate"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+
+# Bits of the type, and of its mantissa.
+_WIDTHS = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
+
+
+class Steps(NamedTuple):
+    """A format seen from a float type; magnitudes are bits of that type without the sign.
+
+    With e the exponent field of an element (1 for subnormals), and t that of the element's leading bit, rounding
+    drops the low max(t, lowest) - e + surplus bits of the significand.
+    """
+
+    width: int
+    """Bits of the float type."""
+    mantissa_bits: int
+    """Mantissa bits of the float type."""
+    infinity: int
+    """The magnitude of infinity; greater ones are NaN."""
+    lowest: int
+    """The exponent field of the format's smallest normal; below 1 where it is a subnormal of the type."""
+    surplus: int
+    """Mantissa bits of the type beyond those of the format; below 0 where the format has more."""
+    smallest: int
+    """The magnitude of the format's smallest subnormal, if that is at least the type's."""
+    limit: int
+    """The largest magnitude that is not beyond the format's largest value."""
+    largest: int
+    """The format's largest value, rounded to the type: what greater magnitudes become."""
+
+
+def steps(layout: Layout, kind: Kind) -> Steps:
+    """Return the integers with which values of a type are rounded to a format."""
+    exponent_bits, mantissa_bits, bias = layout
+    width, own = _WIDTHS[kind]
+    infinity = (1 << (width - 1)) - (1 << own)
+    type_bias = infinity >> (own + 1)  # half of the exponent fields
+    peak_field = max((1 << exponent_bits) - 1, 1)
+    peak = (1 << mantissa_bits) - 1 + ((1 << mantissa_bits) if exponent_bits else 0)
+    finest = 1 - bias - mantissa_bits
+    largest, above = _nearest(peak, finest + peak_field - 1, own, type_bias, infinity)
+    smallest, _ = _nearest(1, finest, own, type_bias, infinity)
+    return Steps(
+        width=width,
+        mantissa_bits=own,
+        infinity=infinity,
+        lowest=1 - bias + type_bias,
+        surplus=own - mantissa_bits,
+        smallest=smallest,
+        limit=largest - above,
+        largest=largest,
+    )
+
+
+def _nearest(n: int, exponent: int, own: int, type_bias: int, infinity: int) -> tuple[int, int]:
+    """Return the magnitude nearest to n 2^exponent, n > 0, ties to even, and 1 where it is above, else 0."""
+    field = max(n.bit_length() - 1 + exponent + type_bias, 1)
+    drop = field - type_bias - own - exponent  # low bits of n that the type does not hold
+    if drop <= 0:
+        kept, above = n << -drop, False
+    else:
+        kept, rest = n >> drop, n & ((1 << drop) - 1)
+        above = 2 * rest + (kept & 1) > 1 << drop
+    magnitude = ((field - 1) << own) + kept + above
+    return min(magnitude, infinity), int(above or magnitude >= infinity)
+
+
+def check_choices(nonfinite: str, rounding: str, gradient: str) -> None:
+    """FormatError for an unknown choice."""
+    for name, value, known in (
+        ("nonfinite", nonfinite, ("propagate", "saturate")),
+        ("rounding", rounding, ("nearest", "stochastic")),
+        ("gradient", gradient, ("identity", "clipped")),
+    ):
+        if value not in known:
+            raise FormatError(f"{name} is {value!r}; expected {known[0]!r} or {known[1]!r}")
+
+
+def check_seed(seed: object) -> int:
+    """Return a seed given as a number, 0 ... 2^64 - 1; DtypeError for what is none, FormatError out of range."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise DtypeError(f"seed is {type(seed).__name__}; expected an integer, or an array of one integer")
+    if not 0 <= seed < 1 << 64:
+        raise FormatError(f"seed is {seed}; expected 0 to 2^64 - 1")
+    return int(seed)

@@ -1,0 +1,164 @@
+"""Emulation in JAX: `round` under jit, vmap and grad, the same bits as `exmy.round`.
+
+>>> import exmy.jax, jax, jax.numpy as jnp
+>>> exmy.jax.round(jnp.array([0.3, -1.0, 500.0]), "e4m3")
+Array([  0.3125,  -1.    , 480.    ], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from exmy.elements import kind_of
+from exmy.emulation import Gradient, NonFinite, Rounding, Steps, check_choices, check_seed, steps
+from exmy.errors import DtypeError, SizeError
+from exmy.format import Format, as_format
+
+__all__ = ["round"]
+
+
+def round(
+    x: Any,
+    f: Format | str,
+    *,
+    nonfinite: NonFinite = "propagate",
+    rounding: Rounding = "nearest",
+    seed: Any = 0,
+    gradient: Gradient = "identity",
+) -> jax.Array:
+    """Return x rounded to values of f, in the shape and dtype of x, bit for bit as `exmy.round` does.
+
+    x: float16, bfloat16, float32, or float64 where JAX has it enabled (DtypeError otherwise); all but x and
+    seed is static.  nonfinite "propagate": NaN and infinity stay; "saturate": infinity becomes the largest
+    value of its sign, NaN becomes +0.  rounding "stochastic": up with the probability that makes the mean
+    exact; the bits depend on seed and on the element's position in x in C order, at most 2^32 elements
+    (SizeError); under vmap every example counts from 0, so give each a seed of its own.  seed: 0 ... 2^64 - 1,
+    or an array of one integer, traced or not, whose 32 or 64 bits count as unsigned.
+
+    The derivative is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
+    "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
+    """
+    f = as_format(f)
+    check_choices(nonfinite, rounding, gradient)
+    array = jnp.asarray(x)
+    kind = kind_of(np.dtype(array.dtype))
+    if rounding == "stochastic" and array.size > 1 << 32:
+        raise SizeError(f"x has {array.size} elements; expected at most 2^32 for stochastic rounding: split it")
+    s = steps(f.layout, kind)
+    rounded: jax.Array = _straight_through(array, _seed_words(seed), s, nonfinite, rounding, gradient)
+    return rounded
+
+
+def _seed_words(seed: Any) -> jax.Array:
+    """Return the low and the high 32 bits of a seed as uint32 of shape (2,)."""
+    if not isinstance(seed, (jax.Array, np.ndarray)):
+        number = check_seed(seed)
+        return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
+    if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
+        raise DtypeError(f"seed is a {seed.dtype} array of shape {seed.shape}; expected one integer")
+    bits = jnp.asarray(seed).reshape(())
+    high = bits >> 32 if bits.dtype.itemsize == 8 else jnp.uint32(0)
+    words: jax.Array = jnp.stack([bits.astype(jnp.uint32), high.astype(jnp.uint32)])
+    return words
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
+def _straight_through(
+    x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, rounding: Rounding, gradient: Gradient
+) -> jax.Array:
+    rounded: jax.Array = _rounded(x, seed, s, nonfinite, rounding)
+    return rounded
+
+
+@_straight_through.defjvp
+def _tangent(
+    s: Steps,
+    nonfinite: NonFinite,
+    rounding: Rounding,
+    gradient: Gradient,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, Any],
+) -> tuple[jax.Array, jax.Array]:
+    (x, seed), (dx, _) = primals, tangents
+    if gradient == "clipped":
+        dx = jnp.where(_magnitude(x, s) <= s.limit, dx, jnp.zeros_like(dx))
+    return _straight_through(x, seed, s, nonfinite, rounding, gradient), dx  # so that a second derivative passes
+
+
+def _word(x: jax.Array, s: Steps) -> jax.Array:
+    """Return the bits of x, in integers of at least 32 bits."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{s.width}"))
+    return bits.astype(jnp.uint64 if s.width == 64 else jnp.uint32)
+
+
+def _magnitude(x: jax.Array, s: Steps) -> jax.Array:
+    return _word(x, s) & ((1 << (s.width - 1)) - 1)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _rounded(x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, rounding: Rounding) -> jax.Array:
+    """Round significands: drop their low bits, and add one to what remains where that is nearer, or drawn."""
+    y = s.mantissa_bits
+    word = _word(x, s)
+    magnitude = _magnitude(x, s)
+    unit = jnp.array(1, word.dtype)
+    signed = jnp.int64 if s.width == 64 else jnp.int32
+
+    field = (magnitude >> y).astype(signed)
+    significand = jnp.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
+    field = jnp.maximum(field, 1)
+    lead = field  # the exponent field that the leading bit stands for
+    if s.lowest < 1:  # subnormals of the type are normals of the format
+        zeros = lax.clz(significand).astype(signed)
+        lead = field + (8 * word.dtype.itemsize - 1 - y) - zeros
+    drop = jnp.clip(jnp.maximum(lead, s.lowest) - field + s.surplus, 0, y + 34).astype(word.dtype)
+    whole = drop > y  # nothing remains of the significand, at most its leading bit is dropped too
+
+    rest = significand & ((unit << jnp.minimum(drop, y + 1)) - 1)
+    if rounding == "nearest":
+        odd = significand >> jnp.minimum(drop, y + 1) & 1
+        up = 2 * rest + odd > unit << jnp.minimum(drop, y + 2)
+    else:
+        fraction = jnp.where(
+            drop <= 32, rest << jnp.minimum(32 - jnp.minimum(drop, 32), 31), rest >> (jnp.maximum(drop, 32) - 32)
+        ).astype(jnp.uint32)
+        up = _noise(x.shape, seed) + fraction < fraction  # carries out of 32 bits
+    kept = jnp.where(whole, 0, magnitude - rest)
+    step = jnp.where(whole, jnp.array(s.smallest, word.dtype), unit << jnp.minimum(drop, y))
+    out = kept + jnp.where(up, step, 0)
+
+    out = jnp.where(magnitude > s.limit, jnp.array(s.largest, word.dtype), out)
+    if nonfinite == "propagate":
+        out = jnp.where(magnitude >= s.infinity, magnitude, out)
+    out = out | (word ^ magnitude)
+    if nonfinite == "saturate":
+        out = jnp.where(magnitude > s.infinity, 0, out)
+    return lax.bitcast_convert_type(out.astype(jnp.dtype(f"uint{s.width}")), x.dtype)
+
+
+def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+    """Return 32 random bits for each element: a hash of its position in C order and of the seed."""
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):  # a sum over axes and no reshape, so that it stays where x is sharded
+        stride = math.prod(shape[axis + 1 :])
+        if shape[axis] > 1:
+            position += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    high = _mix(jnp.uint32(0x9E3779B9))  # the high half of all positions is 0
+    k0 = _mix(seed[0] ^ _mix(seed[1] ^ high))
+    k1 = _mix(k0 + jnp.uint32(0x85EBCA6B))
+    return _mix(_mix(position ^ k0) + k1)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    h ^= h >> 16
+    h *= jnp.uint32(0x7FEB352D)
+    h ^= h >> 15
+    h *= jnp.uint32(0x846CA68B)
+    return h ^ h >> 16

@@ -1,0 +1,168 @@
+"""Emulation in PyTorch: `round` with autograd, the same bits as `exmy.round`.
+
+>>> import exmy.torch, torch
+>>> exmy.torch.round(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
+tensor([  0.3125,  -1.0000, 480.0000])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from exmy.elements import Kind
+from exmy.emulation import Gradient, NonFinite, Rounding, Steps, check_choices, check_seed, steps
+from exmy.errors import DtypeError
+from exmy.format import Format, as_format
+
+__all__ = ["round"]
+
+_LOW = 0xFFFFFFFF
+
+_TYPES = {
+    torch.float16: (Kind.FLOAT16, torch.int16),
+    torch.bfloat16: (Kind.BFLOAT16, torch.int16),
+    torch.float32: (Kind.FLOAT32, torch.int32),
+    torch.float64: (Kind.FLOAT64, torch.int64),
+}
+
+
+def round(
+    x: torch.Tensor,
+    f: Format | str,
+    *,
+    nonfinite: NonFinite = "propagate",
+    rounding: Rounding = "nearest",
+    seed: int | torch.Tensor = 0,
+    gradient: Gradient = "identity",
+) -> torch.Tensor:
+    """Return x rounded to values of f, in the shape, dtype and device of x, bit for bit as `exmy.round` does.
+
+    x: float16, bfloat16, float32 or float64 (DtypeError otherwise).  nonfinite "propagate": NaN and infinity
+    stay; "saturate": infinity becomes the largest value of its sign, NaN becomes +0.  rounding "stochastic":
+    up with the probability that makes the mean exact; the bits depend on seed and on the element's position
+    in x in C order; under vmap every example counts from 0, so give each a seed of its own.  seed:
+    0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits count as unsigned; under torch.compile a
+    tensor, so that a new seed does not compile again.
+
+    The gradient is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
+    "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
+    """
+    f = as_format(f)
+    check_choices(nonfinite, rounding, gradient)
+    if not isinstance(x, torch.Tensor) or x.dtype not in _TYPES:
+        found = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DtypeError(f"x is {found}; expected a tensor of float16, bfloat16, float32 or float64")
+    if not isinstance(seed, torch.Tensor):
+        seed = check_seed(seed)
+    elif seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != 1:
+        raise DtypeError(f"seed is a {seed.dtype} tensor of shape {tuple(seed.shape)}; expected one integer")
+    s = steps(f.layout, _TYPES[x.dtype][0])
+    rounded: torch.Tensor = _StraightThrough.apply(x, seed, s, nonfinite, rounding, gradient)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        seed: int | torch.Tensor,
+        s: Steps,
+        nonfinite: NonFinite,
+        rounding: Rounding,
+        gradient: Gradient,
+    ) -> torch.Tensor:
+        return _rounded(x, seed, s, nonfinite, rounding)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, _, ctx.steps, _, _, ctx.gradient = inputs
+        if ctx.gradient == "clipped":
+            ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradient == "clipped":
+            (x,) = ctx.saved_tensors
+            dy = torch.where(_magnitude(x, ctx.steps) <= ctx.steps.limit, dy, 0)
+        return dy, None, None, None, None, None
+
+
+def _magnitude(x: torch.Tensor, s: Steps) -> torch.Tensor:
+    """Return the bits of |x|, in integers of at least 32 bits."""
+    word = x.view(_TYPES[x.dtype][1]).to(torch.int64 if s.width == 64 else torch.int32)
+    return word & ((1 << (s.width - 1)) - 1)
+
+
+def _rounded(
+    x: torch.Tensor, seed: int | torch.Tensor, s: Steps, nonfinite: NonFinite, rounding: Rounding
+) -> torch.Tensor:
+    """Round significands: drop their low bits, and add one to what remains where that is nearer, or drawn."""
+    y = s.mantissa_bits
+    magnitude = _magnitude(x, s)
+    unit = torch.ones_like(magnitude)
+
+    field = magnitude >> y
+    significand = torch.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
+    field = field.clamp(min=1)
+    # The exponent field that the leading bit stands for.
+    lead = field + (_log2(significand) - y) if s.lowest < 1 else field
+    drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)
+    whole = drop > y  # nothing remains of the significand, at most its leading bit is dropped too
+
+    rest = significand & ((unit << drop.clamp(max=y + 1)) - 1)
+    if rounding == "nearest":
+        odd = significand >> drop.clamp(max=y + 1) & 1
+        up = 2 * rest + odd > unit << drop.clamp(max=y + 2)
+    else:
+        rest64, drop64 = rest.to(torch.int64), drop.to(torch.int64)
+        fraction = rest64 << (32 - drop64).clamp(min=0) >> (drop64 - 32).clamp(min=0)
+        up = _noise(x, seed) + fraction > _LOW
+    kept = torch.where(whole, 0, magnitude - rest)
+    step = torch.where(whole, s.smallest, unit << drop.clamp(max=y))
+    out = kept + torch.where(up, step, 0)
+
+    out = torch.where(magnitude > s.limit, s.largest, out)
+    if nonfinite == "propagate":
+        out = torch.where(magnitude >= s.infinity, magnitude, out)
+    bits = x.view(_TYPES[x.dtype][1])
+    signed = out.to(bits.dtype) | bits & -(1 << (s.width - 1))
+    if nonfinite == "saturate":
+        signed = torch.where(magnitude > s.infinity, 0, signed)
+    return signed.view(x.dtype)
+
+
+def _log2(significand: torch.Tensor) -> torch.Tensor:
+    """Return floor(log2 m), read from the exponent of m as a float, which holds m exactly."""
+    if significand.dtype == torch.int64:
+        return (significand.to(torch.float64).view(torch.int64) >> 52) - 1023
+    return (significand.to(torch.float32).view(torch.int32) >> 23) - 127
+
+
+def _noise(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each element: a hash of its position in C order and of the seed."""
+    low: Any
+    high: Any
+    if isinstance(seed, torch.Tensor):
+        number = seed.reshape(()).to(torch.int64)
+        low, high = number & _LOW, number >> 32 & _LOW if seed.itemsize == 8 else 0
+    else:
+        low, high = seed & _LOW, seed >> 32
+    position = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    over = position >> 32 if x.numel() > 1 << 32 else 0
+    k0 = _mix(low ^ _mix(high ^ _mix(over + 0x9E3779B9 & _LOW)))
+    k1 = _mix(k0 + 0x85EBCA6B & _LOW)
+    noise: torch.Tensor = _mix(_mix(position & _LOW ^ k0) + k1 & _LOW)
+    return noise
+
+
+def _mix(h: Any) -> Any:
+    """Hash 32 bits held in 64: the second factor is negative, so that no product leaves 64 bits."""
+    h = h ^ h >> 16
+    h = h * 0x7FEB352D & _LOW
+    h = h ^ h >> 15
+    h = h * (0x846CA68B - (1 << 32)) & _LOW
+    return h ^ h >> 16
