@@ -13,7 +13,7 @@ import torch
 
 from exmy.elements import Kind
 from exmy.emulation import Gradient, NonFinite, Rounding, Steps, check_choices, check_seed, steps
-from exmy.errors import DtypeError
+from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 
 __all__ = ["round"]
@@ -42,9 +42,9 @@ def round(
     x: float16, bfloat16, float32 or float64 (DtypeError otherwise).  nonfinite "propagate": NaN and infinity
     stay; "saturate": infinity becomes the largest value of its sign, NaN becomes +0.  rounding "stochastic":
     up with the probability that makes the mean exact; the bits depend on seed and on the element's position
-    in x in C order; under vmap every example counts from 0, so give each a seed of its own.  seed:
-    0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits count as unsigned; under torch.compile a
-    tensor, so that a new seed does not compile again.
+    in x in C order, at most 2^32 elements (SizeError); under vmap every example counts from 0, so give each
+    a seed of its own.  seed: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits count as
+    unsigned; under torch.compile a tensor, so that a new seed does not compile again.
 
     The gradient is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
@@ -54,6 +54,8 @@ def round(
     if not isinstance(x, torch.Tensor) or x.dtype not in _TYPES:
         found = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise DtypeError(f"x is {found}; expected a tensor of float16, bfloat16, float32 or float64")
+    if rounding == "stochastic" and x.numel() > 1 << 32:
+        raise SizeError(f"x has {x.numel()} elements; expected at most 2^32 for stochastic rounding: split it")
     if not isinstance(seed, torch.Tensor):
         seed = check_seed(seed)
     elif seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != 1:
@@ -152,10 +154,9 @@ def _noise(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
     else:
         low, high = seed & _LOW, seed >> 32
     position = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-    over = position >> 32 if x.numel() > 1 << 32 else 0
-    k0 = _mix(low ^ _mix(high ^ _mix(over + 0x9E3779B9 & _LOW)))
+    k0 = _mix(low ^ _mix(high ^ _mix(0x9E3779B9)))  # the high half of all positions is 0
     k1 = _mix(k0 + 0x85EBCA6B & _LOW)
-    noise: torch.Tensor = _mix(_mix(position & _LOW ^ k0) + k1 & _LOW)
+    noise: torch.Tensor = _mix(_mix(position ^ k0) + k1 & _LOW)
     return noise
 
 

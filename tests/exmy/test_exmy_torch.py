@@ -5,7 +5,19 @@ import exmy.torch
 import numpy as np
 import pytest
 import torch
-from emulated import DTYPES, FORMATS, assert_same_bits, bits_of, every_16_bit, hard_inputs, is_finite, stochastic
+from emulated import (
+    DTYPES,
+    EDGES,
+    FORMATS,
+    assert_same_bits,
+    bits_of,
+    every_16_bit,
+    hard_inputs,
+    is_finite,
+    stochastic,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,6 +51,18 @@ def test_hard_inputs_in_all_formats(dtype, all_formats):
         assert_same_bits(rounded(x, f), exmy.round(x, f), f)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 8).flatmap(lambda x: st.tuples(st.just(x), st.integers(0 if x else 1, 15 - x))),
+    st.integers(-512, 512),
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40),
+)
+def test_any_format_on_any_floats(split, bias, values):
+    f = exmy.Format(f"e{split[0]}m{split[1]}b{bias}")
+    for x in (np.array(values, np.float32), np.array(values)):
+        assert_same_bits(rounded(x, f), exmy.round(x, f), f)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stochastic_rounding_is_as_defined(dtype):
     for f in FORMATS:
@@ -59,6 +83,13 @@ def test_seeds_as_tensors():
         (torch.tensor(2**64 - 2, dtype=torch.uint64), 2**64 - 2),
     ]:
         assert_same_bits(rounded(x, f, rounding="stochastic", seed=seed), stochastic(x, f, number), seed)
+
+
+def test_the_last_bit_of_the_noise_decides():
+    for seed, position, value, wanted in EDGES:
+        x = np.full(2000, value, np.float32)
+        found = rounded(x, "e3m1", rounding="stochastic", seed=seed)
+        assert found[position] == stochastic(x, exmy.Format("e3m1"), seed)[position] == wanted
 
 
 def test_nan_and_infinity():
@@ -152,3 +183,6 @@ def test_wrong_arguments():
     for seed in (1.0, True, torch.ones(1), torch.tensor(True), torch.arange(2)):
         with pytest.raises(exmy.DtypeError, match=r"seed is .* expected .*one integer"):
             exmy.torch.round(x, "e4m3", seed=seed)
+    many = torch.zeros(1).expand((1 << 32) + 1)
+    with pytest.raises(exmy.SizeError, match=r"expected at most 2\^32"):
+        exmy.torch.round(many, "e4m3", rounding="stochastic")

@@ -22,9 +22,13 @@ FORMATS = [
     exmy.Format(name)
     for name in (
         *("e0m1", "e0m7", "e1m2", "e2m1", "e3m0", "e4m3", "e4m3b25", "e4m3b200", "e5m2", "e5m2b140", "e5m10"),
-        *("e3m12", "e8m0", "e8m7", "e2m3b-200", "e2m3b512"),
+        *("e5m2b16", "e2m3b128", "e3m12", "e8m0", "e8m7", "e2m3b-200", "e2m3b512"),
     )
 ]
+
+
+# (seed, position, from, to): where the hash is 0, 2^31 - 1 and 2^31, so that one bit decides.
+EDGES = [(75553, 1654, 1.0, 1.0), (6039095, 1221, 1.25, 1.0), (489388, 374, 1.25, 1.5)]
 
 
 def bits_of(array: NDArray[Any]) -> NDArray[Any]:
