@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from exmy.elements import Kind, Layout
-from exmy.errors import DtypeError, FormatError
+from exmy.errors import FormatError
 
 __all__ = ["Gradient", "NonFinite", "Rounding", "Steps", "check_choices", "check_seed", "steps"]
 
@@ -97,9 +97,7 @@ def check_choices(nonfinite: str, rounding: str, gradient: str) -> None:
 
 
 def check_seed(seed: object) -> int:
-    """Return a seed given as a number, 0 ... 2^64 - 1; DtypeError for what is none, FormatError out of range."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise DtypeError(f"seed is {type(seed).__name__}; expected an integer, or an array of one integer")
-    if not 0 <= seed < 1 << 64:
-        raise FormatError(f"seed is {seed}; expected 0 to 2^64 - 1")
+    """Return a seed that is given as a number, 0 ... 2^64 - 1; FormatError for others."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
+        raise FormatError(f"seed is {seed!r}; expected an integer from 0 to 2^64 - 1, or an array of one")
     return int(seed)
