@@ -40,7 +40,7 @@ def round(
     value of its sign, NaN becomes +0.  rounding "stochastic": up with the probability that makes the mean
     exact; the bits depend on seed and on the element's position in x in C order, at most 2^32 elements
     (SizeError); under vmap every example counts from 0, so give each a seed of its own.  seed: 0 ... 2^64 - 1,
-    or an array of one integer, traced or not, whose 32 or 64 bits count as unsigned.
+    or a JAX array of one integer, traced or not, whose 32 or 64 bits count as unsigned.
 
     The derivative is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
@@ -58,12 +58,14 @@ def round(
 
 def _seed_words(seed: Any) -> jax.Array:
     """Return the low and the high 32 bits of a seed as uint32 of shape (2,)."""
-    if not isinstance(seed, (jax.Array, np.ndarray)):
+    if isinstance(seed, np.ndarray) and seed.size == 1:
+        seed = seed.item()  # a JAX array of it could be of fewer bits
+    if not isinstance(seed, jax.Array):
         number = check_seed(seed)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
         raise DtypeError(f"seed is a {seed.dtype} array of shape {seed.shape}; expected one integer")
-    bits = jnp.asarray(seed).reshape(())
+    bits = seed.reshape(())
     high = bits >> 32 if bits.dtype.itemsize == 8 else jnp.uint32(0)
     words: jax.Array = jnp.stack([bits.astype(jnp.uint32), high.astype(jnp.uint32)])
     return words

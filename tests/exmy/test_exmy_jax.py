@@ -115,6 +115,9 @@ def test_a_traced_seed_is_the_same_seed():
     assert (drawn[0] != drawn[1]).any()
     last = np.asarray(draw(x, np.uint32(2**32 - 1)))
     assert_same_bits(last, stochastic(np.asarray(x), exmy.Format("e3m2"), 2**32 - 1))
+    for seed in (np.array([2**63 + 5], np.uint64), np.uint64(2**63 + 5)):
+        big = np.asarray(exmy.jax.round(x, "e3m2", rounding="stochastic", seed=seed))
+        assert_same_bits(big, stochastic(np.asarray(x), exmy.Format("e3m2"), 2**63 + 5))
     with jax.enable_x64(True):
         big = np.asarray(draw(x, np.array([2**63 + 5], np.uint64)))
     assert_same_bits(big, stochastic(np.asarray(x), exmy.Format("e3m2"), 2**63 + 5))

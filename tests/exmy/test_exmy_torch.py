@@ -22,6 +22,15 @@ from hypothesis import strategies as st
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors on two threads of a busy machine wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tensor(array):
     """The same memory; NumPy's bfloat16 is none of PyTorch's types."""
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
