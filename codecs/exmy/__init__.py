@@ -26,8 +26,9 @@ from exmy.errors import (
     SizeError,
     SlowPathWarning,
 )
+from exmy.exponents import Exponents, exponents
 from exmy.format import Format, formats
-from exmy.noise import sqnr
+from exmy.noise import Difference, compare, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
@@ -37,8 +38,10 @@ __all__ = [
     "ChunkCodec",
     "ChunkSlice",
     "CodeError",
+    "Difference",
     "DtypeError",
     "ExmyError",
+    "Exponents",
     "Format",
     "FormatError",
     "KernelError",
@@ -46,10 +49,12 @@ __all__ = [
     "Quantized",
     "SizeError",
     "SlowPathWarning",
+    "compare",
     "decode",
     "decode_packed",
     "encode",
     "encode_packed",
+    "exponents",
     "formats",
     "kernels",
     "pack",

@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_runs.h"
+#include "_arrays.h"
 
 static const lanes *lanes_of(int level)
 {
@@ -337,6 +337,8 @@ static PyObject *py_supports(PyObject *self, PyObject *args)
     return PyBool_FromLong(level_lanes(level) != NULL);
 }
 
+#include "_bindings.h"
+
 static PyMethodDef methods[] = {
     {"supports", py_supports, METH_VARARGS, "supports(level) -> bool: whether this machine runs the level."},
     {"encode", py_encode, METH_VARARGS,
@@ -356,6 +358,7 @@ static PyMethodDef methods[] = {
     {"peaks", py_peaks, METH_VARARGS, "peaks(level, kind, length, src, out): one float64 for each run."},
     {"noise", py_noise, METH_VARARGS,
      "noise(level, kind, x, y, bias, wide, length, scales, factors, src, out): float64 by run and factor."},
+    ARRAY_METHODS,
     {NULL, NULL, 0, NULL},
 };
 

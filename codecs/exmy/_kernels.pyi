@@ -93,3 +93,35 @@ def noise(
     out: Array,
     /,
 ) -> None: ...
+def stochastic(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    seed: int,
+    first: int,
+    target: int,
+    saturate: bool,
+    src: Array,
+    out: Array,
+    /,
+) -> tuple[int, int]: ...
+def stochastic_groups(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    length: int,
+    inner: int,
+    first: int,
+    seed: int,
+    scales: Array,
+    src: Array,
+    out: Array,
+    /,
+) -> None: ...
+def exponents(level: int, kind: int, src: Array, out: Array, /) -> None: ...
+def compare(level: int, kind: int, x: Array, y: Array, /) -> tuple[float, float, float, float]: ...

@@ -297,6 +297,8 @@ DEFINE_PLANE(1, 0x0101010101010101u)
 #undef DEFINE_PLANE
 
 #include "_grouped.h"
+#include "_stochastic.h"
+#include "_compare.h"
 
 static const lanes LANE(table) = {
     LANE(codes8_f32),   LANE(codes16_f32),  LANE(codes8_f64),  LANE(codes16_f64),
@@ -308,4 +310,5 @@ static const lanes LANE(table) = {
     LANE(noise_f32),    LANE(noise_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},
     {LANE(unpack_plane4), LANE(unpack_plane2), LANE(unpack_plane1)},
+    LANE(random_bits),  LANE(stochastic8),  LANE(stochastic16), LANE(compare_f32), LANE(compare_f64),
 };

@@ -4,6 +4,7 @@
  * than gcc and clang, and other processors than x86-64, get the baseline alone.
  */
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -73,6 +74,11 @@ typedef struct {
     void (*noise_f64)(const float64_value *, size_t, double, const spec *, double *);
     void (*pack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*unpack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
+    void (*random_bits)(uint32_t, uint32_t, uint32_t, size_t, uint32_t *);
+    uint64_t (*stochastic8)(const float64_bits *, const uint32_t *, size_t, const spec *, uint8_t *);
+    uint64_t (*stochastic16)(const float64_bits *, const uint32_t *, size_t, const spec *, code16 *);
+    void (*compare_f32)(const float32_value *, const float32_value *, size_t, double *);
+    void (*compare_f64)(const float64_value *, const float64_value *, size_t, double *);
 } lanes;
 
 #define LANE_HAS_F16C 0

@@ -9,12 +9,15 @@ import numpy as np
 from exmy import reference
 from exmy.elements import Array, Kind, Layout
 from exmy.groups import Groups
+from exmy.rounding import Dither
 
 __all__ = [
+    "compare",
     "decode",
     "decode_groups",
     "encode",
     "encode_groups",
+    "exponents",
     "noise",
     "pack",
     "peak",
@@ -39,24 +42,40 @@ def _bytes(start: int, stop: int, bits: int) -> slice:
     return slice(start // 8 * bits, (whole // 8 + (rest + 7) // 8) * bits)
 
 
-def _nonfinite(kind: Kind, src: Array) -> tuple[int, int]:
-    """Return how many values are not finite and where the first lies."""
+def _nonfinite(kind: Kind, src: Array, begin: int = 0) -> tuple[int, int]:
+    """Return how many values from `begin` on are not finite and where the first lies."""
     count = first = 0
-    for start, stop in _blocks(src.size):
-        bad = np.flatnonzero(~np.isfinite(reference.widen(src[start:stop], kind)))
+    for start, stop in _blocks(src.size - begin):
+        bad = np.flatnonzero(~np.isfinite(reference.widen(src[begin + start : begin + stop], kind)))
         if bad.size and not count:
-            first = start + int(bad[0])
+            first = begin + start + int(bad[0])
         count += bad.size
     return count, first
 
 
-def encode(kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool) -> tuple[int, int]:
+def _codes(values: Array, layout: Layout, dither: Dither | None, start: int) -> Array:
+    """Return the codes of the elements from `start` on."""
+    if dither is None:
+        return reference.encode(values, layout)
+    return reference.encode(values, layout, reference.random_bits(*dither.at(start), values.size))
+
+
+def encode(
+    kind: Kind,
+    layout: Layout,
+    src: Array,
+    out: Array,
+    *,
+    packed: bool,
+    saturate: bool,
+    dither: Dither | None = None,
+) -> tuple[int, int]:
     """See kernels.encode."""
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(kind, src)
-        codes = reference.encode(values, layout)
+            return _nonfinite(kind, src, start)
+        codes = _codes(values, layout, dither, start)
         if packed:
             out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
         else:
@@ -74,13 +93,15 @@ def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool
         out[start:stop] = reference.narrow(reference.decode(part, layout), kind)
 
 
-def round(kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool) -> tuple[int, int]:
+def round(
+    kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool, dither: Dither | None = None
+) -> tuple[int, int]:
     """See kernels.round."""
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(kind, src)
-        codes = reference.encode(values, layout)
+            return _nonfinite(kind, src, start)  # src may be out: what lies before is rounded by now
+        codes = _codes(values, layout, dither, start)
         out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
     return 0, 0
 
@@ -146,13 +167,21 @@ def _scaled(kind: Kind, src: Array, scales: Array) -> Array:
 
 
 def encode_groups(
-    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, src: Array, out: Array
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    first: int,
+    scales: Array,
+    src: Array,
+    out: Array,
+    *,
+    seed: int | None = None,
 ) -> None:
     """See kernels.encode_groups."""
     for start, stop in _blocks(src.size):
         of = groups.index(first + start, first + stop)
         values = _scaled(kind, src[start:stop], scales.reshape(-1)[of]).astype(np.float64)
-        codes = reference.encode(values, layout)
+        codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
         out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
 
 
@@ -165,3 +194,23 @@ def decode_groups(
         of = groups.index(first + start, first + stop)
         values = reference.decode(codes, layout) * scales.reshape(-1)[of].astype(np.float64)
         out[start:stop] = reference.narrow(values, kind)
+
+
+def exponents(kind: Kind, src: Array, out: Array) -> None:
+    """See kernels.exponents."""
+    for start, stop in _blocks(src.size):
+        out += reference.exponents(reference.widen(src[start:stop], kind))
+
+
+def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
+    """See kernels.compare: 16 partial sums and maxima, element i in number i mod 16, each taken in order."""
+    sums, most = np.zeros((2, 1, 16)), np.zeros((2, 16))
+    for start, stop in _blocks(x.size):
+        parts = reference.compare(reference.widen(x[start:stop], kind), reference.widen(y[start:stop], kind))
+        with np.errstate(invalid="ignore", over="ignore"):
+            for k in range(2):
+                sums[k, 0] = np.add.reduce(np.concatenate([sums[k], parts[k]]), axis=0)
+                most[k] = np.fmax(most[k], np.fmax.reduce(parts[k + 2], axis=0))
+    with np.errstate(invalid="ignore", over="ignore"):
+        signal, noise = (float(np.cumsum(lanes)[-1]) for lanes in sums)
+    return signal, noise, float(most[0].max()), float(most[1].max())

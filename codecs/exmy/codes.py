@@ -13,6 +13,7 @@ from exmy.elements import Array, NonFinite, as_flat, kind_of, output_dtype, plai
 from exmy.errors import DtypeError, NonFiniteError, SizeError
 from exmy.format import Format, as_format
 from exmy.packing import as_bytes, as_codes, code_dtype, packed_size
+from exmy.rounding import Rounding, dither_of
 
 __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
@@ -23,7 +24,15 @@ def _check_finite(census: tuple[int, int], shape: tuple[int, ...]) -> None:
         raise NonFiniteError(bad, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
 
 
-def encode(x: Any, f: Format | str, *, nonfinite: NonFinite = "error") -> Array:
+def encode(
+    x: Any,
+    f: Format | str,
+    *,
+    nonfinite: NonFinite = "error",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    first: int = 0,
+) -> Array:
     """Return the codes of the values nearest to x: same shape, uint8 up to 8 bits, uint16 above.
 
     x: float16, bfloat16, float32 or float64 of any shape, strides and byte order (DtypeError otherwise); an
@@ -31,14 +40,19 @@ def encode(x: Any, f: Format | str, *, nonfinite: NonFinite = "error") -> Array:
     even code; magnitudes beyond `f.max` become it, and the sign of zero is kept.  NonFiniteError for NaN
     and infinity, unless nonfinite="saturate": infinity then becomes the largest value of its sign and NaN
     becomes +0.
+
+    rounding "stochastic": up or down at random, so that the mean is x wherever x does not saturate; values of
+    f stay what they are.  The random bits follow from the seed (0 ... 2^64 - 1) and the element's position in
+    C order alone (FORMAT.md, section 3); first is the position of x[0], for a part of a longer array.
+    FormatError for another rounding or seed.
     """
     f = as_format(f)
-    saturate = saturates(nonfinite)
+    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
     elements, kind, shape = as_flat(x)
     out = np.empty(shape, code_dtype(f.bits))
-    _check_finite(
-        kernels.encode(kind, f.layout, elements, out.reshape(-1), packed=False, saturate=saturate), shape
-    )
+    target = out.reshape(-1)
+    census = kernels.encode(kind, f.layout, elements, target, packed=False, saturate=saturate, dither=dither)
+    _check_finite(census, shape)
     return out
 
 
@@ -57,22 +71,46 @@ def decode(codes: Any, f: Format | str, dtype: DTypeLike = "float32") -> Array:
     return out
 
 
-def round(x: Any, f: Format | str, *, nonfinite: NonFinite = "error") -> Array:
+def round(
+    x: Any,
+    f: Format | str,
+    *,
+    out: Any = None,
+    nonfinite: NonFinite = "error",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    first: int = 0,
+) -> Array:
     """Return x rounded to values of f, in the shape and dtype of x: what decode(encode(x, f), f) gives.
 
-    Values that f has and the dtype of x has not are rounded as `decode` does.  Errors as in `encode`.
+    Values that f has and the dtype of x has not are rounded as `decode` does.  out: a writable, C-contiguous
+    array of x's shape and dtype to write to and return (SizeError, DtypeError otherwise); x itself rounds in
+    place.  After NonFiniteError its contents are undefined.  Else as `encode`.
     """
     f = as_format(f)
-    saturate = saturates(nonfinite)
+    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
     elements, kind, shape = as_flat(x)
-    out = np.empty(shape, output_dtype(np.asarray(x).dtype))
-    target = plain(out.reshape(-1), kind)
-    _check_finite(kernels.round(kind, f.layout, elements, target, saturate=saturate), shape)
-    return out
+    dtype = output_dtype(np.asarray(x).dtype)
+    result = np.empty(shape, dtype) if out is None else _caller_array(out, dtype)
+    if result.shape != shape:
+        raise SizeError(f"out has shape {result.shape}; expected that of x, {shape}")
+    target = plain(result.reshape(-1), kind)
+    if np.may_share_memory(elements, target) and elements.ctypes.data != target.ctypes.data:
+        elements = elements.copy()  # out begins within x: writing it would change what is still to be read
+    census = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
+    _check_finite(census, shape)
+    return result
 
 
 def encode_packed(
-    x: Any, f: Format | str, out: Any = None, *, nonfinite: NonFinite = "error"
+    x: Any,
+    f: Format | str,
+    out: Any = None,
+    *,
+    nonfinite: NonFinite = "error",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    first: int = 0,
 ) -> NDArray[np.uint8]:
     """Return the packed codes of x in one pass: pack(encode(x, f), f.bits), a flat uint8 array.
 
@@ -81,15 +119,15 @@ def encode_packed(
     as `encode`.
     """
     f = as_format(f)
-    saturate = saturates(nonfinite)
+    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
     elements, kind, shape = as_flat(x)
     size = packed_size(elements.size, f.bits)
     target = np.empty(size, np.uint8) if out is None else _caller_array(out, np.dtype(np.uint8))
     if target.size != size:
         raise SizeError(f"out has {target.size} bytes; expected {size} for {elements.size} codes of {f.bits} bits")
-    _check_finite(
-        kernels.encode(kind, f.layout, elements, target.reshape(-1), packed=True, saturate=saturate), shape
-    )
+    flat = target.reshape(-1)
+    census = kernels.encode(kind, f.layout, elements, flat, packed=True, saturate=saturate, dither=dither)
+    _check_finite(census, shape)
     return target
 
 

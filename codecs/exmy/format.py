@@ -19,7 +19,7 @@ __all__ = ["Format", "as_format", "formats"]
 _NAME = re.compile(r"e(0|[1-9]\d?)m(0|[1-9]\d?)(?:b(0|-?[1-9]\d{0,3}))?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class Format:
     """An eXmY number format, named like ``e4m3``, or like ``e4m3b11`` and ``e4m3b-3`` with another bias.
 
@@ -127,6 +127,12 @@ class Format:
         if method == "search":
             bias = bias_with_least_error(elements, kind, self.layout._replace(bias=bias))
         return self.with_bias(bias)
+
+    def __eq__(self, other: object) -> bool:
+        return self.layout == other.layout if isinstance(other, Format) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
 
     def __str__(self) -> str:
         return self.name

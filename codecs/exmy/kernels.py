@@ -15,6 +15,7 @@ from exmy import blockwise
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import KernelError, SlowPathWarning
 from exmy.groups import Groups
+from exmy.rounding import Dither
 
 try:
     from exmy import _kernels
@@ -22,10 +23,14 @@ except ImportError:  # no compiler was found at install
     _kernels = None  # type: ignore[assignment]
 
 __all__ = [
+    "EXPONENTS",
+    "LEAST_EXPONENT",
+    "compare",
     "decode",
     "decode_groups",
     "encode",
     "encode_groups",
+    "exponents",
     "level",
     "levels",
     "noise",
@@ -39,6 +44,12 @@ __all__ = [
 ]
 
 _NAMES = ("reference", "baseline", "avx2", "avx512")
+EXPONENTS = 2098
+"""How many exponents a float64 can have."""
+LEAST_EXPONENT = -1074
+"""The exponent of the smallest float64."""
+
+_CODES, _PACKED, _VALUES = range(3)  # what _kernels.stochastic writes
 _BIG = 1 << 16  # elements from which the slow path is worth a warning
 
 
@@ -101,15 +112,27 @@ def use(name: str) -> Iterator[None]:
         _choice.index, _choice.quiet = saved
 
 
-def encode(kind: Kind, layout: Layout, src: Array, out: Array, *, packed: bool, saturate: bool) -> tuple[int, int]:
+def encode(
+    kind: Kind,
+    layout: Layout,
+    src: Array,
+    out: Array,
+    *,
+    packed: bool,
+    saturate: bool,
+    dither: Dither | None = None,
+) -> tuple[int, int]:
     """Write the codes of src into out; return how many values are not finite and where the first lies.
 
     src is flat and plain (``elements.as_flat``); out is flat, packed bytes or codes.  Unless `saturate`,
-    out is undefined when the first number returned is not 0.
+    out is undefined when the first number returned is not 0.  With a dither, rounding is stochastic.
     """
     if _choice.native(src.size):
+        if dither is not None:
+            target = _PACKED if packed else _CODES
+            return _kernels.stochastic(_choice.index, kind, *layout, *dither, target, saturate, src, out)
         return _kernels.encode(_choice.index, kind, *layout, packed, saturate, src, out)
-    return blockwise.encode(kind, layout, src, out, packed=packed, saturate=saturate)
+    return blockwise.encode(kind, layout, src, out, packed=packed, saturate=saturate, dither=dither)
 
 
 def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool) -> None:
@@ -120,11 +143,18 @@ def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool
         blockwise.decode(kind, layout, codes, out, packed=packed)
 
 
-def round(kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool) -> tuple[int, int]:
-    """Write the values of the codes of src into out, of the same kind; return as `encode` does."""
+def round(
+    kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool, dither: Dither | None = None
+) -> tuple[int, int]:
+    """Write the values of the codes of src into out, of the same kind; return as `encode` does.
+
+    out may be src itself.
+    """
     if _choice.native(src.size):
+        if dither is not None:
+            return _kernels.stochastic(_choice.index, kind, *layout, *dither, _VALUES, saturate, src, out)
         return _kernels.round(_choice.index, kind, *layout, saturate, src, out)
-    return blockwise.round(kind, layout, src, out, saturate=saturate)
+    return blockwise.round(kind, layout, src, out, saturate=saturate, dither=dither)
 
 
 def pack(bits: int, codes: Array, out: Array) -> None:
@@ -182,19 +212,33 @@ def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array
 
 
 def encode_groups(
-    kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, src: Array, out: Array
+    kind: Kind,
+    layout: Layout,
+    groups: Groups,
+    first: int,
+    scales: Array,
+    src: Array,
+    out: Array,
+    *,
+    seed: int | None = None,
 ) -> None:
     """Write the packed codes of src, times the scale of each element's group, into out.
 
     src are the elements of the whole array from `first` on.  Infinity becomes the largest value, NaN 0.
+    With a seed, rounding is stochastic.
     """
     if _choice.native(src.size):
         wide = scales.itemsize == 8
+        if seed is not None:
+            _kernels.stochastic_groups(
+                _choice.index, kind, *layout, wide, groups.length, groups.inner, first, seed, scales, src, out
+            )
+            return
         _kernels.encode_groups(
             _choice.index, kind, *layout, wide, groups.length, groups.inner, first, scales, src, out
         )
     else:
-        blockwise.encode_groups(kind, layout, groups, first, scales, src, out)
+        blockwise.encode_groups(kind, layout, groups, first, scales, src, out, seed=seed)
 
 
 def decode_groups(
@@ -211,3 +255,24 @@ def decode_groups(
         )
     else:
         blockwise.decode_groups(kind, layout, groups, first, scales, packed, out)
+
+
+def exponents(kind: Kind, src: Array, out: Array) -> None:
+    """Add to the int64 array out how many of src have each exponent, from LEAST_EXPONENT on.
+
+    After those EXPONENTS counts come how many are zero, and how many are not finite.
+    """
+    if _choice.native(src.size):
+        _kernels.exponents(_choice.index, kind, src, out)
+    else:
+        blockwise.exponents(kind, src, out)
+
+
+def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
+    """Return the sums of x^2 and of (x - y)^2, the largest |x - y|, and the largest |x - y| / |x| over x != 0.
+
+    Sums are float64 in a fixed order, so all levels return the same; maxima pass over NaN.
+    """
+    if _choice.native(x.size):
+        return _kernels.compare(_choice.index, kind, x, y)
+    return blockwise.compare(kind, x, y)

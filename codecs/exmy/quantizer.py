@@ -15,6 +15,7 @@ from exmy.groups import Groups
 from exmy.offsets import encoding_scales, holding_offsets, least_error, peaks_of
 from exmy.packing import packed_size
 from exmy.quantized import Quantized
+from exmy.rounding import Dither, Rounding, dither_of
 from exmy.threads import check_threads, run_parts, whole_tiles
 
 __all__ = ["Scale", "quantize"]
@@ -33,6 +34,8 @@ def quantize(
     *,
     nonfinite: NonFinite = "error",
     threads: int = 1,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
 ) -> Quantized:
     """Return x in format f, with an exponent offset for the whole, for each row or for each block.
 
@@ -46,8 +49,10 @@ def quantize(
     matter.  Offsets of one array span at most 255: groups whose values are all 2^-255 of the largest and
     less get coarser steps.  NaN and infinity as in `encode`; where they saturate, the finite values decide.
     threads: how many may share the work on a big array; the result is the same for all.
+    rounding "stochastic" and seed: as in `encode`; the offsets are those for rounding to nearest.
     """
     f = as_format(f)
+    dither = dither_of(rounding, seed)
     if scale not in {"search", "max", "none", "float"}:
         raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
     saturate, threads = saturates(nonfinite), check_threads(threads)
@@ -82,7 +87,7 @@ def quantize(
             else:
                 factors[...] = best.reshape(groups.counts)
     packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
-    _encode(elements, kind, f, groups, offsets, factors, packed, saturate, threads)
+    _encode(elements, kind, f, groups, offsets, factors, packed, saturate, threads, dither)
     return Quantized(f, groups, offsets, factors, packed, kind.name.lower())
 
 
@@ -96,6 +101,7 @@ def _encode(
     packed: Array,
     saturate: bool,
     threads: int,
+    dither: Dither | None,
 ) -> None:
     """Write the packed codes; NonFiniteError where `saturate` is not said."""
     layout = f.layout
@@ -116,9 +122,11 @@ def _encode(
         target = packed[packed_size(low, f.bits) : packed_size(high, f.bits)]
         source = elements[low:high]
         if scales is None:
-            bad.append(kernels.encode(kind, layout, source, target, packed=True, saturate=saturate))
+            here = dither and dither.at(low)
+            bad.append(kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=here))
         else:
-            kernels.encode_groups(kind, layout, groups, low, scales, source, target)
+            seed = dither and dither.seed
+            kernels.encode_groups(kind, layout, groups, low, scales, source, target, seed=seed)
 
     run_parts(part, whole_tiles(elements.size, threads), threads)
     if any(count for count, _ in bad):

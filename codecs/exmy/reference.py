@@ -14,16 +14,30 @@ from numpy.typing import NDArray
 
 from exmy.elements import Array, Kind, Layout
 
-__all__ = ["TILE", "decode", "encode", "narrow", "pack", "planes", "squared_errors", "unpack", "widen"]
+__all__ = [
+    "TILE",
+    "compare",
+    "decode",
+    "encode",
+    "exponents",
+    "narrow",
+    "pack",
+    "planes",
+    "random_bits",
+    "squared_errors",
+    "unpack",
+    "widen",
+]
 
 TILE = 256
 """Elements of a tile, the unit of packing."""
 
 
-def encode(x: NDArray[np.float64], layout: Layout) -> NDArray[np.uint16]:
+def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
     """Return the codes of the nearest values (ties to the even code; beyond the largest, the largest).
 
-    Infinity becomes the largest value of its sign, NaN becomes +0.
+    With random bits for each element, instead of the value above as often as x lies that far from the one
+    below.  Infinity becomes the largest value of its sign, NaN becomes +0.
     """
     exponent_bits, mantissa_bits, bias = layout
     lowest = 1 - bias  # exponent of the smallest normal, and of all subnormals
@@ -31,12 +45,34 @@ def encode(x: NDArray[np.float64], layout: Layout) -> NDArray[np.uint16]:
     magnitude = np.minimum(np.abs(x), largest)
     magnitude[np.isnan(x)] = 0.0
     exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, lowest), lowest)
-    quanta = np.rint(np.ldexp(magnitude, mantissa_bits - exponent)).astype(np.int64)
-    code = quanta + ((exponent - lowest).astype(np.int64) << mantissa_bits)
+    quanta = np.ldexp(magnitude, mantissa_bits - exponent)
+    if random is None:
+        quanta = np.rint(quanta)
+    else:
+        below = np.floor(quanta)
+        quanta = below + (np.floor((quanta - below) * 2.0**32) + random >= 2.0**32)
+    code = quanta.astype(np.int64) + ((exponent - lowest).astype(np.int64) << mantissa_bits)
     sign = np.signbit(x) & ~np.isnan(x)
     code |= sign.astype(np.int64) << (exponent_bits + mantissa_bits)
     codes: NDArray[np.uint16] = code.astype(np.uint16)
     return codes
+
+
+def random_bits(seed: int, first: int, count: int) -> NDArray[np.uint32]:
+    """Return the 32 random bits of each of the positions first ... first + count - 1 (modulo 2^64)."""
+    position = np.arange(count, dtype=np.uint64) + np.uint64(first)
+    low, high = position.astype(np.uint32), (position >> np.uint64(32)).astype(np.uint32)
+    seed_low, seed_high = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    k0 = _mix(seed_low ^ _mix(seed_high ^ _mix(high + np.uint32(0x9E3779B9))))
+    k1 = _mix(k0 + np.uint32(0x85EBCA6B))
+    return _mix(_mix(low ^ k0) + k1)
+
+
+def _mix(h: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return the bits of h mixed well ("lowbias32"), modulo 2^32."""
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return h ^ (h >> np.uint32(16))
 
 
 def decode(codes: NDArray[Any], layout: Layout) -> NDArray[np.float64]:
@@ -129,7 +165,25 @@ def narrow(values: NDArray[np.float64], kind: Kind) -> Array:
 
 def squared_errors(x: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
     """Return the squared error of each element in rows of 16, the last row padded with zeros."""
-    error = x - decode(encode(x, layout), layout)
-    rows = np.zeros((-(-x.size // 16), 16))
-    rows.reshape(-1)[: x.size] = error * error
+    return _rows(np.square(x - decode(encode(x, layout), layout)))
+
+
+def compare(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """Return x^2, (x - y)^2, |x - y| and |x - y| / |x| (0 for x = 0), each in rows of 16 as above."""
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        error = np.abs(x - y)
+        relative = np.divide(error, np.abs(x), out=np.zeros_like(error), where=np.abs(x) > 0)
+        return _rows(x * x), _rows(error * error), _rows(error), _rows(relative)
+
+
+def _rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    rows = np.zeros((-(-values.size // 16), 16))
+    rows.reshape(-1)[: values.size] = values
     return rows
+
+
+def exponents(x: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return how many of x have the exponents -1074 ... 1023, then how many are zero, and not finite."""
+    exponent = np.frexp(x)[1] - 1
+    kind = np.where(np.isfinite(x), np.where(x == 0, 2098, exponent + 1074), 2099)
+    return np.bincount(kind, minlength=2100).astype(np.int64)

@@ -11,9 +11,10 @@ import numpy as np
 from exmy.errors import SizeError
 from exmy.reference import TILE
 
-__all__ = ["check_threads", "run_parts", "whole_tiles"]
+__all__ = ["PART", "check_threads", "run_parts", "whole_tiles"]
 
-_PART = 1 << 20  # elements: enough that handing it to a thread costs nothing
+PART = 1 << 20
+"""Elements of a part: enough that handing it to a thread costs nothing."""
 
 
 def check_threads(threads: int) -> int:
@@ -25,9 +26,9 @@ def check_threads(threads: int) -> int:
 
 def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
     """Cut `count` elements into parts of whole tiles; one part where there is one thread or little to do."""
-    if threads == 1 or count < 2 * _PART:
+    if threads == 1 or count < 2 * PART:
         return [(0, count)]
-    step = -(-max(_PART, -(-count // (threads * 4))) // TILE) * TILE
+    step = -(-max(PART, -(-count // (threads * 4))) // TILE) * TILE
     return [(low, min(low + step, count)) for low in range(0, count, step)]
 
 

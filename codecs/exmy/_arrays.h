@@ -1,0 +1,159 @@
+/* Whole arrays, block by block: stochastic rounding, the histogram of exponents, and the comparison of two. */
+
+#include "_runs.h"
+
+enum { TO_CODES, TO_PACKED, TO_VALUES };      /* what stochastic_all writes */
+enum { EXPONENTS = 2098, LEAST = -1074 };     /* exponents of all float64: -1074 ... 1023 */
+
+/* The random bits of n positions of an array: see FORMAT.md, section 3. */
+static void random_bits_at(const lanes *l, uint64_t seed, uint64_t position, size_t n, uint32_t *out)
+{
+    while (n > 0) {
+        const uint32_t low = (uint32_t)position, high = (uint32_t)(position >> 32);
+        const uint64_t left = ((uint64_t)1 << 32) - low;
+        const size_t m = n < left ? n : (size_t)left;
+        const uint32_t inner = baseline_mix((uint32_t)(seed >> 32) ^ baseline_mix(high + 0x9e3779b9u));
+        const uint32_t k0 = baseline_mix((uint32_t)seed ^ inner), k1 = baseline_mix(k0 + 0x85ebca6bu);
+        l->random_bits(low, k0, k1, m, out);
+        position += m, out += m, n -= m;
+    }
+}
+
+/* Rounds n elements stochastically, the first at `position` of the array; times the scales of g, if given. */
+static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, uint64_t position, int target,
+                             int saturate, const groups *g, const uint8_t *src, size_t n, uint8_t *dst)
+{
+    room r;
+    census bad = {0, 0};
+    uint64_t scaled[BLOCK];
+    uint32_t random[BLOCK];
+    const size_t size = kind_size(kind);
+    const int narrow = s.bits <= 8;
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const uint8_t *from = working_block(l, g == NULL || g->wide, kind, src + i * size, m, &r);
+        if (g != NULL) {
+            scale_block(l, g, i, from, m, (uint8_t *)scaled);
+            from = (const uint8_t *)scaled;
+            if (!g->wide) {
+                l->widen_f32((const float32_value *)scaled, m, (float64_value *)r.wide);
+                from = (const uint8_t *)r.wide;
+            }
+        }
+        void *codes = target == TO_CODES ? (void *)(dst + i * (narrow ? 1 : 2)) : (void *)r.codes;
+        random_bits_at(l, seed, position + i, m, random);
+        const uint64_t peak = narrow ? l->stochastic8((const float64_bits *)from, random, m, &s, codes)
+                                     : l->stochastic16((const float64_bits *)from, random, m, &s, codes);
+        if (peak >= 0x7ff0000000000000u) {
+            if (!saturate) {
+                count_nonfinite(kind, src + i * size, n - i, &bad.count, &bad.first);
+                bad.first += i;
+                break;
+            }
+            for (size_t j = 0; j < m; j++)
+                if (nonfinite(FLOAT64, from, j) == 2) {
+                    if (narrow)
+                        ((uint8_t *)codes)[j] = 0;
+                    else
+                        ((code16 *)codes)[j] = 0;
+                }
+        }
+        if (target == TO_PACKED)
+            pack_block(l, codes, m, s.bits, &r, dst + packed_bytes(i, s.bits));
+        else if (target == TO_VALUES)
+            decode_block(l, &s, kind, codes, m, &r, dst + i * size);
+    }
+    leave_float_mode(mode);
+    return bad;
+}
+
+/* Histograms of the exponent fields, four at once: elements of one exponent follow each other so often that a
+ * single counter would wait for its own last store. */
+#define DEFINE_FIELDS(BITS, MANTISSA, FIELDS)                                                                \
+    static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t (*bins)[2048])                \
+    {                                                                                                        \
+        size_t i = 0;                                                                                        \
+        for (; i + 4 <= n; i += 4)                                                                           \
+            for (size_t j = 0; j < 4; j++)                                                                   \
+                bins[j][(src[i + j] >> MANTISSA) & (FIELDS - 1)]++;                                          \
+        for (; i < n; i++)                                                                                   \
+            bins[0][(src[i] >> MANTISSA) & (FIELDS - 1)]++;                                                  \
+    }                                                                                                        \
+    /* What has the field 0: zeros, and subnormals by their true exponents. */                               \
+    static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t *counts)                        \
+    {                                                                                                        \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint##BITS##_t a = src[i] & (((uint##BITS##_t)1 << (BITS - 1)) - 1);                             \
+            if (a == 0)                                                                                      \
+                counts[EXPONENTS]++;                                                                         \
+            else if (a >> MANTISSA == 0) {                                                                   \
+                int exponent = 1 - FIELDS / 2 + 1 - MANTISSA;                                                \
+                while (a >>= 1)                                                                              \
+                    exponent++;                                                                              \
+                counts[exponent - LEAST]++;                                                                  \
+            }                                                                                                \
+        }                                                                                                    \
+    }
+DEFINE_FIELDS(32, 23, 256)
+DEFINE_FIELDS(64, 52, 2048)
+#undef DEFINE_FIELDS
+
+/* Adds to counts how often each exponent occurs; after those, how many zeros and how many not finite. */
+static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, int64_t *counts)
+{
+    uint64_t bins[4][2048] = {{0}};
+    uint32_t middle[BLOCK];
+    const size_t size = kind_size(kind), fields = kind == FLOAT64 ? 2048 : 256;
+    uint64_t small = 0;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const uint8_t *from = src + i * size;
+        if (kind == FLOAT16 || kind == BFLOAT16) {
+            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)from, m, middle);
+            from = (const uint8_t *)middle;
+        }
+        if (kind == FLOAT64)
+            fields64((const float64_bits *)from, m, bins);
+        else
+            fields32((const float32_bits *)from, m, bins);
+        const uint64_t now = bins[0][0] + bins[1][0] + bins[2][0] + bins[3][0];
+        if (now > small && kind == FLOAT64)
+            small64((const float64_bits *)from, m, counts);
+        else if (now > small)
+            small32((const float32_bits *)from, m, counts);
+        small = now;
+    }
+    for (size_t f = 1; f < fields; f++) {
+        const uint64_t found = bins[0][f] + bins[1][f] + bins[2][f] + bins[3][f];
+        const size_t at = f == fields - 1 ? EXPONENTS + 1 : f - fields / 2 + 1 - LEAST;
+        counts[at] += (int64_t)found;
+    }
+}
+
+/* Signal, noise, largest error and largest relative error of y as x. */
+static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *found)
+{
+    double sums[64] = {0};
+    uint32_t a[BLOCK], b[BLOCK];
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < n; i += BLOCK, x += BLOCK * size, y += BLOCK * size) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        if (kind == FLOAT64)
+            l->compare_f64((const float64_value *)x, (const float64_value *)y, m, sums);
+        else if (kind == FLOAT32)
+            l->compare_f32((const float32_value *)x, (const float32_value *)y, m, sums);
+        else {
+            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)x, m, a);
+            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)y, m, b);
+            l->compare_f32((const float32_value *)a, (const float32_value *)b, m, sums);
+        }
+    }
+    for (size_t k = 0; k < 4; k++) {
+        found[k] = 0;
+        for (size_t j = 0; j < 16; j++)
+            found[k] = k < 2 ? found[k] + sums[16 * k + j] : found[k] > sums[16 * k + j] ? found[k] : sums[16 * k + j];
+    }
+    leave_float_mode(mode);
+}
