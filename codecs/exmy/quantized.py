@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
-from exmy.elements import Array, Kind, kind_of, output_dtype, plain
+from exmy.elements import Array, Kind, as_flat, kind_of, output_dtype, plain
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.format import Format
 from exmy.groups import Granularity, Groups
 from exmy.packing import as_bytes, packed_size, unpack
+from exmy.reference import clipping_limit, widen
 from exmy.threads import check_threads, run_parts, whole_tiles
 
 __all__ = ["Quantized"]
@@ -23,6 +24,7 @@ __all__ = ["Quantized"]
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
 _VERSION = 1
+_COLUMNS = 1 << 16  # of a long group that are looked at together
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
@@ -123,6 +125,28 @@ class Quantized:
             scales = self._decoding_scales(kind)
         run_parts(part, whole_tiles(self.size, threads), threads)
         return out
+
+    def clipped(self, x: Any) -> int:
+        """Return how many elements of x lie beyond the largest value of their group by more than half a step.
+
+        x: what was quantized, of the same shape (SizeError otherwise).  Infinity counts, NaN does not.
+        """
+        elements, kind, shape = as_flat(x)
+        if shape != self.shape:
+            raise SizeError(f"x has shape {shape}; expected that of the quantized array, {self.shape}")
+        if not self.size:
+            return 0
+        if self.scales is None:
+            limits = np.ldexp(clipping_limit(self.format.layout), -self.offsets.astype(np.int32)).reshape(-1)
+        else:
+            limits = clipping_limit(self.format.layout) * self.scales.astype(np.float64).reshape(-1)
+        found = 0
+        for low, high in self.groups.strips():
+            runs = self.groups.runs(elements, low, high)
+            for start in range(0, runs.shape[1], _COLUMNS):
+                part = np.abs(widen(runs[:, start : start + _COLUMNS], kind))
+                found += int((part > limits[low:high, None]).sum())
+        return found
 
     def _decoding_scales(self, kind: Kind) -> Array:
         """Return the factors of values, as `kernels.decode_groups` takes them."""

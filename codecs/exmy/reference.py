@@ -7,6 +7,7 @@ float64, in which every step below is exact: formats have at most 15 mantissa bi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from exmy.elements import Array, Kind, Layout
 
 __all__ = [
     "TILE",
+    "clipping_limit",
     "compare",
     "decode",
     "encode",
@@ -86,6 +88,14 @@ def decode(codes: NDArray[Any], layout: Layout) -> NDArray[np.float64]:
     magnitude = np.ldexp(quanta.astype(np.float64), np.maximum(e, 1) - bias - mantissa_bits)
     values: NDArray[np.float64] = np.copysign(magnitude, 0.5 - s)
     return values
+
+
+def clipping_limit(layout: Layout) -> float:
+    """Return the largest value and half a step more: magnitudes beyond it are clipped."""
+    exponent_bits, mantissa_bits, bias = layout
+    highest = ((1 << exponent_bits) - 1 if exponent_bits else 1) - bias
+    quanta = (1 << mantissa_bits + (exponent_bits > 0)) - 0.5
+    return math.ldexp(quanta, highest - mantissa_bits)
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
