@@ -14,6 +14,7 @@ exmy.torch, exmy.zarr and exmy.numcodecs are imported by name; `python -m exmy f
 """
 
 from exmy import kernels
+from exmy.choice import Choice, choose
 from exmy.chunk import ChunkCodec, ChunkSlice
 from exmy.codes import decode, decode_packed, encode, encode_packed, round
 from exmy.errors import (
@@ -32,9 +33,12 @@ from exmy.noise import Difference, compare, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
+from exmy.survey import Candidate, survey
 
 __all__ = [
     "TILE",
+    "Candidate",
+    "Choice",
     "ChunkCodec",
     "ChunkSlice",
     "CodeError",
@@ -49,6 +53,7 @@ __all__ = [
     "Quantized",
     "SizeError",
     "SlowPathWarning",
+    "choose",
     "compare",
     "decode",
     "decode_packed",
@@ -63,5 +68,6 @@ __all__ = [
     "round",
     "slice_bytes",
     "sqnr",
+    "survey",
     "unpack",
 ]

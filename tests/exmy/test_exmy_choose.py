@@ -1,0 +1,208 @@
+"""Choosing a format from the data: what is expected comes true, and the choice is the best there is."""
+
+import copy
+import math
+import pickle
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+
+OPTIONS = [{}, {"axis": 0}, {"axis": -1}, {"axis": 1, "block": 32}, {"scale": "max"}, {"scale": "float"}]
+
+
+def achieved(x, f, **options):
+    return exmy.sqnr(x, exmy.quantize(x, f, **options).dequantize("float64"))
+
+
+def data(shape=(192, 128), dtype=np.float32):
+    return np.random.default_rng(0).standard_t(4, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"scale": "none"}, {"axis": -1, "scale": "max"}])
+def test_the_survey_of_a_small_array_is_what_quantize_achieves(options):
+    x = data()
+    found = exmy.survey(x, [3, 5, 8], **options)
+    assert [c.format.bits for c in found] == [3] * 3 + [5] * 5 + [8] * 8
+    each = 4 if options.get("scale") == "float" else 1
+    length = {0: 192, -1: 128, 1: 32}.get(options.get("axis"))
+    for c in found:
+        q = exmy.quantize(x, c.format, **options)
+        d = exmy.compare(x, q.dequantize("float64"))
+        close = {"rel": 1e-3} if options.get("scale") == "float" else {"rel": 1e-9}
+        assert c.noise == pytest.approx(d.noise, **close), c
+        assert c.signal == pytest.approx(d.signal)
+        assert c.clipped == pytest.approx(q.clipped(x) / x.size, abs=2 / x.size)
+        assert c.bits_per_value == c.format.bits + (8 * each / length if length else 0)
+        if not options:
+            assert c.format == c.format.fit(x, "search")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_sample_stands_for_a_large_array(options):
+    x = np.random.default_rng(0).standard_normal((1500, 1024), dtype=np.float32)
+    close = 0.8 if options.get("axis") in {0, -1} else 0.25  # a sample has few rows
+    for c in exmy.survey(x, [4, 8], **options)[::2]:
+        assert achieved(x, c.format, **options) == pytest.approx(c.sqnr, abs=close), c
+
+
+@pytest.mark.parametrize("shape", [(3, 70_000), (70_000, 3), (2, 3, 50_000), (7, 64, 512), (200_000,)])
+def test_every_shape_is_sampled(shape):
+    x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    for axis in range(-1, len(shape) - 1):
+        c = exmy.choose(x, bits=6, axis=axis).candidates[0]
+        assert achieved(x, c.format, axis=axis) == pytest.approx(c.sqnr, abs=0.6)
+
+
+def test_the_survey_is_the_same_at_every_level():
+    x = data((40, 64))
+    for options in OPTIONS:
+        found = set()
+        for level in exmy.kernels.levels():
+            with exmy.kernels.use(level):
+                found.add(exmy.survey(x, [4, 7], **options))
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("bits", [2, 4, 6.5, 8])
+def test_bits_gives_the_format_with_the_least_error(options, bits):
+    x = data()
+    if bits == 2 and "axis" in options:
+        with pytest.raises(exmy.FormatError, match="do not suffice"):
+            exmy.choose(x, bits, **options)
+        return
+    f = exmy.choose(x, bits, **options)
+    cost = exmy.quantize(x, f, **options)
+    assert f.bits == math.floor(bits - (max(0, cost.offsets.size / x.size * 8 - 0.01) if "axis" in options else 0))
+    best = max(achieved(x, g, **options) for g in exmy.formats(f.bits))
+    assert achieved(x, f, **options) > best - 0.01
+    assert [c.noise for c in f.candidates] == sorted(c.noise for c in f.candidates)
+    assert f.candidates[0].format == f
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("floor", [-10, 12, 25.5, 40])
+def test_min_sqnr_gives_the_fewest_bits(options, floor):
+    x = data()
+    f = exmy.choose(x, min_sqnr=floor, **options)
+    assert achieved(x, f, **options) >= floor - 0.01
+    assert f.bits == 2 or max(achieved(x, g, **options) for g in exmy.formats(f.bits - 1)) < floor + 0.01
+    assert all(c.sqnr >= floor and c.format.bits == f.bits for c in f.candidates)
+
+
+def test_an_unreachable_floor_says_what_is_possible():
+    x = data()
+    best = max(exmy.survey(x), key=lambda c: c.sqnr)
+    with pytest.raises(exmy.FormatError, match=f"best possible is {best.sqnr:.2f} dB, with {best.format}"):
+        exmy.choose(x, min_sqnr=120)
+    assert exmy.choose(np.ones(5), min_sqnr=500).candidates[0].sqnr == math.inf
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_nothing_to_choose_from(options):
+    for x in (np.zeros((64, 64), np.float32), np.zeros((0, 64)), np.zeros((64, 0))):
+        assert exmy.choose(x, bits=5.3, **options) == exmy.Format("e0m4")
+        for f in (exmy.choose(x, min_sqnr=60, **options), exmy.choose(x, min_sqnr=math.inf, **options)):
+            assert f == exmy.Format("e0m1")
+            assert "every format is exact" in f.reason
+        assert exmy.quantize(x, f, **options).dequantize().shape == x.shape
+    assert exmy.choose(np.float32(3), bits=8).bits == 8
+
+
+def test_a_choice_is_a_format():
+    f = exmy.choose(data(), bits=6)
+    plain = exmy.Format(f.name)
+    assert isinstance(f, exmy.Format)
+    assert f == plain
+    assert plain == f
+    assert len({f, plain}) == 1
+    assert str(f) == f"{f}" == f.name
+    for other in (pickle.loads(pickle.dumps(f)), copy.copy(f), copy.deepcopy(f)):
+        assert type(other) is exmy.Format
+        assert other == f
+    with pytest.raises(AttributeError):
+        f.reason = "none"
+    assert f != f.with_bias(77)
+    assert f != str(f)
+    x = data()
+    assert exmy.encode(x, f).tobytes() == exmy.encode(x, plain).tobytes()
+
+
+def test_the_reason_is_for_people():
+    x = data()
+    f = exmy.choose(x, bits=8)
+    for part in (
+        f"{f} has the least error",
+        f"{f.candidates[0].sqnr:.1f} dB expected",
+        "exponents lie in",
+        "entropy",
+    ):
+        assert part in f.reason
+    g = exmy.choose(x, min_sqnr=30, block=32)
+    assert f"{g} reaches 30 dB with the fewest bits" in g.reason
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_all_dtypes(dtype):
+    x = data(dtype=exmy.elements.output_dtype(dtype))
+    for options in OPTIONS:
+        c = exmy.choose(x, bits=7, **options).candidates[0]
+        assert achieved(x, c.format, **options) == pytest.approx(c.sqnr, abs=0.01)
+
+
+def test_far_from_one():
+    for factor, dtype in [(1e-38, np.float32), (1e36, np.float32), (1e-300, np.float64), (1e150, np.float64)]:
+        x = (data((64, 64), np.float64) * factor).astype(dtype)
+        for options in ({}, {"axis": 0}, {"axis": 0, "scale": "float"})[: 3 if dtype is np.float32 else 2]:
+            c = exmy.choose(x, bits=6, **options).candidates[0]
+            if factor != 1e-300:  # beneath the smallest offset there is
+                assert achieved(x, c.format, **options) == pytest.approx(c.sqnr, abs=0.01)
+    x = np.array([1e200, 1e199, -3e198])
+    assert exmy.choose(x, bits=16).exponent_bits == 8
+    with pytest.raises(exmy.FormatError, match="scale the input"):
+        exmy.choose(x, bits=4)
+    with pytest.raises(exmy.FormatError, match="scale the input"):
+        exmy.survey(x, [4])
+
+
+def test_what_is_not_finite():
+    x = data((300, 400))
+    x[7, 3], x[7, 5] = np.nan, np.inf
+    with pytest.raises(exmy.NonFiniteError, match=r"2 of 120000 .* \[7, 3\]"):
+        exmy.choose(x, bits=8, axis=0)
+    x[np.isnan(x)] = np.inf
+    zeroed = np.where(np.isfinite(x), x, 0)
+    for options in OPTIONS[:3]:
+        f = exmy.choose(x, bits=8, nonfinite="saturate", **options)
+        assert f.candidates == exmy.choose(zeroed, bits=8, **options).candidates
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({}, "either bits or min_sqnr"),
+        ({"bits": 4, "min_sqnr": 30}, "either bits or min_sqnr"),
+        ({"bits": 1.5}, "number from 2 to 16"),
+        ({"bits": 17}, "number from 2 to 16"),
+        ({"bits": "4"}, "number from 2 to 16"),
+        ({"bits": True}, "number from 2 to 16"),
+        ({"bits": math.nan}, "number from 2 to 16"),
+        ({"min_sqnr": math.nan}, "number of dB"),
+        ({"min_sqnr": math.inf}, "number of dB"),
+        ({"min_sqnr": "30"}, "number of dB"),
+        ({"bits": 4, "scale": "best"}, "expected 'search'"),
+        ({"bits": 4, "scale": "none", "axis": 0}, "shares nothing"),
+        ({"bits": 4, "block": 20}, "expected one of 16"),
+    ],
+)
+def test_what_is_refused(kwargs, match):
+    with pytest.raises(exmy.FormatError, match=match):
+        exmy.choose(data((64, 64)), **kwargs)
+
+
+def test_bfloat16_without_a_copy_of_the_type():
+    x = data((8, 32)).astype(ml_dtypes.bfloat16)
+    assert exmy.exponents(x).count == 256
+    assert "exponents lie in" in exmy.choose(x, bits=3).reason
