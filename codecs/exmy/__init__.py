@@ -11,6 +11,9 @@ format.py (the nouns), reference.py (the specification), codes.py and packing.py
 shared exponent of a tensor), quantizer.py, groups.py and offsets.py (of rows and blocks), quantized.py,
 chunk.py (the bytes of chunks), kernels.py (who does the work), _lanes.h (how it is done fast).  exmy.jax,
 exmy.torch, exmy.zarr and exmy.numcodecs are imported by name; `python -m exmy formats` prints all formats.
+chunk.py (the bytes of chunks), kernels.py (who does the work), _lanes.h (how it is done fast).
+exponents.py and noise.py (what the values are like, and what rounding did to them), sample.py, survey.py and
+choice.py (the format that suits), kernels.py (who does the work), _lanes.h (how it is done fast).
 """
 
 from exmy import kernels

@@ -39,6 +39,16 @@ def test_the_survey_of_a_small_array_is_what_quantize_achieves(options):
             assert c.format == c.format.fit(x, "search")
 
 
+@pytest.mark.parametrize("outlier", [100, 3e3, 1e6])
+def test_the_survey_finds_offsets_far_from_the_largest_value(outlier):
+    x = np.random.default_rng(0).standard_normal((16, 4096), dtype=np.float32)
+    x[:, 7] = outlier
+    for options in ({}, {"axis": -1}):
+        for c in exmy.survey(x, [4, 7], **options):
+            d = exmy.compare(x, exmy.quantize(x, c.format, **options).dequantize("float64"))
+            assert c.noise == pytest.approx(d.noise, rel=1e-9), c
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_sample_stands_for_a_large_array(options):
     x = np.random.default_rng(0).standard_normal((1500, 1024), dtype=np.float32)

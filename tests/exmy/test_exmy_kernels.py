@@ -133,3 +133,30 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
         _kernels.squared_errors(level, 2, 4, 3, 7, 65, x)
     with pytest.raises(ValueError, match="format"):
         _kernels.squared_errors(level, 2, 4, 3, 500, 20, x)
+
+
+def test_the_extension_checks_the_sizes_of_statistics_and_stochastic_rounding(native):
+    from exmy import _kernels
+
+    x, out, scales = np.ones(300, np.float32), np.zeros(300, np.uint8), np.ones(1, np.float32)
+    level = exmy.kernels.levels().index(native) - 1
+    assert _kernels.stochastic(level, 2, 4, 3, 7, 1, 0, 0, False, x, out) == (0, 0)
+    for target, short in [(0, out[:-1].copy()), (1, out), (2, x[:-1].copy()), (7, out[:-1].copy())]:
+        with pytest.raises(ValueError, match="bytes"):
+            _kernels.stochastic(level, 2, 4, 3, 7, 1, 0, target, False, x, short)
+    packed = np.zeros(304, np.uint8)
+    _kernels.stochastic_groups(level, 2, 4, 3, 7, False, 300, 1, 0, 1, scales, x, packed)
+    for length, inner, first, given in [
+        (299, 1, 0, packed),
+        (300, 1, 1, packed),
+        (300, 1, 0, out),
+        (0, 1, 0, packed),
+    ]:
+        with pytest.raises(ValueError, match="bytes"):
+            _kernels.stochastic_groups(level, 2, 4, 3, 7, False, length, inner, first, 1, scales, x, given)
+    with pytest.raises(ValueError, match="bytes"):
+        _kernels.exponents(level, 2, x, np.zeros(2099, np.int64))
+    with pytest.raises(ValueError, match="bytes"):
+        _kernels.compare(level, 2, x, x[:-1].copy())
+    with pytest.raises(ValueError, match="kind"):
+        _kernels.compare(level, 4, x, x)
