@@ -39,10 +39,10 @@ def test_the_survey_of_a_small_array_is_what_quantize_achieves(options):
             assert c.format == c.format.fit(x, "search")
 
 
-@pytest.mark.parametrize("outlier", [100, 3e3, 1e6])
+@pytest.mark.parametrize("outlier", [60, 150, 240])
 def test_the_survey_finds_offsets_far_from_the_largest_value(outlier):
     x = np.random.default_rng(0).standard_normal((16, 4096), dtype=np.float32)
-    x[:, 7] = outlier
+    x[3, 7] = outlier
     for options in ({}, {"axis": -1}):
         for c in exmy.survey(x, [4, 7], **options):
             d = exmy.compare(x, exmy.quantize(x, c.format, **options).dequantize("float64"))
