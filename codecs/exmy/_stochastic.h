@@ -24,7 +24,7 @@ static void LANE(random_bits)(uint32_t low, uint32_t k0, uint32_t k1, size_t n, 
                                CODE *out)                                                                    \
     {                                                                                                        \
         const int64_t limit = s->limit64, tiny = s->tiny64, infinite = 0x7ff0000000000000;                   \
-        const int64_t rise = (int64_t)(2 * 1023 + 32 + s->mantissa_bits) << 52;                              \
+        const uint64_t rise = (uint64_t)(2 * 1023 + 32 + s->mantissa_bits) << 52;                            \
         const int64_t integers = (int64_t)(1023 + 52) << 52; /* 2^52, whose last bit is worth 1 */           \
         const uint32_t drop = 52u - (uint32_t)s->mantissa_bits;                                              \
         const uint32_t sign_shift = 64u - (uint32_t)s->bits, sign = 1u << (s->bits - 1);                     \
@@ -36,7 +36,7 @@ static void LANE(random_bits)(uint32_t low, uint32_t k0, uint32_t k1, size_t n, 
             float64_word c, factor, sum, back;                                                               \
             c.i = a < limit ? a : limit;                                                                     \
             int64_t e = (c.i > tiny ? c.i : tiny) & infinite;                                                \
-            factor.i = rise - e;                                                                             \
+            factor.i = (int64_t)(rise - (uint64_t)e);                                                        \
             c.f *= factor.f;                                                                                 \
             sum.f = c.f + 0x1p52;                                                                            \
             back.f = sum.f - 0x1p52;                                                                         \
