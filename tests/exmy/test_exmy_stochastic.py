@@ -1,5 +1,8 @@
 """Stochastic rounding: the right mean, and the same bits from a seed and a position alone."""
 
+import re
+from importlib import resources
+
 import exmy
 import ml_dtypes
 import numpy as np
@@ -14,26 +17,34 @@ def stochastic(x, f, seed=1, **more):
     return exmy.round(x, f, rounding="stochastic", seed=seed, **more)
 
 
+def mix(h):
+    h = ((h ^ h >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ h >> 15) * 0x846CA68B) & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def random_bits(seed, i):
+    """FORMAT.md's definition in plain integers."""
+    inner = mix(seed >> 32 ^ mix((i >> 32) + 0x9E3779B9 & 0xFFFFFFFF))
+    k0 = mix((seed & 0xFFFFFFFF) ^ inner)
+    k1 = mix(k0 + 0x85EBCA6B & 0xFFFFFFFF)
+    return mix(mix(i & 0xFFFFFFFF ^ k0) + k1 & 0xFFFFFFFF)
+
+
+def test_the_examples_of_the_format_file():
+    text = (resources.files("exmy") / "FORMAT.md").read_text().split("## 4.")[0]
+    examples = [(0, 0), (0, 1), (7, 2**32 + 5), (2**64 - 1, 10**6)]
+    assert re.findall(r"\| ([0-9a-f]{8}) \|", text) == [f"{random_bits(*example):08x}" for example in examples]
+
+
 def test_the_random_bits_are_those_of_the_format_file(level):
-    """By plain integers: e0m1 has one step, so x = 2^-32 k rounds up exactly where r + k reaches 2^32."""
-
-    def mix(h):
-        h = ((h ^ h >> 16) * 0x7FEB352D) & 0xFFFFFFFF
-        h = ((h ^ h >> 15) * 0x846CA68B) & 0xFFFFFFFF
-        return h ^ h >> 16
-
-    def random(seed, i):
-        inner = mix(seed >> 32 ^ mix((i >> 32) + 0x9E3779B9 & 0xFFFFFFFF))
-        k0 = mix((seed & 0xFFFFFFFF) ^ inner)
-        k1 = mix(k0 + 0x85EBCA6B & 0xFFFFFFFF)
-        return mix(mix(i & 0xFFFFFFFF ^ k0) + k1 & 0xFFFFFFFF)
-
+    """With e0m1 there is one step, so x = 2^-32 k rounds up exactly where r + k reaches 2^32."""
     for seed, first in [(0, 0), (7, 5), (2**64 - 1, 2**32 - 20), (2**40 + 3, 2**63)]:
-        r = np.array([random(seed, first + i) for i in range(40)], np.uint64)
+        r = np.array([random_bits(seed, first + i) for i in range(40)], np.uint64)
         for up, k in [(0, 2**32 - 1 - r), (1, 2**32 - r)]:  # just below and just at the limit
             x = k.astype(np.float64) / 2**32
             codes = exmy.encode(x, "e0m1b0", rounding="stochastic", seed=seed, first=first)
-            np.testing.assert_array_equal(codes, np.where(k == 2**32, 1, up))
+            np.testing.assert_array_equal(codes, up)
 
 
 @pytest.mark.parametrize("name", ["e0m3", "e2m1", "e4m3", "e3m0", "e3m2b9"])
