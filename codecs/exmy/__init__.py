@@ -7,12 +7,12 @@
 array([   0.3125,   -1.    ,  480.    ], dtype=float32)
 
 FORMAT.md, beside this file, says what each code is worth and how codes are packed.  Reading the source:
-format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py (the
-shared exponent of a tensor), quantizer.py, groups.py and offsets.py (of rows and blocks), quantized.py,
-chunk.py (the bytes of chunks), exponents.py and noise.py (what the values are like, and what rounding did to
-them), sample.py, survey.py and choice.py (the format that suits), kernels.py (who does the work), _lanes.h (how
-it is done fast).  exmy.jax, exmy.torch, exmy.zarr and exmy.numcodecs are imported by name; `python -m exmy
-formats` prints all formats.
+format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py and
+tensor_fit.py (the shared exponent of a tensor, slab by slab), quantizer.py, groups.py and offsets.py (of rows
+and blocks), quantized.py, chunk.py (the bytes of chunks), exponents.py and noise.py (what the values are like,
+and what rounding did to them), sample.py, survey.py and choice.py (the format that suits), kernels.py (who does
+the work), _lanes.h (how it is done fast).  exmy.jax, exmy.torch, exmy.zarr and exmy.numcodecs are imported by
+name; `python -m exmy formats` prints all formats.
 """
 
 from exmy import kernels
@@ -36,6 +36,7 @@ from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
 from exmy.quantizer import quantize
 from exmy.survey import Candidate, survey
+from exmy.tensor_fit import TensorFit
 
 __all__ = [
     "TILE",
@@ -55,6 +56,7 @@ __all__ = [
     "Quantized",
     "SizeError",
     "SlowPathWarning",
+    "TensorFit",
     "choose",
     "compare",
     "decode",

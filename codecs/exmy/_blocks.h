@@ -5,8 +5,6 @@
 
 #include "_levels.h"
 
-enum { MOST_BIASES = 64 }; /* that are tried at once */
-
 static size_t kind_size(int kind)
 {
     return kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2;
@@ -58,7 +56,10 @@ static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *
     if (kind == FLOAT16 || kind == BFLOAT16)
         (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)src, n, r->middle);
     const float32_bits *single = kind == FLOAT32 ? (const float32_bits *)src : r->middle;
-    if (kind != FLOAT64 && s->sum32) {
+    if (kind != FLOAT64 && s->top32) {
+        uint32_t peak = narrow ? l->top8(single, n, s, codes) : l->top16(single, n, s, codes);
+        finite = peak < 0x7f800000u;
+    } else if (kind != FLOAT64 && s->sum32) {
         uint32_t peak = narrow ? l->codes8_f32(single, n, s, codes) : l->codes16_f32(single, n, s, codes);
         finite = peak < 0x7f800000u;
     } else {
@@ -108,7 +109,7 @@ static void decode_block(const lanes *l, const spec *s, int kind, const void *co
                          uint8_t *dst)
 {
     const int narrow = s->bits <= 8;
-    if (kind == FLOAT64 || !s->exact32) {
+    if (kind == FLOAT64 || !(s->exact32 || s->top32)) {
         float64_bits *exact = kind == FLOAT64 ? (float64_bits *)dst : r->exact;
         if (narrow)
             l->values8_f64(codes, n, s, exact);
@@ -119,7 +120,9 @@ static void decode_block(const lanes *l, const spec *s, int kind, const void *co
         return;
     }
     float32_bits *single = kind == FLOAT32 ? (float32_bits *)dst : r->middle;
-    if (narrow)
+    if (s->top32)
+        narrow ? l->untop8(codes, n, s, single) : l->untop16(codes, n, s, single);
+    else if (narrow)
         l->values8_f32(codes, n, s, single);
     else
         l->values16_f32(codes, n, s, single);
@@ -222,7 +225,8 @@ static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, 
     l->join16(r->low, r->high, n, codes);
 }
 
-/* Copies past the caches: for outputs too large to be found there again. */
+/* Copies past the caches: for outputs too large to be found there again.  A tile at a time, so that the memory
+ * takes it while the next one is decoded. */
 static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 {
 #if HAVE_SSE2
@@ -276,22 +280,35 @@ static census encode_all(const lanes *l, spec s, int kind, const uint8_t *src, s
 static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed, uint8_t *dst)
 {
     room r;
-    uint64_t values[BLOCK];
+    uint64_t values[TILE];
+    code16 table[TILE / 2];
     const size_t size = kind_size(kind);
     const int streaming = n * size >= STREAM_BYTES;
+    const int tabled = l->look_up != NULL && size == 2 && s.bits <= 8 && n >= BLOCK;
     const unsigned mode = enter_float_mode();
+    if (tabled) {
+        for (size_t i = 0; i < TILE / 2; i++)
+            r.low[i] = (uint8_t)i;
+        decode_block(l, &s, kind, r.low, TILE / 2, &r, (uint8_t *)table);
+    }
     for (size_t i = 0; i < n; i += BLOCK) {
-        const size_t m = n - i < BLOCK ? n - i : BLOCK;
-        const void *codes = src + i * (s.bits <= 8 ? 1 : 2);
+        const size_t m = n - i < BLOCK ? n - i : BLOCK, piece = streaming ? TILE : BLOCK;
+        const uint8_t *codes = src + i * (s.bits <= 8 ? 1 : 2);
         if (packed) {
             unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
-            codes = r.codes;
+            codes = (const uint8_t *)r.codes;
         }
-        if (streaming) {
-            decode_block(l, &s, kind, codes, m, &r, (uint8_t *)values);
-            stream(dst + i * size, (uint8_t *)values, m * size);
-        } else
-            decode_block(l, &s, kind, codes, m, &r, dst + i * size);
+        for (size_t j = 0; j < m; j += piece) {
+            const size_t k = m - j < piece ? m - j : piece;
+            const uint8_t *from = codes + j * (s.bits <= 8 ? 1 : 2);
+            uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)values : to;
+            if (tabled)
+                l->look_up(from, k, table, (code16 *)out);
+            else
+                decode_block(l, &s, kind, from, k, &r, out);
+            if (streaming)
+                stream(to, out, k * size);
+        }
     }
     if (streaming)
         stream_end();
@@ -358,39 +375,4 @@ static double peak_all(const lanes *l, int kind, const uint8_t *src, size_t n)
         single.i = (int32_t)bits;
     }
     return single.f;
-}
-
-/* Sums of the squared errors of formats that differ in bias only, in the fixed order of 16 partial sums. */
-static void squared_errors_all(const lanes *l, int exponent_bits, int mantissa_bits, int bias, size_t biases,
-                               int kind, const uint8_t *src, size_t n, double (*sums)[16])
-{
-    room r;
-    uint64_t values[BLOCK];
-    uint32_t wide[BLOCK];
-    const size_t size = kind_size(kind);
-    const unsigned mode = enter_float_mode();
-    for (size_t i = 0; i < n; i += BLOCK) {
-        const size_t m = n - i < BLOCK ? n - i : BLOCK;
-        const uint8_t *from = src + i * size;
-        const float32_value *single = (const float32_value *)from;
-        if (kind == FLOAT16 || kind == BFLOAT16) {
-            (kind == FLOAT16 ? l->widen_f16 : l->widen_bf16)((const code16 *)from, m, wide);
-            single = (const float32_value *)wide;
-        }
-        for (size_t k = 0; k < biases; k++) {
-            const spec s = spec_of(exponent_bits, mantissa_bits, bias + (int)k, 0);
-            const int working = kind != FLOAT64 && s.exact32 ? FLOAT32 : FLOAT64;
-            encode_block(l, &s, kind, from, m, 0, &r, r.codes);
-            decode_block(l, &s, working, r.codes, m, &r, (uint8_t *)values);
-            if (working == FLOAT32)
-                l->squares_f32(single, (const float32_value *)values, m, sums[k]);
-            else {
-                if (kind != FLOAT64)
-                    l->widen_f32(single, m, (float64_value *)r.wide);
-                l->squares(kind == FLOAT64 ? (const float64_value *)from : (const float64_value *)r.wide,
-                           (const float64_value *)values, m, sums[k]);
-            }
-        }
-    }
-    leave_float_mode(mode);
 }

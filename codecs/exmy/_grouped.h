@@ -1,9 +1,20 @@
 /* The loops of groups that share a scale, on one block; included by _lanes.h for each level.
  *
- * noise: with z = |y| * m, adds (z - the nearest value of the format)^2 to sums[i % 16] for element i.  The
- * difference is taken in the type of y, where it is exact unless z clips; squares and sums are float64.  As in
- * codes, |z| + g - g is the nearest value.
+ * noise: with z = |y * scale| * m, adds (z - the nearest value of the format)^2 to sums[i % 16] for element i, and
+ * returns the total of the sums, which may be NULL for zeros.  The difference is taken in the type of y, where it is exact unless z clips;
+ * squares and sums are float64.  As in codes, |z| + g - g is the nearest value.
  */
+
+/* The total of 16 partial sums, in the fixed order of halves: lanes j and j + 8 first. */
+static INLINE double LANE(total)(const double *sums)
+{
+    double eight[8], four[4];
+    for (size_t j = 0; j < 8; j++)
+        eight[j] = sums[j] + sums[j + 8];
+    for (size_t j = 0; j < 4; j++)
+        four[j] = eight[j] + eight[j + 4];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
 
 #define DEFINE_GROUPED(BITS, REAL, INT, EXPONENT)                                                            \
     static void LANE(scale_f##BITS)(const float##BITS##_value *src, size_t n, REAL m,                        \
@@ -18,10 +29,10 @@
         for (size_t i = 0; i < n; i++)                                                                       \
             out[i] = src[i] * m[i];                                                                          \
     }                                                                                                        \
-    static INLINE double LANE(miss_f##BITS)(REAL y, REAL m, INT limit, INT tiny, INT lift)                         \
+    static INLINE double LANE(miss_f##BITS)(REAL y, REAL scale, REAL m, INT limit, INT tiny, INT lift)       \
     {                                                                                                        \
         float##BITS##_word z, c, g, near;                                                                    \
-        z.f = y * m;                                                                                         \
+        z.f = y * scale * m;                                                                                 \
         z.i &= (INT)(((uint##BITS##_t)1 << (BITS - 1)) - 1);                                                 \
         c.i = z.i < limit ? z.i : limit;                                                                     \
         g.i = ((c.i > tiny ? c.i : tiny) & EXPONENT) + lift;                                                 \
@@ -29,23 +40,26 @@
         near.f = near.f - g.f;                                                                               \
         return (double)(z.f - near.f);                                                                       \
     }                                                                                                        \
-    static void LANE(noise_f##BITS)(const float##BITS##_value *y, size_t n, REAL m, const spec *s,           \
-                                    double *sums)                                                            \
+    static double LANE(noise_f##BITS)(const float##BITS##_value *y, size_t n, REAL scale, REAL m, const spec *s,\
+                                      double *sums)                                                          \
     {                                                                                                        \
         const INT limit = s->limit##BITS, tiny = s->tiny##BITS, lift = s->lift##BITS;                        \
-        double lane[16];                                                                                     \
+        double lane[16] = {0};                                                                               \
         size_t i = 0;                                                                                        \
-        memcpy(lane, sums, sizeof lane);                                                                     \
+        if (sums != NULL)                                                                                    \
+            memcpy(lane, sums, sizeof lane);                                                                 \
         for (; i + 16 <= n; i += 16)                                                                         \
             for (size_t j = 0; j < 16; j++) {                                                                \
-                const double d = LANE(miss_f##BITS)(y[i + j], m, limit, tiny, lift);                         \
+                const double d = LANE(miss_f##BITS)(y[i + j], scale, m, limit, tiny, lift);                  \
                 lane[j] += d * d;                                                                            \
             }                                                                                                \
         for (; i < n; i++) {                                                                                 \
-            const double d = LANE(miss_f##BITS)(y[i], m, limit, tiny, lift);                                 \
+            const double d = LANE(miss_f##BITS)(y[i], scale, m, limit, tiny, lift);                          \
             lane[i % 16] += d * d;                                                                           \
         }                                                                                                    \
-        memcpy(sums, lane, sizeof lane);                                                                     \
+        if (sums != NULL)                                                                                    \
+            memcpy(sums, lane, sizeof lane);                                                                 \
+        return LANE(total)(lane);                                                                            \
     }
 DEFINE_GROUPED(32, float, int32_t, 0x7f800000)
 DEFINE_GROUPED(64, double, int64_t, 0x7ff0000000000000)

@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_arrays.h"
+#include "_search.h"
 
 static const lanes *lanes_of(int level)
 {
@@ -178,38 +178,6 @@ static PyObject *py_peak(PyObject *self, PyObject *args)
     return result;
 }
 
-static PyObject *py_squared_errors(PyObject *self, PyObject *args)
-{
-    int level, kind, x, y, bias, biases;
-    Py_buffer src;
-    PyObject *result = NULL;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "iiiiiiy*", &level, &kind, &x, &y, &bias, &biases, &src))
-        return NULL;
-    const lanes *l = lanes_of(level);
-    if (biases < 1 || biases > MOST_BIASES)
-        PyErr_Format(PyExc_ValueError, "biases must be 1 to %d, not %d", MOST_BIASES, biases);
-    else if (l != NULL && check_kind(kind) && check_format(x, y, bias) && check_format(x, y, bias + biases - 1)) {
-        double sums[MOST_BIASES][16] = {{0}};
-        Py_BEGIN_ALLOW_THREADS;
-        squared_errors_all(l, x, y, bias, (size_t)biases, kind, src.buf, (size_t)src.len / kind_size(kind), sums);
-        Py_END_ALLOW_THREADS;
-        result = PyList_New(biases);
-        for (int k = 0; result != NULL && k < biases; k++) {
-            double total = 0;
-            for (int j = 0; j < 16; j++)
-                total += sums[k][j];
-            PyObject *value = PyFloat_FromDouble(total);
-            if (value == NULL || PyList_SetItem(result, k, value) < 0) {
-                Py_DECREF(result);
-                result = NULL;
-            }
-        }
-    }
-    PyBuffer_Release(&src);
-    return result;
-}
-
 /* Whether the scales cover the elements first ... first+n-1. */
 static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
 {
@@ -262,72 +230,6 @@ static PyObject *py_decode_groups(PyObject *self, PyObject *args)
     return py_grouped(args, 0);
 }
 
-/* How many runs of `length` src holds; 0 with an error where it holds no whole number of them. */
-static size_t runs_of(int kind, Py_ssize_t length, Py_ssize_t bytes)
-{
-    const size_t run = length > 0 && length <= PY_SSIZE_T_MAX / 8 ? (size_t)length * kind_size(kind) : 0;
-    if (run > 0 && bytes > 0 && (size_t)bytes % run == 0)
-        return (size_t)bytes / run;
-    PyErr_SetString(PyExc_ValueError, "src holds no whole number of runs");
-    return 0;
-}
-
-static PyObject *py_peaks(PyObject *self, PyObject *args)
-{
-    int level, kind;
-    Py_ssize_t length;
-    Py_buffer src, dst;
-    PyObject *result = NULL;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "iiny*w*", &level, &kind, &length, &src, &dst))
-        return NULL;
-    const lanes *l = lanes_of(level);
-    if (l != NULL && check_kind(kind)) {
-        const size_t runs = runs_of(kind, length, src.len);
-        if (runs > 0 && check_length("out", dst.len, runs * sizeof(double))) {
-            Py_BEGIN_ALLOW_THREADS;
-            peaks_all(l, kind, (size_t)length, src.buf, runs, dst.buf);
-            Py_END_ALLOW_THREADS;
-            result = Py_BuildValue("");
-        }
-    }
-    PyBuffer_Release(&src);
-    PyBuffer_Release(&dst);
-    return result;
-}
-
-static PyObject *py_noise(PyObject *self, PyObject *args)
-{
-    int level, kind, x, y, bias, wide;
-    Py_ssize_t length;
-    Py_buffer scales, factors, src, dst;
-    PyObject *result = NULL;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "iiiiipny*y*y*w*", &level, &kind, &x, &y, &bias, &wide, &length, &scales, &factors,
-                          &src, &dst))
-        return NULL;
-    const lanes *l = lanes_of(level);
-    const size_t count = (size_t)factors.len / sizeof(double);
-    if (count < 1 || count > MOST_BIASES)
-        PyErr_Format(PyExc_ValueError, "factors must be 1 to %d", MOST_BIASES);
-    else if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
-        const size_t runs = runs_of(kind, length, src.len);
-        if (runs > 0 && check_length("scales", scales.len, runs * (wide ? 8 : 4)) &&
-            check_length("out", dst.len, runs * count * sizeof(double))) {
-            Py_BEGIN_ALLOW_THREADS;
-            noise_all(l, spec_of(x, y, bias, 0), kind, wide, (size_t)length, scales.buf, factors.buf, count,
-                      src.buf, runs, dst.buf);
-            Py_END_ALLOW_THREADS;
-            result = Py_BuildValue("");
-        }
-    }
-    PyBuffer_Release(&scales);
-    PyBuffer_Release(&factors);
-    PyBuffer_Release(&src);
-    PyBuffer_Release(&dst);
-    return result;
-}
-
 static PyObject *py_supports(PyObject *self, PyObject *args)
 {
     int level;
@@ -338,6 +240,7 @@ static PyObject *py_supports(PyObject *self, PyObject *args)
 }
 
 #include "_bindings.h"
+#include "_search_bindings.h"
 
 static PyMethodDef methods[] = {
     {"supports", py_supports, METH_VARARGS, "supports(level) -> bool: whether this machine runs the level."},
@@ -349,15 +252,11 @@ static PyMethodDef methods[] = {
     {"pack", py_pack, METH_VARARGS, "pack(level, bits, count, codes, out)."},
     {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},
-    {"squared_errors", py_squared_errors, METH_VARARGS,
-     "squared_errors(level, kind, x, y, bias, biases, src) -> one sum for each of biases from bias on."},
     {"encode_groups", py_encode_groups, METH_VARARGS,
      "encode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, src, out)."},
     {"decode_groups", py_decode_groups, METH_VARARGS,
      "decode_groups(level, kind, x, y, bias, wide, length, inner, first, scales, packed, out)."},
-    {"peaks", py_peaks, METH_VARARGS, "peaks(level, kind, length, src, out): one float64 for each run."},
-    {"noise", py_noise, METH_VARARGS,
-     "noise(level, kind, x, y, bias, wide, length, scales, factors, src, out): float64 by run and factor."},
+    SEARCH_METHODS,
     ARRAY_METHODS,
     {NULL, NULL, 0, NULL},
 };

@@ -44,10 +44,30 @@ def squared_errors(
     exponent_bits: int,
     mantissa_bits: int,
     bias: int,
-    biases: int,
+    wide: bool,
     src: Array,
+    out: Array,
     /,
-) -> list[float]: ...
+) -> None: ...
+def energy(level: int, kind: int, src: Array, /) -> float: ...
+def least(
+    level: int,
+    kind: int,
+    exponent_bits: int,
+    mantissa_bits: int,
+    bias: int,
+    wide: bool,
+    rising: bool,
+    length: int,
+    scales: Array,
+    factors: Array,
+    tries: Array,
+    src: Array,
+    found: Array,
+    least: Array,
+    /,
+) -> None: ...
+def columns(itemsize: int, rows: int, stride: int, first: int, width: int, src: Array, out: Array, /) -> None: ...
 def encode_groups(
     level: int,
     kind: int,

@@ -91,6 +91,36 @@ DEFINE_VALUES32(values8_f32, uint8_t)
 DEFINE_VALUES32(values16_f32, code16)
 #undef DEFINE_VALUES32
 
+/* Both ways for e8mY with the bias of float32, whose last exponent float32 keeps for infinity. */
+#define DEFINE_TOP(WIDTH, CODE)                                                                              \
+    static uint32_t LANE(top##WIDTH)(const float32_bits *src, size_t n, const spec *s, CODE *out)            \
+    {                                                                                                        \
+        const uint32_t drop = 23u - (uint32_t)s->mantissa_bits, below = (1u << (drop - 1)) - 1;              \
+        const uint32_t sign_shift = 32u - (uint32_t)s->bits, sign = 1u << (s->bits - 1), largest = sign - 1; \
+        int32_t peak = 0;                                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint32_t word = src[i], a = word & 0x7fffffffu;                                                  \
+            peak = (int32_t)a > peak ? (int32_t)a : peak;                                                    \
+            uint32_t code = (a + below + ((a >> drop) & 1u)) >> drop;                                        \
+            code = (int32_t)a >= 0x7f800000 ? largest : code;                                                \
+            out[i] = (CODE)(code | ((word >> sign_shift) & sign));                                           \
+        }                                                                                                    \
+        return (uint32_t)peak;                                                                               \
+    }                                                                                                        \
+    static void LANE(untop##WIDTH)(const CODE *codes, size_t n, const spec *s, float32_bits *out)            \
+    {                                                                                                        \
+        const uint32_t drop = 23u - (uint32_t)s->mantissa_bits, sign_shift = 32u - (uint32_t)s->bits;        \
+        for (size_t i = 0; i < n; i++) {                                                                     \
+            uint32_t code = codes[i];                                                                        \
+            int32_t a = (int32_t)((code << drop) & 0x7fffffffu);                                             \
+            a = a < 0x7f800000 ? a : 0x7f800000;                                                             \
+            out[i] = (uint32_t)a | ((code << sign_shift) & 0x80000000u);                                     \
+        }                                                                                                    \
+    }
+DEFINE_TOP(8, uint8_t)
+DEFINE_TOP(16, code16)
+#undef DEFINE_TOP
+
 /* Decodes n codes to float64: exact for every format. */
 #define DEFINE_VALUES64(NAME, CODE)                                                                          \
     static void LANE(NAME)(const CODE *codes, size_t n, const spec *s, float64_bits *out)                    \
@@ -113,6 +143,26 @@ DEFINE_VALUES32(values16_f32, code16)
 DEFINE_VALUES64(values8_f64, uint8_t)
 DEFINE_VALUES64(values16_f64, code16)
 #undef DEFINE_VALUES64
+
+/* Decodes n codes of up to 8 bits to float16 or bfloat16, whose bits for the codes 0 ... 127 are in the table. */
+#if LANE_HAS_AVX512
+static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, code16 *out)
+{
+    const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 32);
+    const __m512i c = _mm512_loadu_si512(table + 64), d = _mm512_loadu_si512(table + 96);
+    const __m512i half = _mm512_set1_epi16(64), sign = _mm512_set1_epi16(128);
+    size_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(codes + i)));
+        const __m512i low = _mm512_permutex2var_epi16(a, code, b), high = _mm512_permutex2var_epi16(c, code, d);
+        const __m512i value = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, half), low, high);
+        const __m512i minus = _mm512_slli_epi16(_mm512_and_si512(code, sign), 8);
+        _mm512_storeu_si512(out + i, _mm512_or_si512(value, minus));
+    }
+    for (; i < n; i++)
+        out[i] = (uint16_t)(table[codes[i] & 127] | (codes[i] & 128) << 8);
+}
+#endif
 
 /* float16 bits to float32 bits, exact; infinities and NaNs stay what they are. */
 static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
@@ -207,42 +257,6 @@ static uint64_t LANE(peak64)(const float64_bits *src, size_t n)
     return (uint64_t)peak;
 }
 
-/* sums[i % 16] += (x[i] - y[i])^2 in float64.  The 16 sums make the result the same at every level. */
-static void LANE(squares)(const float64_value *x, const float64_value *y, size_t n, double *sums)
-{
-    double lane[16];
-    size_t i = 0;
-    memcpy(lane, sums, sizeof lane);
-    for (; i + 16 <= n; i += 16)
-        for (size_t j = 0; j < 16; j++) {
-            double d = x[i + j] - y[i + j];
-            lane[j] += d * d;
-        }
-    for (; i < n; i++) {
-        double d = x[i] - y[i];
-        lane[i % 16] += d * d;
-    }
-    memcpy(sums, lane, sizeof lane);
-}
-
-/* The same for float32, whose differences are taken in float64 too. */
-static void LANE(squares_f32)(const float32_value *x, const float32_value *y, size_t n, double *sums)
-{
-    double lane[16];
-    size_t i = 0;
-    memcpy(lane, sums, sizeof lane);
-    for (; i + 16 <= n; i += 16)
-        for (size_t j = 0; j < 16; j++) {
-            double d = (double)x[i + j] - (double)y[i + j];
-            lane[j] += d * d;
-        }
-    for (; i < n; i++) {
-        double d = (double)x[i] - (double)y[i];
-        lane[i % 16] += d * d;
-    }
-    memcpy(sums, lane, sizeof lane);
-}
-
 static void LANE(split16)(const code16 *src, size_t n, uint8_t *low, uint8_t *high)
 {
     for (size_t i = 0; i < n; i++) {
@@ -303,9 +317,15 @@ DEFINE_PLANE(1, 0x0101010101010101u)
 static const lanes LANE(table) = {
     LANE(codes8_f32),   LANE(codes16_f32),  LANE(codes8_f64),  LANE(codes16_f64),
     LANE(values8_f32),  LANE(values16_f32), LANE(values8_f64), LANE(values16_f64),
+    LANE(top8),         LANE(top16),        LANE(untop8),      LANE(untop16),
+#if LANE_HAS_AVX512
+    LANE(look_up),
+#else
+    NULL,
+#endif
     LANE(widen_f16),    LANE(widen_bf16),   LANE(widen_f32),   LANE(narrow_f64),
     LANE(narrow_f16),   LANE(narrow_bf16),  LANE(peak16),       LANE(peak32),      LANE(peak64),
-    LANE(squares),      LANE(squares_f32),  LANE(split16),      LANE(join16),
+    LANE(split16),      LANE(join16),
     LANE(scale_f32),    LANE(scale_f64),    LANE(scale_each_f32), LANE(scale_each_f64),
     LANE(noise_f32),    LANE(noise_f64),
     {LANE(pack_plane4), LANE(pack_plane2), LANE(pack_plane1)},

@@ -40,6 +40,7 @@ typedef struct {
     int exponent_bits, mantissa_bits, bits;
     int sum32;   /* encoding float32 by float32 sums stays within float32 */
     int exact32; /* every value of the format is a float32 */
+    int top32;   /* e8mY, Y > 0, with the bias of float32: codes are the upper bits of float32, but for infinity */
     int32_t limit32, tiny32, lift32;
     int64_t limit64, tiny64, lift64; /* the largest value, the smallest normal, the step to the quantum */
 } spec;
@@ -53,6 +54,11 @@ typedef struct {
     void (*values16_f32)(const code16 *, size_t, const spec *, float32_bits *);
     void (*values8_f64)(const uint8_t *, size_t, const spec *, float64_bits *);
     void (*values16_f64)(const code16 *, size_t, const spec *, float64_bits *);
+    uint32_t (*top8)(const float32_bits *, size_t, const spec *, uint8_t *);
+    uint32_t (*top16)(const float32_bits *, size_t, const spec *, code16 *);
+    void (*untop8)(const uint8_t *, size_t, const spec *, float32_bits *);
+    void (*untop16)(const code16 *, size_t, const spec *, float32_bits *);
+    void (*look_up)(const uint8_t *, size_t, const code16 *, code16 *); /* NULL where it would not pay */
     void (*widen_f16)(const code16 *, size_t, float32_bits *);
     void (*widen_bf16)(const code16 *, size_t, float32_bits *);
     void (*widen_f32)(const float32_value *, size_t, float64_value *);
@@ -62,16 +68,14 @@ typedef struct {
     uint32_t (*peak16)(const code16 *, size_t);
     uint32_t (*peak32)(const float32_bits *, size_t);
     uint64_t (*peak64)(const float64_bits *, size_t);
-    void (*squares)(const float64_value *, const float64_value *, size_t, double *);
-    void (*squares_f32)(const float32_value *, const float32_value *, size_t, double *);
     void (*split16)(const code16 *, size_t, uint8_t *, uint8_t *);
     void (*join16)(const uint8_t *, const uint8_t *, size_t, code16 *);
     void (*scale_f32)(const float32_value *, size_t, float, float32_value *);
     void (*scale_f64)(const float64_value *, size_t, double, float64_value *);
     void (*scale_each_f32)(const float32_value *, size_t, const float32_value *, float32_value *);
     void (*scale_each_f64)(const float64_value *, size_t, const float64_value *, float64_value *);
-    void (*noise_f32)(const float32_value *, size_t, float, const spec *, double *);
-    void (*noise_f64)(const float64_value *, size_t, double, const spec *, double *);
+    double (*noise_f32)(const float32_value *, size_t, float, float, const spec *, double *);
+    double (*noise_f64)(const float64_value *, size_t, double, double, const spec *, double *);
     void (*pack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*unpack_plane[3])(const uint8_t *, size_t, unsigned, size_t, uint8_t *);
     void (*random_bits)(uint32_t, uint32_t, uint32_t, size_t, uint32_t *);
@@ -82,6 +86,7 @@ typedef struct {
 } lanes;
 
 #define LANE_HAS_F16C 0
+#define LANE_HAS_AVX512 0
 #define LANE(name) baseline_##name
 #include "_lanes.h"
 #undef LANE
@@ -105,6 +110,8 @@ typedef struct {
 #endif
 #undef LANE
 
+#undef LANE_HAS_AVX512
+#define LANE_HAS_AVX512 1
 #define LANE(name) avx512_##name
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))),        \
@@ -118,6 +125,7 @@ typedef struct {
 #pragma GCC pop_options
 #endif
 #undef LANE
+#undef LANE_HAS_AVX512
 #else
 #define MANY_LEVELS 0
 #endif
@@ -202,6 +210,7 @@ static spec spec_of(int exponent_bits, int mantissa_bits, int bias, double limit
     s.mantissa_bits = mantissa_bits;
     s.bits = 1 + exponent_bits + mantissa_bits;
     s.exact32 = lowest >= -126 && highest <= 127;
+    s.top32 = exponent_bits == 8 && bias == 127 && mantissa_bits > 0; /* whose quanta are even where codes are */
     s.sum32 = s.exact32 && highest + 23 - mantissa_bits <= 127;
     max64.f = limit > 0 ? limit : top * power_of_two(highest - mantissa_bits);
     s.limit64 = max64.i;

@@ -16,22 +16,19 @@ typedef struct {
 /* out = src * the scale of each element's group, for n elements from `first` + i on. */
 static void scale_block(const lanes *l, const groups *g, size_t i, const uint8_t *src, size_t n, uint8_t *out)
 {
-    const size_t size = g->wide ? 8 : 4;
-    size_t position = g->first + i;
-    while (n > 0) {
-        const size_t run = g->inner == 1 ? g->length : g->inner;
-        const size_t at = position % run;
-        const size_t m = run - at < n ? run - at : n;
-        if (g->inner == 1) {
-            const size_t group = position / run;
+    const size_t size = g->wide ? 8 : 4, run = g->inner == 1 ? g->length : g->inner;
+    size_t at = (g->first + i) % run, number = (g->first + i) / run;
+    for (size_t m; n > 0; at = 0, number++, src += m * size, out += m * size, n -= m) {
+        m = run - at < n ? run - at : n;
+        if (g->inner == 1) { /* a run of the group `number` */
             if (g->wide)
-                l->scale_f64((const float64_value *)src, m, ((const float64_value *)g->scales)[group],
+                l->scale_f64((const float64_value *)src, m, ((const float64_value *)g->scales)[number],
                              (float64_value *)out);
             else
-                l->scale_f32((const float32_value *)src, m, ((const float32_value *)g->scales)[group],
+                l->scale_f32((const float32_value *)src, m, ((const float32_value *)g->scales)[number],
                              (float32_value *)out);
-        } else {
-            const uint8_t *scales = g->scales + (position / run / g->length * g->inner + at) * size;
+        } else { /* a row across groups */
+            const uint8_t *scales = g->scales + (number / g->length * g->inner + at) * size;
             if (g->wide)
                 l->scale_each_f64((const float64_value *)src, m, (const float64_value *)scales,
                                   (float64_value *)out);
@@ -39,7 +36,6 @@ static void scale_block(const lanes *l, const groups *g, size_t i, const uint8_t
                 l->scale_each_f32((const float32_value *)src, m, (const float32_value *)scales,
                                   (float32_value *)out);
         }
-        position += m, src += m * size, out += m * size, n -= m;
     }
 }
 
@@ -85,17 +81,21 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     const int streaming = n * size >= STREAM_BYTES, direct = kind == (g->wide ? FLOAT64 : FLOAT32);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < n; i += BLOCK) {
-        const size_t m = n - i < BLOCK ? n - i : BLOCK;
-        uint8_t *to = dst + i * size, *out = streaming ? (uint8_t *)values : to;
+        const size_t m = n - i < BLOCK ? n - i : BLOCK, step = streaming ? TILE : BLOCK;
         unpack_block(l, src + packed_bytes(i, s.bits), m, s.bits, &r, r.codes);
-        decode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, r.codes, m, &r, (uint8_t *)values);
-        scale_block(l, g, i, (uint8_t *)values, m, direct ? out : (uint8_t *)scaled);
-        if (!direct && g->wide)
-            narrow_block(l, kind, (const float64_bits *)scaled, m, out);
-        else if (!direct)
-            narrow_single(l, kind, (const float32_bits *)scaled, m, out);
-        if (streaming)
-            stream(to, out, m * size);
+        for (size_t j = 0; j < m; j += step) {
+            const size_t k = m - j < step ? m - j : step;
+            const uint8_t *codes = (const uint8_t *)r.codes + j * (s.bits <= 8 ? 1 : 2);
+            uint8_t *to = dst + (i + j) * size, *out = streaming ? (uint8_t *)values : to;
+            decode_block(l, &s, g->wide ? FLOAT64 : FLOAT32, codes, k, &r, (uint8_t *)values);
+            scale_block(l, g, i + j, (uint8_t *)values, k, direct ? out : (uint8_t *)scaled);
+            if (!direct && g->wide)
+                narrow_block(l, kind, (const float64_bits *)scaled, k, out);
+            else if (!direct)
+                narrow_single(l, kind, (const float32_bits *)scaled, k, out);
+            if (streaming)
+                stream(to, out, k * size);
+        }
     }
     if (streaming)
         stream_end();
@@ -109,35 +109,5 @@ static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *sr
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < runs; i++)
         out[i] = peak_all(l, kind, src + i * length * size, length);
-    leave_float_mode(mode);
-}
-
-/* out[i][k] = the sum of (z - nearest value to z)^2 with z = src * scales[i] * factors[k] over run i. */
-static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length, const uint8_t *scales,
-                      const double *factors, size_t count, const uint8_t *src, size_t runs, double *out)
-{
-    room r;
-    uint64_t scaled[BLOCK];
-    const size_t size = kind_size(kind);
-    const unsigned mode = enter_float_mode();
-    for (size_t i = 0; i < runs; i++, out += count, src += length * size) {
-        const groups g = {wide, length, 1, i * length, scales};
-        double sums[MOST_BIASES][16];
-        memset(sums, 0, count * sizeof sums[0]);
-        for (size_t j = 0; j < length; j += BLOCK) {
-            const size_t m = length - j < BLOCK ? length - j : BLOCK;
-            scale_block(l, &g, j, working_block(l, wide, kind, src + j * size, m, &r), m, (uint8_t *)scaled);
-            for (size_t k = 0; k < count; k++)
-                if (wide)
-                    l->noise_f64((const float64_value *)scaled, m, factors[k], &s, sums[k]);
-                else
-                    l->noise_f32((const float32_value *)scaled, m, (float)factors[k], &s, sums[k]);
-        }
-        for (size_t k = 0; k < count; k++) {
-            out[k] = 0;
-            for (size_t j = 0; j < 16; j++)
-                out[k] += sums[k][j];
-        }
-    }
     leave_float_mode(mode);
 }

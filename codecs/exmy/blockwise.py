@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exmy import reference
 from exmy.elements import Array, Kind, Layout
-from exmy.groups import Groups
 from exmy.rounding import Dither
+
+if TYPE_CHECKING:
+    from exmy.groups import Groups
 
 __all__ = [
     "compare",
@@ -17,7 +21,9 @@ __all__ = [
     "decode_groups",
     "encode",
     "encode_groups",
+    "energy",
     "exponents",
+    "least",
     "noise",
     "pack",
     "peak",
@@ -129,15 +135,19 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     return largest, 0, 0
 
 
-def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
-    """See kernels.squared_errors: 16 partial sums, element i in sum i mod 16, each added up in order."""
-    sums = np.zeros((biases, 1, 16))
-    for start, stop in _blocks(src.size):
-        values = reference.widen(src[start:stop], kind)
-        for k in range(biases):
-            rows = reference.squared_errors(values, layout._replace(bias=layout.bias + k))
-            sums[k, 0] = np.add.reduce(np.concatenate([sums[k], rows]), axis=0)
-    return [float(np.cumsum(lanes)[-1]) for lanes in sums]
+def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int, dtype: np.dtype[Any]) -> list[float]:
+    """See kernels.squared_errors."""
+    out = np.zeros((1, 1))
+    sums = []
+    for k in range(biases if src.size else 0):
+        noise(kind, layout._replace(bias=layout.bias + k), src[None], np.ones(1, dtype), np.ones(1), out)
+        sums.append(float(out[0, 0]))
+    return sums or [0.0] * biases
+
+
+def energy(kind: Kind, src: Array) -> float:
+    """See kernels.energy."""
+    return _sum_of_squares(reference.widen(src, kind))
 
 
 def peaks(kind: Kind, runs: Array, out: Array) -> None:
@@ -147,16 +157,46 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
-    """See kernels.noise: per row 16 partial sums, element i in sum i mod 16, each added up in order."""
+    """See kernels.noise."""
     for i, run in enumerate(runs):
         scaled = _scaled(kind, run, scales[i])
         for k, factor in enumerate(factors.astype(scales.dtype)):
-            lanes = np.zeros((-(-run.size // 16), 16))
-            with np.errstate(over="ignore", invalid="ignore"):
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 z = np.abs(scaled * factor)
                 near = reference.decode(reference.encode(z.astype(np.float64), layout), layout)
-                lanes.reshape(-1)[: run.size] = np.square((z - near.astype(z.dtype)).astype(np.float64))
-            out[i, k] = np.cumsum(np.cumsum(lanes, axis=0)[-1])[-1]
+                out[i, k] = _sum_of_squares((z - near.astype(z.dtype)).astype(np.float64))
+
+
+def _sum_of_squares(values: NDArray[np.float64]) -> float:
+    """Return the sum in the order of the kernels: element i in sum i mod 16, then halves of the 16 sums."""
+    lanes = np.zeros((-(-values.size // 16) + 1, 16))
+    with np.errstate(over="ignore", under="ignore"):
+        lanes[1:].reshape(-1)[: values.size] = np.square(values)
+        sums = np.cumsum(lanes, axis=0)[-1]
+        for half in (8, 4, 2, 1):
+            sums = sums[:half] + sums[half:]
+    return float(sums[0])
+
+
+def least(
+    kind: Kind,
+    layout: Layout,
+    runs: Array,
+    scales: Array,
+    factors: Array,
+    tries: Array,
+    found: Array,
+    error: Array,
+) -> None:
+    """See kernels.least; nothing is left out here."""
+    out = np.empty((1, factors.size))
+    order = np.argsort(factors, kind="stable")
+    for i in range(len(runs)):
+        noise(kind, layout, runs[i : i + 1], scales[i : i + 1], factors, out)
+        errors = out[0] / (factors * factors)
+        errors[tries[i] :] = np.inf
+        found[i] = order[np.argmin(errors[order])]
+        error[i] = errors[found[i]]
 
 
 def _scaled(kind: Kind, src: Array, scales: Array) -> Array:

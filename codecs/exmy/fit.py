@@ -7,25 +7,41 @@ power-of-two scale, at no cost in decoding.
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from exmy import kernels
+from exmy import kernels, reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
+from exmy.threads import run_parts
 
-__all__ = ["BIAS_LIMIT", "FitMethod", "bias_that_holds", "bias_with_least_error"]
+__all__ = [
+    "BIAS_LIMIT",
+    "REACH",
+    "BiasFit",
+    "FitMethod",
+    "bias_that_holds",
+    "encoding_scales",
+    "fit_bias",
+    "without_nonfinite",
+]
 
 FitMethod: TypeAlias = Literal["max", "search"]
 
 BIAS_LIMIT = 512
 """Biases lie in -512 ... 512: enough for every float32 in every format, and exact in float64."""
 
+REACH = 32
+"""Offsets that are tried, from the largest that does not clip on."""
+
 _RUNS = 256  # of
 _RUN = 256  # elements make the sample
-_REACH = 32  # offsets below the largest magnitude that the sample tries
-_WINDOW = 4  # offsets that the whole tensor tries at once
+_PART = 1 << 18  # elements whose errors are summed by themselves, counted from the tensor's first
+_MORE = 4  # biases above the window that the last pass tries
+_CERTAIN = 2.001  # see _search.h: no larger offset is better than one whose error is twice the least before
 
 
 def bias_that_holds(peak: float, layout: Layout) -> int:
@@ -51,24 +67,203 @@ def bias_that_holds(peak: float, layout: Layout) -> int:
     return bias
 
 
-def bias_with_least_error(elements: Array, kind: Kind, holds: Layout) -> int:
-    """Return the bias from that of `holds` (with which nothing clips) on that has the least squared error.
+def encoding_scales(offsets: NDArray[Any], kind: Kind, layout: Layout) -> Array:
+    """Return 2^offset: float32 where scaling in float32 changes no code, float64 otherwise.
 
-    Up to 65,536 elements are tried whole.  Of more, 256 runs of 256 elements find where the least error lies,
-    and the whole tensor then decides in one pass over the 4 biases there, and in a second over all the lower
-    ones if outliers that the runs missed push it to the edge.
+    In float32, what gets below 2^-126 may lose bits; with less than 8 exponent bits it is code 0 anyway.
+    """
+    narrow = kind is not Kind.FLOAT64 and layout.exponent_bits < 8 and int(np.abs(offsets).max()) <= 126
+    scales: Array = np.ldexp(1.0, offsets.astype(np.int32)).astype(np.float32 if narrow else np.float64)
+    return scales
+
+
+def without_nonfinite(elements: Array, kind: Kind) -> Array:
+    """Return a copy with zeros for what is not finite."""
+    wide = reference.widen(elements, kind)
+    return reference.narrow(np.where(np.isfinite(wide), wide, 0.0), kind)
+
+
+class _Measured(NamedTuple):
+    """What a pass learns from one part."""
+
+    peak: float
+    bad: int
+    first: int
+    energy: float
+    errors: list[float]
+
+
+class BiasFit:
+    """The bias that suits a tensor of `count` elements, found in passes over it, piece by piece.
+
+    Pieces are flat and plain (``elements.as_flat``) and come in C order.  All sums run over parts of fixed
+    length in order, so what is found depends neither on how the tensor was cut nor on the threads.
+
+    The first pass finds the largest magnitude, and takes a sample of 256 runs of 256 elements, which is
+    the whole of smaller tensors.  The bias of least error on the sample and its neighbours are then tried on
+    the whole; where the least error lies at an end of these (outliers that the runs missed), a third pass
+    tries those beyond.  What is not finite counts as 0.
     """
 
-    def errors(below: int, biases: int, of: Array) -> list[float]:
-        return kernels.squared_errors(kind, holds._replace(bias=holds.bias + below), of, biases)
+    def __init__(
+        self, layout: Layout, kind: Kind, count: int, scale: FitMethod | Literal["none"], *, measures: bool
+    ) -> None:
+        self.bias = layout.bias
+        self.done = False
+        self.passes = 0  # that have ended
+        self.at = 0  # elements of this pass so far
+        self.bad = self.first = 0  # elements that are not finite, and the first of them
+        self.signal = 0.0  # the sum of squares, if it `measures`
+        self._layout, self._kind, self._count, self._scale = layout, kind, count, scale
+        self._measures = measures
+        self._peak = 0.0
+        self._unclean: set[int] = set()  # the parts with elements that are not finite
+        self._kept: list[Array] = []  # pieces of the part that is not whole yet
+        self._run = min(_RUN, count) if count > _RUNS * _RUN else count
+        self._starts = np.zeros(1, np.int64)
+        if self._run < count:
+            self._starts = np.linspace(0, count - _RUN, _RUNS).astype(np.int64)
+        self._sample: list[Array] = []
+        self._window = range(layout.bias, layout.bias + (scale == "none"))  # the biases that this pass tries
+        self._floor = self._top = layout.bias  # those that may be tried at all
+        self._errors: dict[int, float] = {}  # of the biases tried, on the whole
 
-    most = min(_REACH, BIAS_LIMIT - holds.bias + 1)
-    if elements.size <= _RUNS * _RUN:
-        return holds.bias + int(np.argmin(errors(0, most, elements)))
-    starts = np.linspace(0, elements.size - _RUN, _RUNS).astype(np.int64)
-    sample = elements[starts[:, None] + np.arange(_RUN)].reshape(-1)
-    low = max(0, int(np.argmin(errors(0, most, sample))) - _WINDOW + 2)
-    best = low + int(np.argmin(errors(low, min(_WINDOW, most - low), elements)))
-    if best == low > 0:
-        best = int(np.argmin(errors(0, low + 1, elements)))
-    return holds.bias + best
+    @property
+    def noise(self) -> float | None:
+        """The sum of squared errors with the bias; None while no pass has measured it."""
+        return 0.0 if self.passes and self._peak == 0 else self._errors.get(self.bias)
+
+    def add(self, elements: Array, threads: int) -> None:
+        """Take the next elements."""
+        parts = list(self._parts(elements))
+        found: list[_Measured | None] = [None] * len(parts)
+
+        def measure(low: int, high: int) -> None:
+            for i in range(low, high):
+                found[i] = self._measure(*parts[i])
+
+        run_parts(measure, [(i, i + 1) for i in range(len(parts))], threads)
+        for (number, _), measured in zip(parts, found, strict=True):
+            assert measured is not None
+            self._fold(number, measured)
+
+    def end_pass(self) -> None:
+        """Take the last elements of the pass, and decide what is known now."""
+        if self._kept:
+            number, part = self.at // _PART, np.concatenate(self._kept)
+            self._kept = []
+            self._fold(number, self._measure(number, part))
+        self.at = 0
+        self.passes += 1
+        if self.passes > 1 and self._scale == "search":
+            self._decide()
+        elif self._scale == "none" or self._peak == 0 or self.passes > 1:
+            self.done = True
+        else:
+            self.bias = self._floor = bias_that_holds(self._peak, self._layout)
+            self._top = min(self._floor + REACH, BIAS_LIMIT + 1)
+            if self._scale == "search":
+                self._propose()
+            else:
+                self.done = True
+        self._sample = []
+        if self.done:
+            self._window = range(self.bias, self.bias + 1)  # of one more pass, made for the noise
+
+    def _parts(self, elements: Array) -> Iterator[tuple[int, Array]]:
+        """Yield the number and the elements of each part that is whole now, and keep the rest."""
+        start = 0
+        while start < elements.size:
+            number, inside = divmod(self.at, _PART)
+            piece = elements[start : start + _PART - inside]
+            if not self.passes:
+                self._take_sample(piece)
+            start += piece.size
+            self.at += piece.size
+            if inside + piece.size < _PART:
+                self._kept.append(piece.copy())
+            else:
+                yield number, np.concatenate([*self._kept, piece]) if self._kept else piece
+                self._kept = []
+
+    def _take_sample(self, piece: Array) -> None:
+        """Keep what lies in the runs of the sample."""
+        first = int(np.searchsorted(self._starts, self.at - self._run, "right"))
+        for start in self._starts[first:].tolist():
+            if start >= self.at + piece.size:
+                break
+            self._sample.append(piece[max(start - self.at, 0) : start + self._run - self.at].copy())
+
+    def _measure(self, number: int, part: Array) -> _Measured:
+        peak, bad, first = 0.0, int(number in self._unclean), 0
+        if not self.passes:
+            peak, bad, first = kernels.peak(self._kind, part)
+        if bad:
+            part = without_nonfinite(part, self._kind)
+            peak, _, _ = kernels.peak(self._kind, part)
+        energy = kernels.energy(self._kind, part) if self._measures and not self.passes else 0.0
+        errors = self._squared_errors(part, self._window) if self._window else []
+        return _Measured(peak, bad, first, energy, errors)
+
+    def _fold(self, number: int, measured: _Measured) -> None:
+        if not self.passes:
+            self._peak = max(self._peak, measured.peak)
+            if measured.bad:
+                self.first = self.first if self.bad else number * _PART + measured.first
+                self.bad += measured.bad
+                self._unclean.add(number)
+            self.signal += measured.energy
+        for bias, error in zip(self._window, measured.errors, strict=True):
+            self._errors[bias] = self._errors.get(bias, 0.0) + error
+
+    def _squared_errors(self, elements: Array, biases: range) -> list[float]:
+        layout = self._layout._replace(bias=biases.start)
+        return kernels.squared_errors(self._kind, layout, elements, len(biases))
+
+    def _propose(self) -> None:
+        """Decide by the sample: which biases to try on the whole, or which it is where the sample is all."""
+        sample = np.concatenate(self._sample)
+        if self.bad:
+            sample = without_nonfinite(sample, self._kind)
+        standard = self._layout._replace(bias=0)
+        scale = encoding_scales(np.array([self._floor]), self._kind, standard)
+        tries, found, error = np.array([self._top - self._floor]), np.empty(1, np.int64), np.empty(1)
+        factors = np.exp2(np.arange(REACH))
+        kernels.least(self._kind, standard, sample[None], scale, factors, tries, found, error, rising=True)
+        self.bias = self._floor + int(found[0])
+        if sample.size == self._count:
+            self.done = True
+            if self._measures:
+                self._errors[self.bias] = self._squared_errors(sample, range(self.bias, self.bias + 1))[0]
+        else:
+            self._window = range(max(self._floor, self.bias - 1), min(self._top, self.bias + 2))
+
+    def _decide(self) -> None:
+        """Decide by the whole: the bias, or the biases to try in a last pass."""
+        tried, window = sorted(self._errors), self._window
+        self.bias = min(tried, key=self._errors.__getitem__)
+        lower, higher = range(self._floor, window.start), range(window.stop, min(self._top, window.stop + _MORE))
+        certain = self._errors[tried[-1]] >= _CERTAIN * min(self._errors[bias] for bias in tried[:-1] or tried)
+        if self.passes == 2 and self.bias == window.start and lower:
+            self._window = lower
+        elif self.passes == 2 and self.bias == window[-1] and higher and not certain:
+            self._window = higher
+        else:
+            self.done = True
+
+
+def fit_bias(
+    elements: Array,
+    kind: Kind,
+    layout: Layout,
+    scale: FitMethod,
+    threads: int = 1,
+    *,
+    saturate: bool,
+) -> BiasFit:
+    """Return the finished fit of a tensor in memory; unfinished where it is not finite and may not be."""
+    fit = BiasFit(layout, kind, elements.size, scale, measures=False)
+    while not fit.done and not (fit.bad and not saturate):
+        fit.add(elements, threads)
+        fit.end_pass()
+    return fit

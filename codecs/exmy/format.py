@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exmy import kernels, reference
+from exmy import reference
 from exmy.elements import Layout, NonFinite, as_flat, saturates
 from exmy.errors import DtypeError, FormatError, NonFiniteError
-from exmy.fit import BIAS_LIMIT, FitMethod, bias_that_holds, bias_with_least_error
+from exmy.fit import BIAS_LIMIT, FitMethod, fit_bias
 
 __all__ = ["Format", "as_format", "formats"]
 
@@ -113,20 +113,11 @@ class Format:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)
-        peak, bad, first = kernels.peak(kind, elements)
-        if bad:
-            if not saturate:
-                index = tuple(int(i) for i in np.unravel_index(first, shape))
-                raise NonFiniteError(bad, elements.size, index)
-            wide = reference.widen(elements, kind)
-            elements = reference.narrow(np.where(np.isfinite(wide), wide, 0.0), kind)
-            peak, _, _ = kernels.peak(kind, elements)
-        if peak == 0:
-            return self
-        bias = bias_that_holds(peak, self.layout)
-        if method == "search":
-            bias = bias_with_least_error(elements, kind, self.layout._replace(bias=bias))
-        return self.with_bias(bias)
+        found = fit_bias(elements, kind, self.layout, method, saturate=saturate)
+        if found.bad and not saturate:
+            index = tuple(int(i) for i in np.unravel_index(found.first, shape))
+            raise NonFiniteError(found.bad, elements.size, index)
+        return self.with_bias(found.bias)
 
     def __eq__(self, other: object) -> bool:
         return self.layout == other.layout if isinstance(other, Format) else NotImplemented

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from exmy import kernels
 from exmy.elements import Array
 from exmy.errors import FormatError, SizeError
 
@@ -103,9 +104,12 @@ class Groups:
         length, inner = self.length, self.inner
         if inner == 1:
             return elements[low * length : high * length].reshape(high - low, length)
-        outer = low // inner
-        if (high - low) % inner:
+        out = np.empty((high - low, length), elements.dtype)
+        at = low
+        while at < high:
+            outer, column = divmod(at, inner)
             matrix = elements[outer * length * inner : (outer + 1) * length * inner].reshape(length, inner)
-            return np.ascontiguousarray(matrix[:, low - outer * inner : high - outer * inner].T)
-        part: Any = elements[low * length : high * length].reshape(-1, length, inner)
-        return np.ascontiguousarray(part.transpose(0, 2, 1)).reshape(high - low, length)
+            stop = min(high, at - column + inner)
+            kernels.columns(matrix, column, out[at - low : stop - low])
+            at = stop
+        return out

@@ -10,12 +10,17 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from exmy import blockwise
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import KernelError, SlowPathWarning
-from exmy.groups import Groups
 from exmy.rounding import Dither
+
+if TYPE_CHECKING:
+    from exmy.groups import Groups
 
 try:
     from exmy import _kernels
@@ -25,12 +30,15 @@ except ImportError:  # no compiler was found at install
 __all__ = [
     "EXPONENTS",
     "LEAST_EXPONENT",
+    "columns",
     "compare",
     "decode",
     "decode_groups",
     "encode",
     "encode_groups",
+    "energy",
     "exponents",
+    "least",
     "level",
     "levels",
     "noise",
@@ -183,11 +191,25 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
 def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
     """Return the sum of squared errors for each of `biases` (1 to 64) biases from the layout's on.
 
-    Sums are float64 in a fixed order, so all levels return the same; src must be finite.
+    Differences are taken in float32 where all of these formats lie well within it, in float64 otherwise and
+    for float64; sums are float64 in a fixed order, so all levels return the same.  src must be finite.
     """
+    exponent_bits, mantissa_bits, bias = layout
+    highest = (1 << exponent_bits) - 1 if exponent_bits else 1
+    wide = kind is Kind.FLOAT64 or bias + biases > 128 or highest - bias + 23 - mantissa_bits > 127
     if _choice.native(src.size):
-        return _kernels.squared_errors(_choice.index, kind, *layout, biases, src)
-    return blockwise.squared_errors(kind, layout, src, biases)
+        out = np.empty(biases)
+        _kernels.squared_errors(_choice.index, kind, *layout, wide, src, out)
+        sums: list[float] = out.tolist()
+        return sums
+    return blockwise.squared_errors(kind, layout, src, biases, np.dtype(np.float64 if wide else np.float32))
+
+
+def energy(kind: Kind, src: Array) -> float:
+    """Return the sum of squares, float64 in a fixed order; src must be finite."""
+    if _choice.native(src.size):
+        return _kernels.energy(_choice.index, kind, src)
+    return blockwise.energy(kind, src)
 
 
 def peaks(kind: Kind, runs: Array, out: Array) -> None:
@@ -209,6 +231,43 @@ def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array
         _kernels.noise(_choice.index, kind, *layout, wide, runs.shape[1], scales, factors, runs, out)
     else:
         blockwise.noise(kind, layout, runs, scales, factors, out)
+
+
+def least(
+    kind: Kind,
+    layout: Layout,
+    runs: Array,
+    scales: Array,
+    factors: Array,
+    tries: Array,
+    found: Array,
+    error: Array,
+    *,
+    rising: bool,
+) -> None:
+    """Write which of the factors gives each row of runs the least `noise` / factor^2, and that error.
+
+    tries (int64): how many of the factors each row tries; found: int64.  Of equal errors, the smallest factor
+    is taken.  `rising` says that the factors are 1, 2, 4 ... and that nothing clips with the scales alone: then
+    factors that cannot win are left out.
+    """
+    if _choice.native(runs.size):
+        wide = scales.itemsize == 8
+        length = runs.shape[1]
+        _kernels.least(
+            _choice.index, kind, *layout, wide, rising, length, scales, factors, tries, runs, found, error
+        )
+    else:
+        blockwise.least(kind, layout, runs, scales, factors, tries, found, error)
+
+
+def columns(matrix: Array, first: int, out: Array) -> None:
+    """Write the columns of a matrix from `first` on into the rows of out, as many as it has."""
+    if _choice.native(out.size):
+        rows, stride = matrix.shape
+        _kernels.columns(matrix.itemsize, rows, stride, first, len(out), matrix, out)
+    else:
+        out[...] = matrix[:, first : first + len(out)].T
 
 
 def encode_groups(

@@ -15,7 +15,17 @@ from exmy.elements import Array
 from exmy.errors import CodeError, DtypeError, FormatError, SizeError
 from exmy.reference import TILE
 
-__all__ = ["TILE", "as_bytes", "as_codes", "code_dtype", "pack", "packed_size", "slice_bytes", "unpack"]
+__all__ = [
+    "TILE",
+    "as_bytes",
+    "as_codes",
+    "check_count",
+    "code_dtype",
+    "pack",
+    "packed_size",
+    "slice_bytes",
+    "unpack",
+]
 
 
 def _check_bits(bits: int) -> int:
@@ -24,7 +34,8 @@ def _check_bits(bits: int) -> int:
     raise FormatError(f"a width of {bits!r} bits is not an eXmY width; expected an integer from 2 to 16")
 
 
-def _check_count(count: int, what: str = "count") -> int:
+def check_count(count: int, what: str = "count") -> int:
+    """Return the number; SizeError unless it is an integer of at least 0."""
     if isinstance(count, (int, np.integer)) and count >= 0:
         return int(count)
     raise SizeError(f"{what} is {count!r}; expected an integer of 0 or more")
@@ -75,7 +86,7 @@ def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
 
 def packed_size(count: int, bits: int) -> int:
     """Return the bytes that `count` codes of `bits` bits take: bits/8 each, the count rounded up to 8."""
-    return (_check_count(count) + 7) // 8 * _check_bits(bits)
+    return (check_count(count) + 7) // 8 * _check_bits(bits)
 
 
 def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> tuple[int, int]:
@@ -86,8 +97,8 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
     must say so. SizeError otherwise.
     """
     _check_bits(bits)
-    start, stop = _check_count(start, "start"), _check_count(stop, "stop")
-    if start > stop or (count is not None and stop > _check_count(count)):
+    start, stop = check_count(start, "start"), check_count(stop, "stop")
+    if start > stop or (count is not None and stop > check_count(count)):
         bound = "stop" if count is None else f"stop <= {count}"
         raise SizeError(f"the slice {start}:{stop} does not fit; expected 0 <= start <= {bound}")
     if stop == count and start == stop:
@@ -117,7 +128,7 @@ def unpack(packed: Any, bits: int, count: int) -> Array:
 
     packed: uint8 array or bytes-like object of `packed_size(count, bits)` bytes (SizeError otherwise).
     """
-    array = as_bytes(packed, _check_bits(bits), _check_count(count))
+    array = as_bytes(packed, _check_bits(bits), check_count(count))
     out = np.empty(count, code_dtype(bits))
     kernels.unpack(bits, array, out)
     return out

@@ -6,13 +6,13 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from exmy import kernels, reference
+from exmy import kernels
 from exmy.elements import Array, Kind, NonFinite, as_flat, saturates
 from exmy.errors import FormatError, NonFiniteError
-from exmy.fit import BIAS_LIMIT, bias_with_least_error
+from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, without_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
-from exmy.offsets import encoding_scales, holding_offsets, least_error, peaks_of
+from exmy.offsets import holding_offsets, least_error, peaks_of
 from exmy.packing import packed_size
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, dither_of
@@ -65,20 +65,21 @@ def quantize(
         f = Format(f"e{f.exponent_bits}m{f.mantissa_bits}")
     offsets = np.zeros(groups.counts, np.int16)
     factors = np.ones(groups.counts, np.float32) if scale == "float" else None
-    finite = elements
-    if elements.size and scale != "none":
+    if groups.axis is None and scale in {"max", "search"}:
+        fit = fit_bias(elements, kind, f.layout, scale, threads, saturate=saturate)
+        if fit.bad and not saturate:
+            raise _not_finite(elements, kind, shape)
+        offsets[...] = fit.bias - f.bias
+    elif elements.size and scale != "none":
+        finite = elements
         peaks = peaks_of(elements, kind, groups, threads)
         if not np.isfinite(peaks).all():
             if not saturate:
                 raise _not_finite(elements, kind, shape)
-            finite = _without_nonfinite(elements, kind)
+            finite = without_nonfinite(elements, kind)
             peaks = peaks_of(finite, kind, groups, threads)
         holds = holding_offsets(peaks, f.layout)
-        if groups.axis is None and scale == "search":
-            if peaks[0] > 0:
-                layout = f.layout._replace(bias=f.bias + int(holds[0]))
-                offsets[...] = bias_with_least_error(finite, kind, layout) - f.bias
-        elif scale == "max":
+        if scale == "max":
             offsets[...] = np.minimum(holds, holds.min() + _SPREAD).reshape(groups.counts)
         else:
             found, best = least_error(finite, kind, f.layout, groups, holds, threads, floats=factors is not None)
@@ -136,9 +137,3 @@ def _encode(
 def _not_finite(elements: Array, kind: Kind, shape: tuple[int, ...]) -> NonFiniteError:
     _, count, first = kernels.peak(kind, elements)
     return NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-
-
-def _without_nonfinite(elements: Array, kind: Kind) -> Array:
-    """Return a copy with zeros for what is not finite."""
-    wide = reference.widen(elements, kind)
-    return reference.narrow(np.where(np.isfinite(wide), wide, 0.0), kind)

@@ -26,7 +26,6 @@ __all__ = [
     "pack",
     "planes",
     "random_bits",
-    "squared_errors",
     "unpack",
     "widen",
 ]
@@ -173,13 +172,8 @@ def narrow(values: NDArray[np.float64], kind: Kind) -> Array:
         return bits.astype(np.uint16)
 
 
-def squared_errors(x: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
-    """Return the squared error of each element in rows of 16, the last row padded with zeros."""
-    return _rows(np.square(x - decode(encode(x, layout), layout)))
-
-
 def compare(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """Return x^2, (x - y)^2, |x - y| and |x - y| / |x| (0 for x = 0), each in rows of 16 as above."""
+    """Return x^2, (x - y)^2, |x - y| and |x - y| / |x| (0 for x = 0), each in rows of 16."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         error = np.abs(x - y)
         relative = np.divide(error, np.abs(x), out=np.zeros_like(error), where=np.abs(x) > 0)

@@ -13,10 +13,10 @@ from exmy import kernels
 from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, saturates
 from exmy.errors import FormatError, NonFiniteError
 from exmy.exponents import Exponents, exponents
-from exmy.fit import BIAS_LIMIT
+from exmy.fit import BIAS_LIMIT, encoding_scales
 from exmy.format import Format
 from exmy.groups import Groups
-from exmy.offsets import encoding_scales, holding_offsets
+from exmy.offsets import holding_offsets
 from exmy.quantizer import Scale
 from exmy.reference import clipping_limit, narrow, widen
 

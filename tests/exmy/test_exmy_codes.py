@@ -193,6 +193,15 @@ def test_lengths_and_misalignment(level, dtype, count, name):
         assert (guarded[shift + values.nbytes :] == 0xAA).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_many_codes_of_few_bits_to_16_bits(native, dtype, all_formats):
+    for f in all_formats[:35]:  # up to 8 bits
+        for bias in (f.bias, -120, 140):
+            g, each, times = f.with_bias(bias), np.arange(1 << f.bits, dtype=np.uint8), 3000 // (1 << f.bits) + 1
+            once = reference(lambda c=each, g=g: exmy.decode(c, g, dtype))
+            same(exmy.decode(np.tile(each, times), g, dtype), np.tile(once, times))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1, 4, 16])
 def test_large_outputs_that_pass_the_caches(native, dtype, offset):

@@ -6,6 +6,9 @@ import exmy
 import ml_dtypes
 import numpy as np
 import pytest
+from exmy.elements import Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def clips(x, f):
@@ -58,8 +61,8 @@ def test_limits(level):
         exmy.Format("e0m7").fit(np.ones(1), "best")
 
 
-@pytest.mark.parametrize("name", ["e0m3", "e2m1", "e3m2", "e0m7", "e4m3"])
-@pytest.mark.parametrize("count", [3000, 200_000])
+@pytest.mark.parametrize("name", ["e0m3", "e2m1", "e3m2", "e0m7", "e4m3", "e8m2"])
+@pytest.mark.parametrize("count", [3000, 200_000, 600_000])
 def test_search_has_the_least_error(name, count):
     x = np.random.default_rng(1).standard_t(5, count).astype(np.float32)
     f = exmy.Format(name)
@@ -70,20 +73,69 @@ def test_search_has_the_least_error(name, count):
     assert f.fit(x, "search").bias == min(errors, key=errors.__getitem__)
 
 
+@given(
+    st.sampled_from(["e0m3", "e1m0", "e2m1", "e3m2", "e4m3", "e0m7", "e5m2", "e8m2"]),
+    st.sampled_from([1, 2, 5, 50]),
+    st.integers(0, 2**32),
+    st.sampled_from([5, 16, 32, 100, 3000]),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_offset_that_the_search_leaves_out_is_better(name, freedom, seed, length):
+    x = np.random.default_rng(seed).standard_t(freedom, (4, length)).astype(np.float32)
+    layout = exmy.Format(name).layout
+    scales = exmy.fit.encoding_scales(exmy.offsets.holding_offsets(np.abs(x).max(1), layout), Kind.FLOAT32, layout)
+    factors, out = np.exp2(np.arange(32)), np.empty((4, 32))
+    exmy.kernels.noise(Kind.FLOAT32, layout, x, scales, factors, out)
+    found, error = np.empty(4, np.int64), np.empty(4)
+    tries = np.array([32, 32, 2, 1])
+    for rising in (True, False):
+        exmy.kernels.least(Kind.FLOAT32, layout, x, scales, factors, tries, found, error, rising=rising)
+        errors = out / factors**2
+        assert found.tolist() == [int(np.argmin(errors[i, : tries[i]])) for i in range(4)]
+        assert error.tolist() == [errors[i, found[i]] for i in range(4)]
+
+
+def test_the_error_may_rise_before_it_falls(level):
+    x = np.full(601, 1 / 32, np.float32)  # lost with the first two offsets, exact with the third
+    x[0] = 7 / 8
+    f = exmy.Format("e0m3")
+    errors = [float(np.square(x - exmy.round(x, f.with_bias(1 + k))).sum()) for k in range(4)]
+    assert errors[2] < errors[0] < errors[1] < 2 * errors[0]
+    assert f.fit(x, "search").bias == 3
+    assert exmy.quantize(x, f, axis=0).offsets == 2
+
+
+def test_search_sees_where_a_sample_has_too_many_outliers():
+    x = np.random.default_rng(1).standard_normal(3_000_000).astype(np.float32)
+    x[:256] *= 12  # a run of the sample
+    f = exmy.Format("e0m5")
+    first = f.fit(x).bias
+    errors = [float(np.square(x - exmy.round(x, f.with_bias(first + k))).sum(dtype="f8")) for k in range(8)]
+    assert f.fit(x, "search").bias == first + int(np.argmin(errors))
+
+
 def test_search_sees_outliers_that_a_sample_misses():
     x = np.random.default_rng(1).standard_normal(1_000_000).astype(np.float32)
     x[12_345] = 1e6
     assert exmy.Format("e0m7").fit(x, "search") == exmy.Format("e0m7").fit(x, "max")
 
 
-def test_search_is_the_same_at_every_level():
-    x = np.random.default_rng(2).standard_t(3, 70_001).astype(np.float32)
-    layout = exmy.Format("e2m1").fit(x).layout
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "e0m7b-90", "e8m2"])
+def test_sums_are_the_same_at_every_level(dtype, name):
+    x = np.random.default_rng(2).standard_t(3, 10_001).astype(exmy.elements.output_dtype(dtype))
+    elements, kind, _ = exmy.elements.as_flat(x)
     results = []
-    for name in exmy.kernels.levels():
-        with exmy.kernels.use(name):
-            results.append(exmy.kernels.squared_errors(exmy.elements.Kind.FLOAT32, layout, x, 9))
+    for level in exmy.kernels.levels():
+        with exmy.kernels.use(level):
+            errors = exmy.kernels.squared_errors(kind, exmy.Format(name).layout, elements, 5)
+            results.append([*errors, exmy.kernels.energy(kind, elements)])
     assert all(result == results[0] for result in results)
+    exact = x.astype(np.float64)
+    for k, error in enumerate(results[0][:5]):
+        difference = exact - exmy.round(exact, exmy.Format(name).with_bias(exmy.Format(name).bias + k))
+        assert error == pytest.approx(difference @ difference, rel=1e-6)
+    assert results[0][5] == pytest.approx(exact @ exact, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -129,10 +129,37 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
             _kernels.pack(*arguments)
         with pytest.raises(ValueError, match=r"bytes|format|count"):
             _kernels.unpack(*arguments)
+    sums = np.zeros(65)
     with pytest.raises(ValueError, match="1 to 64"):
-        _kernels.squared_errors(level, 2, 4, 3, 7, 65, x)
+        _kernels.squared_errors(level, 2, 4, 3, 7, False, x, sums)
     with pytest.raises(ValueError, match="format"):
-        _kernels.squared_errors(level, 2, 4, 3, 500, 20, x)
+        _kernels.squared_errors(level, 2, 4, 3, 500, False, x, sums[:20])
+    scales, factors, tries, found = np.ones(2, np.float32), np.ones(3), np.full(2, 3), np.zeros(2, np.int64)
+    right = (level, 2, 4, 3, 7, False, True, 150, scales, factors, tries, x, found, np.zeros(2))
+    assert _kernels.least(*right) is None
+    for at, wrong in [
+        (7, 151),
+        (8, scales[:1]),
+        (9, factors[:2]),
+        (10, tries[:1]),
+        (12, found[:1]),
+        (13, sums[:1]),
+    ]:
+        arguments = list(right)
+        arguments[at] = wrong
+        with pytest.raises(ValueError, match=r"runs|bytes|tries"):
+            _kernels.least(*arguments)
+    target = np.zeros(6 * 50, np.float32)
+    assert _kernels.columns(4, 6, 50, 0, 50, x, target) is None
+    for arguments in [
+        (3, 6, 50, 0, 50),
+        (4, 7, 50, 0, 50),
+        (4, 6, 50, 1, 50),
+        (4, 6, 50, -1, 50),
+        (4, 6, 50, 0, 51),
+    ]:
+        with pytest.raises(ValueError, match=r"columns|bytes"):
+            _kernels.columns(*arguments, x, target)
 
 
 def test_the_extension_checks_the_sizes_of_statistics_and_stochastic_rounding(native):

@@ -1,0 +1,127 @@
+/* The search for the offset or the scale of least squared error: what _kernels.c calls for `fit` and `quantize`.
+ *
+ * Errors of a run are sums of squares in the fixed order of _grouped.h, so every level finds the same.
+ */
+
+#include "_arrays.h"
+
+enum { MOST_FACTORS = 64 }; /* that are tried at once */
+
+/* Room for the sums of one run. */
+typedef struct {
+    room block;
+    double sums[16];
+} tally;
+
+/* The sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run, or a part of it that is more
+ * than `enough`. */
+static double run_noise(const lanes *l, const spec *s, int kind, int wide, const uint8_t *src, size_t n, double scale,
+                        double factor, double enough, tally *t)
+{
+    const size_t size = kind_size(kind), step = BLOCK / 2;
+    double total = 0, *sums = n <= step ? NULL : t->sums;
+    memset(t->sums, 0, n <= step ? 0 : sizeof t->sums);
+    for (size_t i = 0; i < n && total <= enough; i += step) {
+        const size_t m = n - i < step ? n - i : step;
+        const uint8_t *y = working_block(l, wide, kind, src + i * size, m, &t->block);
+        if (wide)
+            total = l->noise_f64((const float64_value *)y, m, scale, factor, s, sums);
+        else
+            total = l->noise_f32((const float32_value *)y, m, (float)scale, (float)factor, s, sums);
+    }
+    return total;
+}
+
+static double scale_of(int wide, const uint8_t *scales, size_t i)
+{
+    return wide ? ((const float64_value *)scales)[i] : (double)((const float32_value *)scales)[i];
+}
+
+/* out[i][k] = the noise of run i with factors[k], in units of the scaled run. */
+static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length, const uint8_t *scales,
+                      const double *factors, size_t count, const uint8_t *src, size_t runs, double *out)
+{
+    tally t;
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < runs; i++, src += length * size)
+        for (size_t k = 0; k < count; k++)
+            *out++ = run_noise(l, &s, kind, wide, src, length, scale_of(wide, scales, i), factors[k], HUGE_VAL, &t);
+    leave_float_mode(mode);
+}
+
+/* found[i] = the k < tries[i] with the least noise / factors[k]^2 of run i (of equal ones, the smallest factor), and
+ * least[i] that error.
+ *
+ * With `rising`, factors are 1, 2, 4 ..., and 1 clips nothing.  What is not clipped with a factor is never rounded
+ * worse than with a smaller one, so what is clipped weighs at least the error less the least before; larger
+ * factors clip more.  So no larger one can be better once an error is twice the least before. */
+static void least_all(const lanes *l, spec s, int kind, int wide, int rising, size_t length, const uint8_t *scales,
+                      const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *found,
+                      double *least)
+{
+    tally t;
+    const double margin = rising ? 2.001 : 1.001; /* with more than all roundings of the sums */
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    for (size_t i = 0; i < runs; i++, src += length * size) {
+        const double scale = scale_of(wide, scales, i);
+        found[i] = 0, least[i] = HUGE_VAL;
+        for (int64_t k = 0; k < tries[i]; k++) {
+            const double unit = factors[k] * factors[k], most = margin * least[i];
+            const double enough = most * unit;
+            const double error = run_noise(l, &s, kind, wide, src, length, scale, factors[k], enough, &t) / unit;
+            if (error < least[i] || (error == least[i] && factors[k] < factors[found[i]]))
+                found[i] = k, least[i] = error;
+            if (rising && error >= most)
+                break;
+        }
+    }
+    leave_float_mode(mode);
+}
+
+/* Sums of the squared errors of the formats with `bias` and the biases above, whose specs are given. */
+static void squared_errors_all(const lanes *l, const spec *specs, size_t biases, int kind, int wide,
+                               const uint8_t *src, size_t n, double *out)
+{
+    room r;
+    double sums[MOST_FACTORS][16] = {{0}};
+    const size_t size = kind_size(kind);
+    const unsigned mode = enter_float_mode();
+    memset(out, 0, biases * sizeof *out);
+    for (size_t i = 0; i < n; i += BLOCK) {
+        const size_t m = n - i < BLOCK ? n - i : BLOCK;
+        const uint8_t *y = working_block(l, wide, kind, src + i * size, m, &r);
+        for (size_t k = 0; k < biases; k++)
+            if (wide)
+                out[k] = l->noise_f64((const float64_value *)y, m, 1.0, 1.0, &specs[k], sums[k]);
+            else
+                out[k] = l->noise_f32((const float32_value *)y, m, 1.0f, 1.0f, &specs[k], sums[k]);
+    }
+    leave_float_mode(mode);
+}
+
+/* out = the `width` columns of a matrix that begin at src, as rows; `stride` elements from row to row. */
+#define DEFINE_COLUMNS(NAME, WORD)                                                                           \
+    static void NAME(const WORD *src, size_t stride, size_t rows, size_t width, WORD *out)                   \
+    {                                                                                                        \
+        enum { SIDE = 16 };                                                                                  \
+        for (size_t i = 0; i < rows; i += SIDE)                                                              \
+            for (size_t j = 0; j < width; j += SIDE) {                                                       \
+                const WORD *from = src + i * stride + j;                                                     \
+                WORD *to = out + j * rows + i;                                                               \
+                const size_t h = rows - i < SIDE ? rows - i : SIDE, w = width - j < SIDE ? width - j : SIDE; \
+                if (h == SIDE && w == SIDE)                                                                  \
+                    for (size_t b = 0; b < SIDE; b++)                                                        \
+                        for (size_t a = 0; a < SIDE; a++)                                                    \
+                            to[b * rows + a] = from[a * stride + b];                                         \
+                else                                                                                         \
+                    for (size_t b = 0; b < w; b++)                                                           \
+                        for (size_t a = 0; a < h; a++)                                                       \
+                            to[b * rows + a] = from[a * stride + b];                                         \
+            }                                                                                                \
+    }
+DEFINE_COLUMNS(columns16, code16)
+DEFINE_COLUMNS(columns32, float32_bits)
+DEFINE_COLUMNS(columns64, float64_bits)
+#undef DEFINE_COLUMNS

@@ -1,0 +1,168 @@
+"""Fitting a tensor slab by slab: the same to the last bit as in one piece, however it is cut."""
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PASSES = 3
+PART = 1 << 18  # elements whose errors are summed together
+
+
+def fitted(x, name, scale, cuts, **options):
+    """Fit with other cuts in each pass; cuts(n) are positions between 0 and n."""
+    fit = exmy.TensorFit(name, x.size, scale, **options)
+    for _ in range(PASSES):
+        for slab in np.split(x.reshape(-1), sorted(cuts(x.size))):
+            fit.add(slab)
+        fit.end_pass()
+        if fit.done:
+            return fit
+    raise AssertionError("not done after 3 passes")
+
+
+def whole(x, name, scale, **options):
+    return fitted(x, name, scale, lambda n: [], **options)
+
+
+def heavy(count, dtype="float32", seed=0):
+    x = np.random.default_rng(seed).standard_t(3, count)
+    return x.astype(exmy.elements.output_dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("count", [0, 1, 300, 65_536, 65_537, PART, 2 * PART + 12_345])
+def test_the_format_is_that_of_the_tensor_in_memory(dtype, count):
+    x = heavy(count, dtype)
+    for name in ("e2m1", "e4m3b3"):
+        for scale in ("search", "max"):
+            fit = whole(x, name, scale)
+            assert fit.format == exmy.Format(name).fit(x, scale)
+            q = exmy.quantize(x, name, scale=scale)
+            assert q.format.bias + int(q.offsets) == (fit.format.bias if count else q.format.bias)
+        assert whole(x, name, "none").format == exmy.Format(name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("count", [5_000, 2 * PART + 12_345])
+@pytest.mark.parametrize("scale", ["search", "none"])
+def test_noise_and_signal_are_those_of_the_format_found(dtype, count, scale):
+    x = heavy(count, dtype)
+    fit = whole(x, "e3m2", scale)
+    exact = x.astype(np.float64)
+    error = exact - exmy.round(exact, fit.format)
+    assert fit.noise == pytest.approx(error @ error, rel=1e-6)
+    assert fit.signal == pytest.approx(exact @ exact, rel=1e-12)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 600_000), max_size=6), min_size=PASSES, max_size=PASSES), st.integers(0, 2)
+)
+@settings(max_examples=15, deadline=None)
+def test_neither_cuts_nor_threads_nor_levels_matter(cuts, seed):
+    x = heavy(600_000, seed=seed)
+    x[300_000] = 1e4  # the sample misses it, so that a third pass is needed
+    wanted = whole(x, "e2m1", "search")
+    passes = iter(cuts)
+    fit = fitted(x, "e2m1", "search", lambda n: next(passes), threads=1 + seed)
+    assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+
+
+def test_the_memory_of_a_slab_may_be_used_again():
+    x = heavy(100_000)
+    fit, slab = exmy.TensorFit("e3m2", x.size), np.empty(1000, np.float32)
+    while not fit.done:
+        for start in range(0, x.size, 1000):
+            slab[:] = x[start : start + 1000]
+            fit.add(slab)
+        fit.end_pass()
+    wanted = whole(x, "e3m2", "search")
+    assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+
+
+def test_levels_agree():
+    x = heavy(70_001)
+    found = set()
+    for level in exmy.kernels.levels():
+        with exmy.kernels.use(level):
+            fit = whole(x, "e3m2", "search")
+            found.add((fit.format, fit.noise, fit.signal))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("outlier", "scale"), [(1.0, 1), (1e6, 1), (1e3, 1e-3)])
+def test_it_takes_one_pass_for_small_tensors_and_at_most_three_for_large_ones(outlier, scale):
+    x = np.random.default_rng(1).standard_normal(700_000).astype(np.float32)
+    x[12_345] *= outlier
+    fit = exmy.TensorFit("e0m7", x.size)
+    passes = 0
+    while not fit.done:
+        fit.add(x)
+        fit.end_pass()
+        passes += 1
+    assert passes <= PASSES
+    assert fit.format == exmy.Format("e0m7").fit(x, "search")
+    small = exmy.TensorFit("e0m7", 1000)
+    small.add(x[:1000])
+    small.end_pass()
+    assert small.done
+    assert small.noise > 0
+
+
+def test_max_measures_in_one_more_pass():
+    x = heavy(100_000)
+    fit = whole(x, "e3m2", "max")
+    assert fit.noise is None
+    fit.add(x)
+    fit.end_pass()
+    error = x.astype(np.float64) - exmy.round(x, fit.format)
+    assert fit.noise == pytest.approx(error @ error, rel=1e-6)
+    assert fit.format == exmy.Format("e3m2").fit(x)
+
+
+def test_zeros():
+    fit = whole(np.zeros(100_000, np.float32), "e3m2b5", "search")
+    assert (fit.format, fit.noise, fit.signal) == (exmy.Format("e3m2b5"), 0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("count", [1000, PART + 1000])
+def test_nonfinite(dtype, count):
+    x = heavy(count, dtype)
+    x[777], x[-2] = np.nan, -np.inf
+    fit = exmy.TensorFit("e3m2", count)
+    for slab in np.array_split(x, 7):
+        fit.add(slab)
+    with pytest.raises(exmy.NonFiniteError, match=rf"2 of {count} .* \[777\]"):
+        fit.end_pass()
+    finite = np.where(np.isfinite(x), x, x.dtype.type(0))
+    for scale in ("search", "max", "none"):
+        fit = fitted(x, "e3m2", scale, lambda n: [10, 100], nonfinite="saturate")
+        wanted = whole(finite, "e3m2", scale)
+        assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+
+
+def test_wrong_use():
+    with pytest.raises(exmy.FormatError, match="expected 'search', 'max' or 'none'"):
+        exmy.TensorFit("e3m2", 5, "float")
+    with pytest.raises(exmy.SizeError, match="count is -1"):
+        exmy.TensorFit("e3m2", -1)
+    fit = exmy.TensorFit("e3m2", 5)
+    fit.add(np.ones(3, np.float32))
+    with pytest.raises(exmy.SizeError, match="brings 6 elements, expected 5"):
+        fit.add(np.ones(3, np.float32))
+    with pytest.raises(exmy.SizeError, match="brought 3 elements, expected 5"):
+        fit.end_pass()
+    with pytest.raises(exmy.DtypeError, match="float64, and those before are float32"):
+        fit.add(np.ones(2))
+    for name in ("format", "signal"):
+        with pytest.raises(exmy.SizeError, match="not known yet"):
+            getattr(fit, name)
+    fit.add(np.ones((1, 2), np.float32))
+    fit.end_pass()
+    assert fit.format == exmy.Format("e3m2").fit(np.ones(1, np.float32), "search")
+    with pytest.raises(exmy.FormatError, match="scale the input"):
+        whole(np.array([1e300]), "e0m7", "search")
+    assert whole(np.array([1.5], ml_dtypes.bfloat16), "e3m2", "max").format.max >= 1.5
