@@ -11,6 +11,7 @@ import numpy as np
 import processes
 import pytest
 
+import tstore.sync as blocking
 from tstore.pool import BUDGET, scratch
 
 LIMIT = 300 << 20
@@ -88,6 +89,41 @@ def test_a_large_save_and_restore_stay_below_the_limit(tmp_path: Path, kind: str
     report = measure(tmp_path / "s", kind, 512)
     assert report["save"] < LIMIT  # type: ignore[operator]
     assert report["restore"] < LIMIT  # type: ignore[operator]
+
+
+QUANTIZE = """
+    import json, sys
+    import numpy as np
+    import tstore.sync as tstore
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
+
+    url, options = sys.argv[1], json.loads(sys.argv[2])
+    tstore.quantize(url, "e2m1", tag="warm", at="small")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = peak()
+    report = tstore.quantize(url, at="large", tag="q", **options)
+    print(json.dumps({"peak": peak() - before, "bits": report.bits_per_value}))
+"""
+
+
+@pytest.mark.parametrize("options", ['{"formats": "e3m2"}', '{"bits": 5.0}', '{"min_sqnr": 25, "axis": 1}'])
+def test_a_large_quantization_stays_below_the_limit(tmp_path: Path, options: str) -> None:
+    import json
+
+    store = blocking.open(tmp_path / "s")
+    x = np.random.default_rng(0).standard_normal((4096, 4096), "f4")
+    for tag, repeats in (("small", 1), ("large", 6)):
+        with store.transaction(tag=tag) as tx:
+            for i in range(repeats):
+                part = x[: 1 << 10] if tag == "small" else x
+                tx.create_array(f"{tag}{i}", part.shape, "f4").write(part)
+    found = json.loads(processes.python(QUANTIZE, tmp_path / "s", options))
+    assert found["bits"] < 9
+    assert found["peak"] < LIMIT
 
 
 def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
-from tstore.quantize import QuantizeReport, quantize
+from tstore.policy import Bits, MinSqnr
+from tstore.quantization.report import QuantizedArray, QuantizeReport
+from tstore.quantize import quantize, quantize_report
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
@@ -16,8 +18,11 @@ from tstore.transaction import Transaction
 
 __all__ = [
     "Array",
+    "Bits",
     "Commit",
+    "MinSqnr",
     "QuantizeReport",
+    "QuantizedArray",
     "Shards",
     "Snapshot",
     "Store",
@@ -25,6 +30,7 @@ __all__ = [
     "errors",
     "open",
     "quantize",
+    "quantize_report",
     "restore",
     "save",
     "sharding",

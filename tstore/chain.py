@@ -22,7 +22,7 @@ from numcodecs import Zstd
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
-__all__ = ["Chain", "Codecs", "chain_documents", "takes_floats_only"]
+__all__ = ["FLOATS", "Chain", "Codecs", "as_configuration", "chain_documents", "is_exmy"]
 
 Buffer = memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -33,8 +33,10 @@ configuration of `exmy` (a mapping with the key "format"), or the codecs of a Za
 
 LOSSLESS = "lossless"
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes that eXmY encodes."""
+
 _NATIVE_LITTLE = sys.byteorder == "little"
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _BLOSC_HEADER = 16  # bytes; the last four are the length of all
 _BLOSC_LIMIT = (1 << 31) - 17  # bytes: blosc counts in int32
@@ -75,14 +77,14 @@ class _Exmy:
     identity = False
 
     def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], settings: Mapping[str, Any]) -> None:
-        if dtype.name not in _FLOATS:
+        if dtype.name not in FLOATS:
             raise InvalidArgument(
                 f"codec exmy encodes float16, bfloat16, float32 and float64, not {dtype}; "
                 "leave such an array without it"
             )
         try:
-            self._codec = exmy.ChunkCodec.of(settings)
-            self.size = self._codec.size(chunk_shape)
+            self.codec = exmy.ChunkCodec.of(settings)
+            self.size = self.codec.size(chunk_shape)
         except exmy.SizeError as error:
             raise InvalidArgument(
                 f"codec exmy with {dict(settings)} does not fit chunks of shape {chunk_shape}: {error}"
@@ -93,7 +95,7 @@ class _Exmy:
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
         try:
-            self._codec.encode(chunk, out=out)
+            self.codec.encode(chunk, out=out)
         except exmy.NonFiniteError as error:
             raise NotFinite(
                 f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
@@ -105,7 +107,7 @@ class _Exmy:
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         try:
-            self._codec.decode(data, target.shape, self._dtype, out=target)
+            self.codec.decode(data, target.shape, self._dtype, out=target)
         except exmy.ExmyError as error:
             raise Corrupt(f"codec exmy: {error}") from error
         if target is not out:
@@ -207,6 +209,11 @@ class Chain:
         """The exact size of an encoded chunk; before compressors, where there are any."""
 
     @property
+    def packed(self) -> exmy.ChunkCodec | None:
+        """How the chunks lie packed, where they are eXmY and nothing else."""
+        return self._array.codec if isinstance(self._array, _Exmy) and not self._compressors else None
+
+    @property
     def fixed(self) -> bool:
         """Whether every chunk of equal shape has an encoded size of exactly `bound`."""
         return not self._compressors
@@ -257,6 +264,12 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
     return [dict(c) for c in codecs]
 
 
-def takes_floats_only(codecs: Codecs) -> bool:
+def is_exmy(codecs: Codecs) -> bool:
     """Whether `codecs` names an eXmY format, which has no codes for integers."""
     return isinstance(codecs, Mapping) or (isinstance(codecs, str) and codecs != LOSSLESS)
+
+
+def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
+    """The configuration of the codecs of an eXmY format, which may be given by its name alone."""
+    assert isinstance(codecs, str | Mapping)
+    return {"format": codecs} if isinstance(codecs, str) else codecs

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.chain import takes_floats_only
 from tstore.chunk_writer import WriteJob
 from tstore.codec import ArrayMeta, Codecs
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
 from tstore.grid import Selection, default_chunks
+from tstore.packed import is_packed
+from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.quantization.plan import rules_for
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
@@ -35,19 +37,13 @@ from tstore.structure import (
 )
 
 __all__ = [
-    "CodecRules",
     "chosen_snapshot",
-    "codec_for",
     "restore",
     "save",
     "step_tag",
     "steps",
     "structure_attributes",
 ]
-
-CodecRules = Codecs | Mapping[str, Codecs]
-
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def step_tag(step: int) -> str:
@@ -63,7 +59,7 @@ async def save(
     host: int = 0,
     hosts: int = 1,
     attempt: str | None = None,
-    codecs: CodecRules = None,
+    codecs: CodecRules | Target = None,
     metrics: Mapping[str, float] | None = None,
     attributes: Mapping[str, Any] | None = None,
     message: str = "",
@@ -75,8 +71,8 @@ async def save(
     `tree` nests dicts, lists, tuples and dataclasses; its leaves are NumPy arrays, `Shards`, and scalars.
     Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
-    `codecs`: None, "lossless", an eXmY format or configuration (a mapping with the key "format") for all float
-    arrays, or rules by path pattern, first match first.
+    `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
+    where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
     `metrics` go into the history, `attributes` (JSON) into the root group.
 
     Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
@@ -86,6 +82,7 @@ async def save(
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InvalidArgument(f"step {step!r}: expected a whole number from 0 on")
     document, leaves = flatten(tree)
+    rules = await _rules(codecs, leaves, hosts)
     structure = {**(attributes or {}), **structure_attributes(document)}
     tag = step_tag(step)
     async with opened(where) as store:
@@ -102,7 +99,7 @@ async def save(
         base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
         if tag in base.tags:
             return await _saved_already(store, step, base.tags[tag], tx.id)
-        jobs = _jobs(leaves, codec_for(codecs), await _newest_step(store, base.tags), host, hosts)
+        jobs = _jobs(leaves, rules.codecs, await _newest_step(store, base.tags), host, hosts)
         try:
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
             if host == 0:
@@ -112,6 +109,20 @@ async def save(
         except BaseException:
             await tx.abort()
             raise
+
+
+async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
+    """The codecs of every leaf, by rules or by its data; `InvalidArgument` for a rule that matches none."""
+    if not isinstance(codecs, MinSqnr | Bits):
+        rules = Rules(codecs)
+        rules.check(leaves)
+        return rules
+    if hosts > 1 or any(isinstance(leaf, Shards) for leaf in leaves.values()):
+        raise InvalidArgument(
+            f"codecs={codecs}: the choice depends on all values of an array, and a host of a group sees only its "
+            "own; save with rules or without codecs, and then call tstore.quantize"
+        )
+    return await rules_for(codecs, {path: np.asarray(leaf) for path, leaf in leaves.items()})
 
 
 async def _saved_already(store: Store, step: int, version: int, transaction: str) -> int:
@@ -146,22 +157,6 @@ def _jobs(
 def structure_attributes(document: list[Any]) -> dict[str, Any]:
     """The attributes of the root group that keep a structure document."""
     return {"tstore": {"structure": document}}
-
-
-def codec_for(rules: CodecRules) -> Callable[[str, np.dtype[Any]], Codecs]:
-    """Which codecs an array gets by its path and dtype; eXmY formats leave all but floats as they are."""
-    if isinstance(rules, Mapping) and "format" not in rules:  # which is a configuration of exmy
-        tests = [(compile_patterns(pattern), codecs) for pattern, codecs in rules.items()]
-    else:
-        tests = [(compile_patterns("**"), cast(Codecs, rules))]
-
-    def choose(path: str, dtype: np.dtype[Any]) -> Codecs:
-        for matches, codecs in tests:
-            if matches(path):
-                return None if takes_floats_only(codecs) and dtype.name not in _FLOATS else codecs
-        return None
-
-    return choose
 
 
 def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
@@ -231,13 +226,15 @@ async def restore(
     at: int | str | None = None,
     target: Any = None,
     only: str | list[str] | None = None,
+    packed: bool = False,
 ) -> Any:
     """The tree of a checkpoint, as NumPy arrays: of a step, a version or tag (`at`), or the newest step.
 
     `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
     returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
     Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
-    other leaves stay as they are. Only the chunks that are needed are read.
+    other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
+    back as `exmy.Quantized`, as they are stored, without decoding.
     Raises `NotFound`, `Corrupt`, `StructureMismatch`, `InvalidArgument`.
     """
     if step is not None and at is not None:
@@ -253,12 +250,12 @@ async def restore(
             if not wanted:
                 raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
         if target is None:
-            return unflatten(document, await _read(snapshot, dict.fromkeys(wanted)))
+            return unflatten(document, await _read(snapshot, dict.fromkeys(wanted), packed))
         given, leaves = flatten(target)
         if only is not None:
             leaves = {p: v for p, v in leaves.items() if matches(p)}
         scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
-        return unflatten_like(target, await _read(snapshot, leaves), scalars)
+        return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
@@ -299,7 +296,7 @@ def _document(snapshot: Snapshot) -> list[Any]:
     return node(root)
 
 
-async def _read(snapshot: Snapshot, leaves: Mapping[str, Any]) -> dict[str, Any]:
+async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> dict[str, Any]:
     """The arrays at these paths; a `Shards` leaf gets its parts, any other the whole array."""
     nodes = snapshot.tree.nodes
     results: dict[str, Any] = {}
@@ -307,16 +304,20 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any]) -> dict[str, Any]
     shards: list[tuple[str, Shards, list[npt.NDArray[Any]]]] = []
     for path, leaf in leaves.items():
         meta = nodes[path].meta
-        if not isinstance(leaf, Shards):
+        if packed and is_packed(meta):
+            if isinstance(leaf, Shards):
+                raise InvalidArgument(f"{path}: packed=True gives whole arrays, not Shards; leave one of them out")
+            results[path] = await snapshot.read_packed(path)
+        elif not isinstance(leaf, Shards):
             out = results[path] = np.empty(meta.shape, meta.dtype)
             wanted.append((path, None, out))
-            continue
-        outs = []
-        for index, _ in leaf.parts:
-            out = np.empty(tuple(s.stop - s.start for s in index), meta.dtype)
-            wanted.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
-            outs.append(out)
-        shards.append((path, leaf, outs))
+        else:
+            outs = []
+            for index, _ in leaf.parts:
+                out = np.empty(tuple(s.stop - s.start for s in index), meta.dtype)
+                wanted.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
+                outs.append(out)
+            shards.append((path, leaf, outs))
     await snapshot.read_many(wanted)
     results.update({path: leaf.filled(outs) for path, leaf, outs in shards})
     return results

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import click
 import exmy
@@ -26,6 +26,8 @@ from tstore.contents import contents
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
 from tstore.errors import TStoreError
+from tstore.policy import parse_policy
+from tstore.quantization.plot import plot_report
 from tstore.tables import (
     Progress,
     plain,
@@ -272,45 +274,79 @@ def _ls(store: str, path: str, at: int | str | None, as_json: bool) -> int:
 
 @cli.command("quantize")
 @_store
+@click.option("--format", callback=_format, metavar="F", help="The eXmY format of all float arrays, as e4m3.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="The fewest bits that keep each array's SQNR there.")
+@click.option("--bits", type=float, metavar="B", help="The least error at B bits a value over all arrays.")
 @click.option(
-    "--format", callback=_format, metavar="F", required=True, help="The eXmY format of float arrays, as e4m3."
+    "--error",
+    type=click.Choice(["absolute", "relative"]),
+    help="With --bits: relative suits the weights of a model better.",
 )
+@click.option("--policy", type=click.File("rb"), metavar="FILE", help="JSON: formats by path pattern, and more.")
+@click.option("--axis", type=int, metavar="A", help="An exponent offset for each row along this axis.")
+@click.option("--block", type=int, metavar="N", help="An offset for each run of 16, 32, 64 or 128 values.")
 @_at_step
-@click.option("--tag", help="The tag of the new commit; by default made of the source's and the format.")
+@click.option("--tag", help="The tag of the new commit; by default made of the source's and the formats.")
+@click.option("--plot", metavar="FILE.png", help="Plot errors against bits a value, and exponents (matplotlib).")
 @_json
-def _quantize(store: str, format: str, at: int | str | None, tag: str | None, as_json: bool) -> int:
-    """Store the float arrays of a version in a low-bit format, as a new commit; the source stays."""
+def _quantize(
+    store: str,
+    format: str | None,
+    min_sqnr: float | None,
+    bits: float | None,
+    error: str | None,
+    policy: IO[bytes] | None,
+    axis: int | None,
+    block: int | None,
+    at: int | str | None,
+    tag: str | None,
+    plot: str | None,
+    as_json: bool,
+) -> int:
+    """Store the float arrays of a version in low-bit formats, as a new commit; the source stays."""
+    given: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if len(chosen) != 1:
+        raise click.UsageError("pass one of --format, --min-sqnr, --bits and --policy")
+    options = {
+        name: value for name, value in (("error", error), ("axis", axis), ("block", block)) if value is not None
+    }
 
     async def work(progress: Progress) -> Document:
-        progress.doing(f"quantizing {store} to {format}")
+        arguments = chosen if policy is None else parse_policy(policy.read(), policy.name)
+        progress.doing(f"quantizing {store}")
         async with await tstore.open(store, "r"):
             pass  # mode "a" would make a store where none is
         async with await tstore.open(store) as opened:
-            report = await tstore.quantize(opened, format, at=at, tag=tag)
-        arrays = [
-            _with_decibel(
-                {
-                    "path": a.path,
-                    "format": a.format,
-                    "values": a.values,
-                    "bytes_before": a.bytes_before,
-                    "bytes_after": a.bytes_after,
-                    "bits_per_value": a.bits_per_value,
-                    "sqnr": a.sqnr,
-                }
+            report = await tstore.quantize(
+                opened,
+                **{**arguments, **options},
+                at=at,
+                tag=tag,
+                progress=lambda done, total: progress.doing(f"quantizing {store}: {done / max(1, total):.0%}"),
             )
-            for a in report.arrays
-        ]
-        whole = {
-            "store": opened.url,
-            "version": report.version,
-            "tag": report.tag,
-            "source": report.source,
-            "bits_per_value": report.bits_per_value,
-            "sqnr": report.sqnr,
-            "arrays": arrays,
-        }
-        return _with_decibel(whole)
+        if plot is not None:
+            plot_report(report, plot)
+        return {"store": opened.url, **report.document()}
+
+    return _run(work, show_quantized, as_json)
+
+
+@cli.command("report")
+@_store
+@_at
+@click.option("--plot", metavar="FILE.png", help="Plot errors against bits a value, and exponents (matplotlib).")
+@_json
+def _report(store: str, at: int | str | None, plot: str | None, as_json: bool) -> int:
+    """Show again what `quantize` measured: a quantized commit keeps its report."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            report = await tstore.quantize_report(opened, at)
+        if plot is not None:
+            plot_report(report, plot)
+        return {"store": opened.url, **report.document()}
 
     return _run(work, show_quantized, as_json)
 

@@ -110,6 +110,11 @@ class ArrayMeta:
         self.encoded_bound = self.chain.bound
 
     @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
     def chunk_count(self) -> int:
         """Number of chunks in the grid."""
         return math.prod(self.counts)

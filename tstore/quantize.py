@@ -1,160 +1,172 @@
-"""Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a new commit.
+"""Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a commit beside the source.
 
-The source commit stays. Arrays that no rule encodes are referenced, not copied. The error is measured on what was
-really stored: each slab is written, read back and compared.
+1. Every array gets its codecs by a rule for its path, or is left to its data: then a study of its values gives the
+   size and the expected error in every format, and each array gets the smallest format that keeps an SQNR, or all
+   together get the formats of the least error within a budget (`quantization.plan`).
+2. The arrays are encoded, written, read back and measured (`quantization.encoding`): by this process, some at a
+   time, or by the workers of an executor (`quantization.work`).
+3. One commit refers to all of it and keeps the report. Arrays that stay as they are are referenced, not copied.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import Any, Literal
 
-import numpy as np
-
-from tstore.array import Array
-from tstore.checkpoint import CodecRules, chosen_snapshot, codec_for
-from tstore.codec import ArrayMeta
+from tstore.checkpoint import chosen_snapshot
+from tstore.chunks import ChunkTable
+from tstore.codec import ArrayMeta, Codecs
 from tstore.errors import AlreadyExists, InvalidArgument
-from tstore.grid import boxes
+from tstore.kv.base import Durability
+from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.quantization.encoding import Encoded
+from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
+from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_form, stored_report
+from tstore.quantization.work import Progress, Work
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
-from tstore.transaction import Transaction
-from tstore.tree import Node
 
-__all__ = ["QuantizeReport", "QuantizedArray", "quantize"]
-
-_SLAB = 32 << 20
-
-
-class QuantizedArray(NamedTuple):
-    """What became of one array. `sqnr` in dB, infinite where nothing was lost; sizes in stored bytes."""
-
-    path: str
-    format: str | None
-    values: int
-    bytes_before: int
-    bytes_after: int
-    signal: float
-    noise: float
-
-    @property
-    def sqnr(self) -> float:
-        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy."""
-        return _decibel(self.signal, self.noise)
-
-    @property
-    def bits_per_value(self) -> float:
-        """Stored bits per value, metadata of the codec included."""
-        return 8 * self.bytes_after / self.values if self.values else 0.0
-
-
-class QuantizeReport(NamedTuple):
-    """The commit that holds the quantized arrays, and what became of each."""
-
-    version: int
-    tag: str
-    source: int
-    arrays: list[QuantizedArray]
-
-    @property
-    def sqnr(self) -> float:
-        """Over all encoded arrays together, in dB."""
-        encoded = [a for a in self.arrays if a.format]
-        return _decibel(sum(a.signal for a in encoded), sum(a.noise for a in encoded))
-
-    @property
-    def bits_per_value(self) -> float:
-        """Stored bits per value over all arrays."""
-        values = sum(a.values for a in self.arrays)
-        return 8 * sum(a.bytes_after for a in self.arrays) / values if values else 0.0
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+__all__ = ["quantize", "quantize_report"]
 
 
 async def quantize(
     where: str | os.PathLike[str] | Store,
-    formats: CodecRules = "e4m3",
+    formats: CodecRules = None,
     *,
+    min_sqnr: float | None = None,
+    bits: float | None = None,
+    error: Literal["absolute", "relative"] = "absolute",
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
+    axis: int | None = None,
+    block: int | None = None,
+    scale: Literal["search", "max", "none", "float"] = "search",
+    executor: Executor | None = None,
+    progress: Progress | None = None,
 ) -> QuantizeReport:
     """The report of a new commit in which float arrays are stored in low-bit formats; the source stays.
 
-    `formats` is one format or rules by path pattern, first match first, None for "as it is". `at` is a
-    version or tag, by default the newest step. `tag` names the new commit, by default the source's tag (or
-    v<version>) with the formats behind it. Integer arrays stay as they are.
-    Raises `NotFinite` for NaN or infinity in an array to be encoded, `NotFound`, `InvalidArgument`.
+    `formats` is one eXmY format, or rules by path pattern, first match first, None for "as it is"; where all is
+    left out it is "e4m3". What no rule matches is decided by the data: with `min_sqnr` (dB) each array gets the
+    fewest bits that keep its SQNR there; with `bits` the arrays get the formats that have the least squared error
+    together at that many stored bits a value, all arrays of the checkpoint counted. `error="relative"` weighs
+    that error by the size of the values, which suits the weights of a model better (see `Bits`). Integers, arrays
+    of under 64 values, and those with NaN or infinity stay as they are, and the report says so.
+
+    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`; by default the tensor.
+    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step. `tag`
+    names the new commit, by default the source's tag (or v<version>) with the formats behind it.
+    `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
+    store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
+    Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
+    `NotFound`, `StorageFull`; after an error nothing is committed.
     """
+    target = _target(min_sqnr, bits, error)
+    if formats is None and target is None:
+        formats = "e4m3"
+    rules = None if formats is None else Rules(formats)
+    given: dict[str, Any] = {"axis": axis, "block": block, "scale": None if scale == "search" else scale}
+    recipe = {key: value for key, value in given.items() if value is not None}
     async with opened(where) as store:
         source = await chosen_snapshot(store, None, at)
-        choose = codec_for(formats)
-        name = tag or _default_tag(source, formats)
+        nodes = source.tree.nodes
+        arrays = {p: Given(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
+        if rules is not None:
+            rules.check(arrays)
+        name = tag or _default_tag(source, formats, target)
         async with store.transaction(message or f"quantized from version {source.version}", name) as tx:
             if name in (await tx.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
             await tx.replace_all(b"")
+            work = Work(store, source, tx.id, Durability.FSYNC, executor, progress)
+            plan = plan_by_rules(arrays, rules, recipe, data=target is not None)
+            if target is not None:
+                plan = plan_for(target, plan, await work.study(plan.left, WIDTHS), arrays)
+            encoded = {e.path: e for e in await work.encode(plan.choices)}
             rows = []
-            for path, node in source.tree.nodes.items():
-                if not node.is_array:
+            for path, node in nodes.items():
+                if node.is_array:
+                    found = encoded.get(path)
+                    rows.append(_row(path, arrays[path], plan, found))
+                    if found is None or found.document is None:
+                        await tx.keep_array(path, node.meta, node.chunks)
+                    else:
+                        chunks = ChunkTable.overlay([ChunkTable.of(found.runs)])
+                        await tx.adopt_array(path, ArrayMeta.parse(found.document), chunks)
+                elif path:
                     await tx.create_group(path, node.attributes)
-                    continue
-                codecs = choose(path, node.meta.dtype)
-                if codecs is None:
-                    rows.append(await _keep(tx, path, node))
-                elif isinstance(codecs, str):
-                    rows.append(await _encode(tx, source, path, node, codecs))
-                else:
-                    raise InvalidArgument(
-                        f"{path}: expected the name of an eXmY format, as 'e4m3', not {codecs!r}"
-                    )
+            report = QuantizeReport(0, name, source.version, rows)
+            await tx.create_group("", _with_report(source, report))
         assert tx.version is not None
-        return QuantizeReport(tx.version, name, source.version, rows)
+        return report._replace(version=tx.version)
 
 
-def _default_tag(source: Snapshot, formats: CodecRules) -> str:
+async def quantize_report(where: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
+    """The report that a quantized commit keeps; `NotFound` where the version or tag is no such commit."""
+    async with opened(where, "r") as store:
+        return stored_report(await store.snapshot(at))
+
+
+def _target(min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"]) -> Target | None:
+    if min_sqnr is not None and bits is not None:
+        raise InvalidArgument("min_sqnr=… and bits=… exclude each other; pass one of them")
+    if bits is not None:
+        return Bits(bits, error)
+    if error != "absolute":
+        raise InvalidArgument(f"error={error!r} says what a budget keeps low; pass bits=… too")
+    return None if min_sqnr is None else MinSqnr(min_sqnr)
+
+
+def _default_tag(source: Snapshot, formats: CodecRules, target: Target | None) -> str:
     names = [t for t, v in source.tags.items() if v == source.version] or [f"v{source.version}"]
-    used = formats.values() if isinstance(formats, Mapping) else [formats]
-    return "/".join([names[0], "-".join(dict.fromkeys(str(u) for u in used if u is not None)) or "copy"])
+    used = formats.values() if isinstance(formats, Mapping) and "format" not in formats else [formats]
+    parts = [_named(u) for u in used if u is not None]
+    match target:
+        case MinSqnr(decibel):
+            parts.append(f"{decibel:g}dB")
+        case Bits(average, _):
+            parts.append(f"{average:g}bits")
+    return "/".join([names[0], "-".join(dict.fromkeys(parts)) or "copy"])
 
 
-async def _keep(tx: Transaction, path: str, node: Node) -> QuantizedArray:
-    await tx.keep_array(path, node.meta, node.chunks)
-    size = _stored(node)
-    return QuantizedArray(path, None, math.prod(node.meta.shape), size, size, 0.0, 0.0)
+def _named(codecs: Codecs) -> str:
+    if isinstance(codecs, Mapping):
+        return str(codecs["format"])
+    return codecs if isinstance(codecs, str) else "custom"
 
 
-async def _encode(tx: Transaction, source: Snapshot, path: str, node: Node, codecs: str) -> QuantizedArray:
-    old = node.meta
-    meta = ArrayMeta.of(
-        old.shape, old.dtype, old.chunks, codecs, old.fill_value, old.attributes, old.dimension_names
+def _row(path: str, given: Given, plan: Plan, found: Encoded | None) -> QuantizedArray:
+    """The report's line of an array."""
+    before, values = given.size, given.meta.size
+    if found is None or found.document is None:
+        reason = plan.kept.get(path, "") if found is None else found.reason
+        return QuantizedArray(path, None, "", reason, values, before, before)
+    meta, exponents = ArrayMeta.parse(found.document), found.exponents
+    codec, lost = meta.chain.packed, found.difference
+    after = sum(run.length * len(run.numbers) for run in found.runs)
+    if codec is None or lost is None:
+        return QuantizedArray(path, None, "", "", values, before, after)
+    return QuantizedArray(
+        path,
+        codec.format.standard.name,
+        codec.granularity,
+        "",
+        values,
+        before,
+        after,
+        lost.signal,
+        lost.noise,
+        lost.largest_error,
+        lost.largest_relative,
+        found.clipped / values,
+        None if exponents is None else (exponents.lowest, exponents.counts.tolist()),
     )
-    stored, encoded = await source.array(path), await tx.put_array(path, meta)
-    signal = noise = 0.0
-    for slab in _slabs(stored, old.dtype.itemsize):
-        x = await stored[slab].read()
-        await encoded[slab].write(x)
-        y = await encoded[slab].read()
-        signal += float(np.sum(np.square(x, dtype=np.float64)))
-        noise += float(np.sum(np.square(np.subtract(x, y, dtype=np.float64))))
-    after = meta.encoded_bound * meta.chunk_count
-    return QuantizedArray(path, codecs, math.prod(old.shape), _stored(node), after, signal, noise)
 
 
-def _stored(node: Node) -> int:
-    return int(node.chunks.length.sum())
-
-
-def _slabs(array: Array, itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Boxes of whole chunks of at most `_SLAB` bytes that cover the array."""
-    counts: Sequence[int] = [-(-n // c) for n, c in zip(array.shape, array.chunks, strict=True)]
-    for box in boxes(counts, _SLAB // max(1, math.prod(array.chunks) * itemsize)):
-        yield tuple(
-            slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, array.chunks, array.shape, strict=True)
-        )
+def _with_report(source: Snapshot, report: QuantizeReport) -> dict[str, Any]:
+    """The attributes of the source's root group with the report."""
+    attributes = source.attributes()
+    return {**attributes, "tstore": {**attributes.get("tstore", {}), "quantization": stored_form(report)}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import exmy
 import numpy.typing as npt
 
 from tstore.array import Array
@@ -13,6 +14,7 @@ from tstore.codec import ArrayMeta
 from tstore.errors import Misuse, NotFound
 from tstore.grid import Selection, whole
 from tstore.log import Log
+from tstore.packed import read_packed
 from tstore.tree import Node, Tree, checked_path
 
 __all__ = ["Snapshot", "array_node"]
@@ -67,6 +69,12 @@ class Snapshot:
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
         await read_chunks(self._log.backend, jobs)
+
+    async def read_packed(self, path: str) -> exmy.Quantized:
+        """An array of eXmY chunks as it is stored; `InvalidArgument` for any other, `NotFound`."""
+        path = checked_path(path)
+        node = array_node(self._tree, path, self._where())
+        return await read_packed(self._log.backend, path, node.meta, node)
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]

@@ -19,15 +19,18 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 import tstore as _async
-from tstore import Commit, QuantizeReport, Shards, errors, sharding
+from tstore import Bits, Commit, MinSqnr, QuantizedArray, QuantizeReport, Shards, errors, sharding
 from tstore.errors import Misuse
 from tstore.grid import Index
 from tstore.store import Mode
 
 __all__ = [
     "Array",
+    "Bits",
     "Commit",
+    "MinSqnr",
     "QuantizeReport",
+    "QuantizedArray",
     "Shards",
     "Snapshot",
     "Store",
@@ -35,6 +38,7 @@ __all__ = [
     "errors",
     "open",
     "quantize",
+    "quantize_report",
     "restore",
     "save",
     "sharding",
@@ -254,3 +258,4 @@ save = _blocking(_async.save)
 restore = _blocking(_async.restore)
 steps = _blocking(_async.steps)
 quantize = _blocking(_async.quantize)
+quantize_report = _blocking(_async.quantize_report)

@@ -156,23 +156,30 @@ def show_exported(found: Document) -> None:
 
 
 def show_quantized(found: Document) -> None:
-    """One row for each array, and the whole."""
-    rows = [
-        [
-            a["path"],
-            a["format"] or "kept",
-            sized(a["bytes_before"]),
-            sized(a["bytes_after"]),
-            f"{a['bits_per_value']:.2f}",
-            _decibel(a["sqnr_db"]),
-        ]
-        for a in found["arrays"]
-    ]
-    _table(["path", "format", "before", "after", "bits/value", "SQNR"], rows, right={2, 3, 4, 5})
+    """One row for each array, the reasons of those that were kept, and the whole."""
+    rows = []
+    for a in found["arrays"]:
+        row = [a["path"], a["format"] or "kept", a["granularity"]]
+        row += [sized(a["bytes_before"]), sized(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
+        if a["format"]:
+            row += [_decibel(a["sqnr_db"]), _number(a["largest_error"]), _share(a["clipped"])]
+        rows.append([*row, *[""] * (9 - len(row))])
+    heads = ["path", "format", "offset per", "before", "after", "bits/value", "SQNR", "max error", "clipped"]
+    _table(heads, rows, right={3, 4, 5, 6, 7, 8})
+    reasons: dict[str, list[str]] = {}
+    for a in found["arrays"]:
+        if a["reason"]:
+            reasons.setdefault(a["reason"], []).append(a["path"])
+    for reason, paths in reasons.items():
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        print(plain(f"kept as they are ({reason}): {', '.join(paths[:3])}{more}"))
+    total = found["total"]
     print(
         plain(
             f"version {found['version']} ({found['tag']}), from version {found['source']}: "
-            f"{found['bits_per_value']:.2f} bits/value, SQNR {_decibel(found['sqnr_db'])}"
+            f"{sized(total['bytes_before'])} → {sized(total['bytes_after'])}, "
+            f"{total['bits_per_value']:.2f} bits/value, SQNR {_decibel(total['sqnr_db'])}, "
+            f"max error {_number(total['largest_error'])}, {_share(total['clipped'])} clipped"
         )
     )
 
@@ -210,6 +217,14 @@ def _tensors(found: Document) -> str:
 
 def _decibel(sqnr: float | None) -> str:
     return "exact" if sqnr is None else f"{sqnr:.1f} dB"
+
+
+def _number(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.3g}"
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.3g}%"
 
 
 def _shape(lengths: Sequence[int]) -> str:

@@ -65,6 +65,7 @@ class Transaction:
         self._staged: StagedTree | None = None
         self._state: Literal["open", "committing", "committed", "aborted"] = "open"
         self._manifests_written = 0
+        self._adopted = 0
         self.id = secrets.token_hex(12) if member is None else member.transaction
         self.version: int | None = None
         host = "" if member is None else f"{member.host:05d}-"
@@ -157,6 +158,11 @@ class Transaction:
         """Stages an array whose chunks are those of another version; no data is written."""
         (await self._begin()).keep_array(path, meta, chunks)
 
+    async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
+        """Stages an array whose chunks others wrote into packs of this transaction, durable already."""
+        (await self._begin()).keep_array(path, meta, chunks)
+        self._adopted += int(chunks.length.sum())
+
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out` with what this transaction sees: its own writes over its base."""
         staged = await self._begin()
@@ -238,7 +244,7 @@ class Transaction:
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifest=manifest,
-            bytes_added=self._packs.bytes_written,
+            bytes_added=self._packs.bytes_written + self._adopted,
             structure=self._structure,
             facts=self._facts,
             durable=self._durability is Durability.FSYNC,
@@ -254,7 +260,7 @@ class Transaction:
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifests=(manifest,),
-            bytes_added=self._packs.bytes_written,
+            bytes_added=self._packs.bytes_written + self._adopted,
             facts=self._facts,
             durable=self._durability is Durability.FSYNC,
         )

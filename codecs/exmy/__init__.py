@@ -31,6 +31,7 @@ from exmy.errors import (
 )
 from exmy.exponents import Exponents, exponents
 from exmy.format import Format, formats
+from exmy.groups import BLOCKS, Groups
 from exmy.noise import Difference, compare, sqnr
 from exmy.packing import TILE, pack, packed_size, slice_bytes, unpack
 from exmy.quantized import Quantized
@@ -39,6 +40,7 @@ from exmy.survey import Candidate, survey
 from exmy.tensor_fit import TensorFit
 
 __all__ = [
+    "BLOCKS",
     "TILE",
     "Candidate",
     "Choice",
@@ -51,6 +53,7 @@ __all__ = [
     "Exponents",
     "Format",
     "FormatError",
+    "Groups",
     "KernelError",
     "NonFiniteError",
     "Quantized",

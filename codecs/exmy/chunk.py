@@ -95,6 +95,13 @@ class ChunkCodec:
             found["block"] = self.block
         return found
 
+    @property
+    def granularity(self) -> str:
+        """What shares an offset or scale, for people: "tensor", "row", or "block of 32"."""
+        if self.block is not None:
+            return f"block of {self.block}"
+        return "tensor" if self.axis is None else "row"
+
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the exact bytes of an encoded chunk of that shape; SizeError where axis or block do not fit."""
         return self._head(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
@@ -117,7 +124,7 @@ class ChunkCodec:
             raise SizeError(
                 f"out has shape {data.shape}; expected {size} contiguous, writable bytes in one dimension"
             )
-        f = self.format if self.scale == "none" else _standard(self.format)
+        f = self.format if self.scale == "none" else self.format.standard
         if groups.axis is None and self.scale in {"search", "max"}:
             f = f.fit(x, "max" if self.scale == "max" else "search")
         if groups.axis is None and self.scale != "float":
@@ -190,7 +197,7 @@ class ChunkCodec:
         """Return the array whose head and packed codes these are; FormatError where the head is impossible."""
         (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
-        f = self.format if self.scale == "none" else _standard(self.format)
+        f = self.format if self.scale == "none" else self.format.standard
         offsets, scales = np.zeros(groups.counts, np.int16), None
         end = _HEADER.size
         if self.scale == "float":
@@ -260,11 +267,6 @@ class ChunkSlice:
             )
             kernels.decode_groups(kind, layout, q.groups, self.start, scales.reshape(-1), codes, target)
         return out
-
-
-def _standard(f: Format) -> Format:
-    """Return the format with the same bits and its standard bias."""
-    return Format(f"e{f.exponent_bits}m{f.mantissa_bits}")
 
 
 def _bytes(data: Any) -> NDArray[np.uint8]:

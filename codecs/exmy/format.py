@@ -61,6 +61,11 @@ class Format:
         return stem if self.bias == _standard_bias(self.exponent_bits) else f"{stem}b{self.bias}"
 
     @property
+    def standard(self) -> Format:
+        """The format with the same bits and its standard bias."""
+        return Format(f"e{self.exponent_bits}m{self.mantissa_bits}")
+
+    @property
     def bits(self) -> int:
         """The width of a code: 1 + exponent bits + mantissa bits."""
         return 1 + self.exponent_bits + self.mantissa_bits

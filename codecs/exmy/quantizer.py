@@ -62,7 +62,7 @@ def quantize(
         if groups.axis is not None:
             raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
     else:
-        f = Format(f"e{f.exponent_bits}m{f.mantissa_bits}")
+        f = f.standard
     offsets = np.zeros(groups.counts, np.int16)
     factors = np.ones(groups.counts, np.float32) if scale == "float" else None
     if groups.axis is None and scale in {"max", "search"}:

@@ -114,7 +114,7 @@ class Sample:
         if scale not in {"search", "max", "none", "float"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
         if scale != "none":
-            f = Format(f"e{f.exponent_bits}m{f.mantissa_bits}")
+            f = f.standard
         elif self.groups.axis is not None:
             raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
         if not self.peaks.any():

@@ -1,0 +1,40 @@
+"""A real Dask cluster of worker processes quantizes a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import exmy
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import tstore
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
+    ) as cluster:
+        with Client(cluster) as client:
+            yield client
+
+
+async def test_a_cluster_quantizes(tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.quantization.work._BATCH", 100_000)
+    rng = np.random.default_rng(3)
+    tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}
+    await tstore.save(tmp_path, tree, 0)
+    executor = client.get_executor()
+    report = await tstore.quantize(tmp_path, bits=5.0, executor=executor, tag="q")
+    assert 4.5 < report.bits_per_value <= 5
+    packed = await tstore.restore(tmp_path, at="q", packed=True)
+    for row in report.arrays:
+        assert row.format
+        assert packed[row.path].to_bytes() == exmy.quantize(tree[row.path], row.format).to_bytes()
+    store = await tstore.open(tmp_path)
+    assert (await store.verify()).ok
+    packs = {key.rsplit("-", 1)[0] for key in await store.log.backend.list("txn/") if "pack-" in key}
+    assert len(packs) == 4  # of the save, and of three batches

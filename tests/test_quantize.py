@@ -1,0 +1,479 @@
+"""Quantized checkpoints: stored bits, rules, floors, budgets, what is kept, reports, executors."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tstore
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+
+RNG = np.random.default_rng(7)
+KINDS = ["float16", "bfloat16", "float32", "float64"]
+
+
+def values(*shape: int, kind: str = "float32", scale: float = 1.0) -> np.ndarray[Any, Any]:
+    dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else kind
+    return (RNG.standard_normal(shape) * scale).astype(dtype)
+
+
+async def chunked(url: Any, arrays: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
+    """Commits arrays in chunks of their own as step 0."""
+    store = await tstore.open(url)
+    async with store.transaction(tag="step/0") as tx:
+        for path, (x, chunks) in arrays.items():
+            array = await tx.create_array(path, x.shape, x.dtype, chunks)
+            await array.write(x)
+
+
+def same_codes(found: exmy.Quantized, expected: exmy.Quantized) -> None:
+    assert isinstance(found, exmy.Quantized)
+    assert (found.format, found.shape, found.dtype) == (expected.format, expected.shape, expected.dtype)
+    assert (found.granularity, found.axis, found.block) == (expected.granularity, expected.axis, expected.block)
+    assert np.array_equal(found.packed, expected.packed)
+    assert np.array_equal(found.offsets, expected.offsets)
+
+
+# ---- the stored bits
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e3m2", "e0m3", "e2m0", "e5m10", "e8m7"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_stored_bits_are_those_of_exmy(tmp_path: Path, name: str, kind: str) -> None:
+    arrays = {
+        "whole": (values(60, 70, kind=kind), (60, 70)),
+        "slabs": (values(64, 16, kind=kind, scale=1e-3), (16, 16)),
+        "edge": (values(50, 33, kind=kind), (16, 33)),
+        "grid": (values(37, 45, kind=kind), (16, 16)),
+        "vector": (values(1000, kind=kind), (300,)),
+        "cube": (values(5, 6, 50, kind=kind), (1, 6, 50)),
+    }
+    await chunked(tmp_path, arrays)
+    report = await tstore.quantize(tmp_path, {"**": name}, tag="q")
+    packed = await tstore.restore(tmp_path, at="q", packed=True)
+    decoded = await tstore.restore(tmp_path, at="q")
+    for row in report.arrays:
+        x = arrays[row.path][0]
+        expected = exmy.quantize(x, name)
+        same_codes(packed[row.path], expected)
+        y = expected.dequantize(kind)
+        assert decoded[row.path].dtype == x.dtype
+        assert decoded[row.path].tobytes() == y.tobytes()
+        assert (row.format, row.granularity) == (name, "tensor")
+        assert row.sqnr == pytest.approx(exmy.sqnr(x, y), abs=1e-6)
+        wide = x.astype("f8") - y.astype("f8")
+        assert row.largest_error == pytest.approx(np.abs(wide).max())
+        assert row.largest_relative == pytest.approx(np.abs(wide / x.astype("f8")).max())
+        assert row.clipped == pytest.approx(expected.clipped(x) / x.size)
+
+
+@pytest.mark.parametrize(
+    ("axis", "block", "granularity"), [(-1, None, "row"), (0, None, "row"), (1, 32, "block of 32"), (None, 16, "")]
+)
+async def test_rows_and_blocks_are_those_of_exmy(
+    tmp_path: Path, axis: int | None, block: int | None, granularity: str
+) -> None:
+    spread = np.exp2(RNG.integers(-6, 6, (96, 1)))
+    arrays = {
+        "whole": ((values(96, 64) * spread).astype("f4"), (96, 64)),
+        "grid": ((values(96, 64) * spread).astype("f4"), (32, 16)),
+        "odd": ((values(96, 64) * spread).astype("f4"), (25, 24)),
+    }
+    await chunked(tmp_path, arrays)
+    report = await tstore.quantize(tmp_path, "e3m2", axis=axis, block=block, tag="q")
+    packed = await tstore.restore(tmp_path, at="q", packed=True)
+    decoded = await tstore.restore(tmp_path, at="q")
+    for row in report.arrays:
+        x = arrays[row.path][0]
+        expected = exmy.quantize(x, "e3m2", axis, block)
+        same_codes(packed[row.path], expected)
+        assert np.array_equal(decoded[row.path], expected.dequantize())
+        assert row.granularity == (granularity or "block of 16")
+        assert row.bits_per_value > 6
+
+
+async def test_a_saved_chunk_has_the_bits_of_exmy(tmp_path: Path) -> None:
+    x = values(40, 50)
+    await tstore.save(tmp_path, {"w": x}, 0, codecs="e3m2")
+    same_codes((await tstore.restore(tmp_path, packed=True))["w"], exmy.quantize(x, "e3m2"))
+    assert np.array_equal((await tstore.restore(tmp_path))["w"], exmy.quantize(x, "e3m2").dequantize())
+
+
+async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: Path) -> None:
+    tall, wide = values(8, 64), values(8, 64)
+    tall *= np.exp2(np.arange(8))[:, None].astype("f4")
+    wide[:, 32:] *= 1000
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        for path, x, chunks in (("tall", tall, (2, 64)), ("wide", wide, (8, 32)), ("odd", wide, (8, 20))):
+            await (await tx.create_array(path, x.shape, "f4", chunks, "e3m2")).write(x)
+    snapshot = await store.snapshot()
+    found = await tstore.restore(store, packed=True, only=["tall", "wide"])
+    for path, granularity in (("tall", "row"), ("wide", "block")):
+        assert found[path].granularity == granularity
+        assert np.array_equal(found[path].dequantize(), await (await snapshot.array(path)).read())
+    with pytest.raises(InvalidArgument, match=r"odd: its chunks .* restore it decoded"):
+        await tstore.restore(store, packed=True)
+
+
+async def test_packed_leaves_what_is_not_in_exmy(tmp_path: Path) -> None:
+    tree = {"w": values(100, 3), "ids": np.arange(5), "n": [values(7), 3]}
+    await tstore.save(tmp_path, tree, 0, codecs={"w": "e4m3"})
+    found = await tstore.restore(tmp_path, packed=True)
+    assert isinstance(found["w"], exmy.Quantized)
+    assert np.array_equal(found["ids"], tree["ids"])
+    assert np.array_equal(found["n"][0], tree["n"][0])
+    again = await tstore.restore(tmp_path, packed=True, target=tree)
+    assert again["w"].to_bytes() == found["w"].to_bytes()
+    part = {"w": tstore.Shards((100, 3), "f4", [((slice(0, 50), slice(0, 3)), None)]), "n": tree["n"]}
+    with pytest.raises(InvalidArgument, match="w: packed=True gives whole arrays"):
+        await tstore.restore(tmp_path, packed=True, target=part, only="w")
+    with pytest.raises(InvalidArgument, match="ids is not stored in an eXmY format"):
+        await (await (await tstore.open(tmp_path)).snapshot()).read_packed("ids")
+
+
+async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tstore.quantization.encoding.SLAB", 1 << 14)
+    x = values(300, 100)
+    x[211, 5] = 300.0  # an outlier in one of the later slabs
+    await chunked(tmp_path, {"x": (x, (16, 50)), "y": (x, (7, 100)), "z": (x[:, :1].copy(), (100, 1))})
+    await tstore.quantize(tmp_path, "e3m2", tag="q")
+    found = await tstore.restore(tmp_path, at="q", packed=True)
+    same_codes(found["x"], exmy.quantize(x, "e3m2"))
+    same_codes(found["y"], exmy.quantize(x, "e3m2"))
+    for target in ({"bits": 5.0}, {"min_sqnr": 25.0}):
+        report = await tstore.quantize(tmp_path, **target)  # type: ignore[arg-type]
+        for row in report.arrays:
+            found = await tstore.restore(tmp_path, at=report.tag, packed=True)
+            given = x[:, :1] if row.path == "z" else x
+            if row.format:
+                same_codes(found[row.path], exmy.quantize(given, row.format))
+            else:
+                assert np.array_equal(found[row.path], given)
+        assert sum(a.format is not None for a in report.arrays) >= 2
+
+
+# ---- what each array gets
+
+
+async def test_rules(tmp_path: Path) -> None:
+    tree = {
+        "layers": [{"w": values(50, 40), "norm": values(100)} for _ in range(2)],
+        "embed": {"table": values(200, 16)},
+        "ids": np.arange(100),
+    }
+    await tstore.save(tmp_path, tree, 3)
+    rules = {"**/norm*": None, "**/embed/*": "e4m3", "layers/1/*": {"format": "e3m2", "axis": 0}, "**": "e2m1"}
+    report = await tstore.quantize(tmp_path, rules)  # type: ignore[arg-type]
+    assert (report.tag, report.source) == ("step/3/e4m3-e3m2-e2m1", 1)
+    assert {a.path: (a.format, a.granularity) for a in report.arrays} == {
+        "layers/0/w": ("e2m1", "tensor"),
+        "layers/0/norm": (None, ""),
+        "layers/1/w": ("e3m2", "row"),
+        "layers/1/norm": (None, ""),
+        "embed/table": ("e4m3", "tensor"),
+        "ids": (None, ""),
+    }
+    found = await tstore.restore(tmp_path, at=report.tag)
+    assert np.array_equal(found["layers"][1]["norm"], tree["layers"][1]["norm"])  # type: ignore[index]
+    assert await tstore.steps(tmp_path) == [3]
+    same = await tstore.restore(tmp_path)
+    assert np.array_equal(same["embed"]["table"], tree["embed"]["table"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("call", ["quantize", "save"])
+async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_path: Path, call: str) -> None:
+    tree = {"layers": {"norm1": values(100), "w_out": values(100)}, "embed": values(100)}
+    await tstore.save(tmp_path, tree, 0)
+    rules = {"**/nrom1": None, "embed": "e4m3", "layer/**": "e3m2", "zzz": None}
+    work = tstore.quantize(tmp_path, rules) if call == "quantize" else tstore.save(tmp_path, tree, 1, codecs=rules)
+    with pytest.raises(InvalidArgument, match="3 of 4 patterns match no array") as caught:
+        await work
+    message = str(caught.value)
+    assert "'**/nrom1'; near it are: layers/norm1" in message
+    assert "'zzz'; near it are: none" in message
+    assert (await (await tstore.open(tmp_path)).tags()) == {"step/0": 1}
+
+
+async def test_min_sqnr_is_kept_with_few_bits(tmp_path: Path) -> None:
+    outliers = values(200, 100)
+    outliers[:, 0] *= 300
+    tree = {
+        "gauss": values(300, 100),
+        "heavy": RNG.standard_t(3, (200, 100)).astype("f4"),
+        "outliers": outliers,
+        "even": RNG.uniform(-1, 1, 5000).astype("f4"),
+        "powers": np.exp2(RNG.integers(-8, 8, 3000)).astype("f4"),
+    }
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, min_sqnr=30)
+    assert report.tag == "step/0/30dB"
+    by_path = {a.path: a for a in report.arrays}
+    for path, row in by_path.items():
+        assert row.format is not None
+        assert row.sqnr >= 30
+        fewer = exmy.Format(row.format).bits - 1
+        best = (
+            max(
+                (exmy.sqnr(tree[path], exmy.quantize(tree[path], f).dequantize()) for f in exmy.formats(fewer)),
+                default=-math.inf,
+            )
+            if fewer >= 2
+            else -math.inf
+        )
+        assert best < 30.2, path
+    assert by_path["powers"].bits_per_value < by_path["gauss"].bits_per_value < by_path["heavy"].bits_per_value
+    high = await tstore.quantize(tmp_path, min_sqnr=200, tag="high")
+    assert not high.encoded or all(a.sqnr >= 200 for a in high.encoded)
+    assert any("keep 200 dB" in a.reason for a in high.arrays)
+    rows = await tstore.quantize(tmp_path, min_sqnr=30, axis=1, tag="rows", at="step/0")
+    assert all(a.sqnr >= 30 for a in rows.encoded)
+
+
+async def test_a_budget_is_kept_and_beats_every_uniform_format(tmp_path: Path) -> None:
+    tree = {
+        "small": values(100, 100, scale=0.02),
+        "large": values(100, 100, scale=2.0),
+        "even": RNG.uniform(-1, 1, (100, 100)).astype("f4"),
+        "heavy": RNG.standard_t(3, (100, 100)).astype("f4"),
+        "norm": values(30),
+    }
+    await tstore.save(tmp_path, tree, 0)
+    for width in (3, 5, 8):
+        uniform = [
+            await tstore.quantize(tmp_path, f.name, at="step/0", tag=f"u{f.name}") for f in exmy.formats(width)
+        ]
+        budget = max(u.bits_per_value for u in uniform)
+        report = await tstore.quantize(tmp_path, bits=budget, at="step/0", tag=f"b{width}")
+        assert report.bits_per_value <= budget
+        assert report.bits_per_value > budget - 0.8
+        assert sum(a.noise for a in report.arrays) < min(sum(a.noise for a in u.arrays) for u in uniform)
+    [norm] = [a for a in report.arrays if a.path == "norm"]
+    assert (norm.format, norm.reason) == (None, "fewer than 64 values")
+
+
+async def test_a_relative_budget_serves_small_values_too(tmp_path: Path) -> None:
+    tree = {"small": values(100, 100, scale=1e-3), "large": values(100, 100, scale=1e3)}
+    await tstore.save(tmp_path, tree, 0)
+    absolute = await tstore.quantize(tmp_path, bits=6, tag="a")
+    relative = await tstore.quantize(tmp_path, bits=6.1, error="relative", tag="r", at="step/0")
+    large, small = sorted(absolute.arrays, key=lambda a: a.path)
+    assert small.bits_per_value < 3
+    assert large.bits_per_value > 9
+    large, small = sorted(relative.arrays, key=lambda a: a.path)
+    assert small.bits_per_value == large.bits_per_value
+    assert small.sqnr == pytest.approx(large.sqnr, abs=1)
+
+
+async def test_an_impossible_budget_says_the_least_possible(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(100, 100), "ids": np.arange(10_000)}, 0)
+    with pytest.raises(InvalidArgument, match=r"bits=5 can't be met: the least possible is 33\.003 bits"):
+        await tstore.quantize(tmp_path, bits=5)
+    report = await tstore.quantize(tmp_path, bits=33.004)
+    assert report.bits_per_value <= 33.004
+    assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1, "step/0/33.004bits": 2}
+
+
+async def test_a_large_budget_keeps_all_bits(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(100, 100)}, 0)
+    report = await tstore.quantize(tmp_path, bits=32)
+    assert [(a.format, a.reason) for a in report.arrays] == [(None, "the budget has room for all its bits")]
+
+
+async def test_rules_go_before_the_data(tmp_path: Path) -> None:
+    tree = {"a": values(100, 100), "b": values(100, 100), "c": values(100, 100)}
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, {"a": None, "b": "e2m1"}, bits=15)
+    a, b, c = report.arrays
+    assert (a.format, b.format) == (None, "e2m1")
+    assert c.format
+    assert exmy.Format(c.format).bits in (8, 9)
+
+
+async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
+    bad = values(100, 3)
+    bad[3, 1], bad[99, 2] = np.nan, -np.inf
+    tree = {
+        "bad": bad,
+        "tiny": values(5),
+        "ids": np.arange(500),
+        "empty": values(0, 4),
+        "w": values(100, 3),
+        "s": 3,
+    }
+    tree["zero"] = np.zeros(300, "f4")
+    await tstore.save(tmp_path, tree, 0)
+    for options in ({"formats": "e3m2"}, {"min_sqnr": 20.0}, {"bits": 31.0}):
+        report = await tstore.quantize(tmp_path, **options, tag=str(options))  # type: ignore[arg-type]
+        rows = {a.path: a for a in report.arrays}
+        assert "2" in rows["bad"].reason
+        assert "NaN or infinite" in rows["bad"].reason
+        assert rows["tiny"].reason == rows["empty"].reason == "fewer than 64 values"
+        assert rows["ids"].reason == "int64 is not encoded"
+        found = await tstore.restore(tmp_path, at=report.tag)
+        for path in ("bad", "tiny", "ids", "empty", "zero"):
+            assert np.array_equal(found[path], tree[path], equal_nan=path != "ids")
+        assert found["s"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_sqnr": 30, "bits": 5}, "exclude each other"),
+        ({"min_sqnr": math.nan}, "finite number"),
+        ({"min_sqnr": "much"}, "expected a number"),
+        ({"bits": 0}, "positive"),
+        ({"bits": -3.0}, "positive"),
+        ({"bits": True}, "expected a number"),
+        ({"formats": "e9m9"}, "e9m9"),
+        ({"formats": {"**": "float8"}}, "float8"),
+        ({"formats": "e4m3", "block": 33}, "33"),
+        ({"formats": "e4m3", "axis": 5}, "axis 5"),
+        ({"formats": "e4m3", "scale": "best"}, "best"),
+        ({"formats": {"format": "e4m3", "colour": 3}}, "colour"),
+        ({"bits": 6, "axis": 9}, "axis 9"),
+        ({"bits": 6, "error": "none"}, "expected 'absolute' or 'relative'"),
+        ({"min_sqnr": 6, "error": "relative"}, "pass bits"),
+        ({"min_sqnr": 20, "block": 7}, "7"),
+    ],
+)
+async def test_misuse_is_refused_and_nothing_is_committed(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    await tstore.save(tmp_path, {"w": values(64, 50)}, 0)
+    with pytest.raises(InvalidArgument, match=words):
+        await tstore.quantize(tmp_path, **options)
+    assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
+
+
+async def test_a_taken_tag(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(64, 50)}, 0)
+    await tstore.quantize(tmp_path, "e4m3")
+    with pytest.raises(AlreadyExists, match="taken"):
+        await tstore.quantize(tmp_path, "e4m3")
+
+
+# ---- save with a target
+
+
+@pytest.mark.parametrize("target", [tstore.MinSqnr(30), tstore.Bits(9.0)])
+async def test_save_lets_the_data_decide(tmp_path: Path, target: tstore.MinSqnr | tstore.Bits) -> None:
+    tree = {
+        "w": values(100, 100),
+        "even": RNG.uniform(-1, 1, 5000).astype("f4"),
+        "ids": np.arange(10),
+        "**": values(99),
+    }
+    await tstore.save(tmp_path, tree, 0, codecs=target)
+    found = await tstore.restore(tmp_path)
+    for path in ("w", "even", "**"):
+        assert exmy.sqnr(tree[path], found[path]) > 25  # type: ignore[arg-type]
+    assert exmy.sqnr(tree["w"], found["w"]) < 70
+    assert np.array_equal(found["ids"], tree["ids"])
+    with pytest.raises(InvalidArgument, match="sees only its own"):
+        await tstore.save(tmp_path, tree, 1, host=0, hosts=2, attempt="a", codecs=target)
+
+
+# ---- the report
+
+
+async def test_the_report_is_kept_with_the_commit(tmp_path: Path) -> None:
+    tree = {f"w{i}": values(50, 20, scale=1 / (i + 1)) for i in range(12)}
+    await tstore.save(tmp_path, {**tree, "ids": np.arange(70)}, 0)
+    progress: list[tuple[int, int]] = []
+    report = await tstore.quantize(tmp_path, bits=11.0, tag="q", progress=lambda *done: progress.append(done))
+    assert progress[-1][0] == progress[-1][1]
+    again = await tstore.quantize_report(tmp_path, "q")
+    assert again._replace(arrays=[]) == report._replace(arrays=[])
+    for mine, kept in zip(report.arrays, again.arrays, strict=True):
+        assert kept._replace(exponents=None) == mine._replace(exponents=None)
+    assert sum(a.exponents is not None for a in again.arrays) == 8
+    lowest, counts = report.worst[0].exponents or (0, [])
+    assert sum(counts) == 1000
+    assert lowest + len(counts) - 1 <= 2
+    document = json.loads(json.dumps(report.document(), allow_nan=False))
+    assert document["total"]["bits_per_value"] == report.bits_per_value
+    assert document["arrays"][-1]["sqnr_db"] is None
+    assert report.bytes_after < report.bytes_before
+    assert 0 < report.largest_error < 1
+    [commit, _] = [c async for c in (await tstore.open(tmp_path)).history()]
+    assert 0 < commit.bytes_added < report.bytes_after
+    with pytest.raises(NotFound, match=r"no commit of tstore\.quantize"):
+        await tstore.quantize_report(tmp_path, "step/0")
+
+
+# ---- executors
+
+
+def executors() -> list[Any]:
+    return [
+        pytest.param(lambda: ThreadPoolExecutor(2), id="threads"),
+        pytest.param(lambda: ProcessPoolExecutor(2, mp_context=get_context("spawn")), id="processes"),
+    ]
+
+
+@pytest.mark.parametrize("make", executors())
+async def test_an_executor_does_the_same_work(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.quantization.work._BATCH", 30_000)
+    tree = {f"w{i}": values(60, 50 + i, scale=1 / (i + 1)) for i in range(7)}
+    await tstore.save(tmp_path, tree, 0)
+    with make() as executor:
+        for options in ({"formats": "e3m2"}, {"bits": 5.0}, {"min_sqnr": 25.0, "axis": 0}):
+            alone = await tstore.quantize(tmp_path, **options, tag=f"a{options}")  # type: ignore[arg-type]
+            progress: list[tuple[int, int]] = []
+            report = await tstore.quantize(
+                tmp_path,
+                **options,  # type: ignore[arg-type]
+                tag=f"e{options}",
+                executor=executor,
+                progress=lambda *done: progress.append(done),  # noqa: B023
+            )
+            assert report.arrays == alone.arrays
+            assert progress[-1][0] == progress[-1][1]
+            mine, theirs = [await tstore.restore(tmp_path, at=r.version, packed=True) for r in (alone, report)]
+            for path in tree:
+                assert mine[path].to_bytes() == theirs[path].to_bytes()
+    store = await tstore.open(tmp_path)
+    assert (await store.verify()).ok
+    history = [c.bytes_added async for c in store.history()]
+    assert history[0] == history[1] > 0
+
+
+class Failing(ThreadPoolExecutor):
+    """Runs all calls but the last one, which breaks."""
+
+    def submit(self, call: Any, /, *args: Any, **named: Any) -> Any:
+        def broken() -> None:
+            raise OSError("the worker is gone")
+
+        paths = args[1]
+        return super().submit(broken) if "w3" in paths else super().submit(call, *args, **named)
+
+
+async def test_a_failing_worker_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.quantization.work._BATCH", 1)
+    await tstore.save(tmp_path, {f"w{i}": values(60, 50) for i in range(4)}, 0)
+    with Failing(2) as executor, pytest.raises(OSError, match="the worker is gone"):
+        await tstore.quantize(tmp_path, "e4m3", executor=executor)
+    assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
+    assert (await tstore.quantize(tmp_path, "e4m3")).version == 2
+
+
+async def test_a_store_in_memory_is_not_reached_by_other_processes() -> None:
+    await tstore.save("memory://quantize-executor", {"w": values(60, 50)}, 0)
+    with ThreadPoolExecutor(1) as threads:
+        await tstore.quantize("memory://quantize-executor", "e4m3", executor=threads)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        with pytest.raises(tstore.errors.TStoreError, match="memory://quantize-executor"):
+            await tstore.quantize("memory://quantize-executor", "e3m2", at=1, executor=processes)

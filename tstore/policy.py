@@ -1,0 +1,152 @@
+"""Policies: which codecs each array of a checkpoint gets, by the pattern of its path or by its data; pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from tstore.chain import FLOATS, Codecs, is_exmy
+from tstore.errors import InvalidArgument, listed
+from tstore.structure import compile_patterns
+
+__all__ = ["Bits", "CodecRules", "MinSqnr", "Rules", "Target", "parse_policy"]
+
+CodecRules = Codecs | Mapping[str, Codecs]
+"""Codecs for all arrays, or by path pattern, first match first."""
+
+
+@dataclass(frozen=True)
+class MinSqnr:
+    """Each array gets the eXmY format of the fewest bits that keeps its SQNR at `decibel` or above."""
+
+    decibel: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(_number("min_sqnr", self.decibel)):
+            raise InvalidArgument(f"min_sqnr={self.decibel!r}: expected a finite number of decibels")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The eXmY formats of all arrays together: the least error at `average` stored bits a value or less.
+
+    `error` says what is added up over the arrays: "absolute", the squared errors as they are; or "relative", each
+    array's squared error over its squared values, times the square root of its number of values. The weights of
+    a model are better served by "relative": its layers rescale what comes in, and large tables of small
+    influence do not take all bits (see examples/minilm.py).
+    """
+
+    average: float
+    error: Literal["absolute", "relative"] = "absolute"
+
+    def __post_init__(self) -> None:
+        if not 0 < _number("bits", self.average) < math.inf:
+            raise InvalidArgument(f"bits={self.average!r}: expected a positive number of bits a value")
+        if self.error not in ("absolute", "relative"):
+            raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
+
+    def weight(self, signal: float, values: int) -> float:
+        """By how much the squared error of an array counts."""
+        if self.error == "absolute" or signal == 0:
+            return 1.0
+        return math.sqrt(values) / signal
+
+
+Target = MinSqnr | Bits
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgument(f"{what}={value!r}: expected a number")
+    return float(value)
+
+
+class Rules:
+    """Codecs by path pattern. One codec alone stands for the rule "**".
+
+    A mapping with the key "format" is no set of rules but the configuration of one eXmY codec.
+    """
+
+    def __init__(self, rules: CodecRules) -> None:
+        listed = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
+        self._given = isinstance(rules, Mapping) and listed is rules
+        for pattern, codecs in listed.items():
+            if not isinstance(pattern, str) or not isinstance(codecs, str | Mapping | list | tuple | None):
+                raise InvalidArgument(
+                    f"the rule {pattern!r}: {codecs!r} can't be read; expected a path pattern, and None, "
+                    "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
+                )
+        self._tests = [(pattern, compile_patterns(pattern), codecs) for pattern, codecs in listed.items()]
+
+    @staticmethod
+    def exact(codecs: Mapping[str, Codecs]) -> Rules:
+        """The rules that give these paths, taken letter by letter, these codecs."""
+        rules = Rules({})
+        rules._tests = [(path, path.__eq__, chosen) for path, chosen in codecs.items()]
+        return rules
+
+    def match(self, path: str, dtype: np.dtype[Any]) -> tuple[Codecs] | None:
+        """The codecs of the first rule that matches, None where none does.
+
+        Rules that name an eXmY format leave all but floats as they are.
+        """
+        for _, matches, codecs in self._tests:
+            if matches(path):
+                return (None,) if is_exmy(codecs) and dtype.name not in FLOATS else (codecs,)
+        return None
+
+    def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
+        """The codecs of an array; None, "as it is", where no rule matches."""
+        found = self.match(path, dtype)
+        return None if found is None else found[0]
+
+    def check(self, paths: Iterable[str]) -> None:
+        """Raises `InvalidArgument` for patterns that match none of the paths, with the nearest paths."""
+        there = list(paths)
+        if not self._given:
+            return
+        idle = [pattern for pattern, matches, _ in self._tests if not any(map(matches, there))]
+        if idle:
+            lines = [f"{p!r}; near it are: {', '.join(_near(p, there)) or 'none'}" for p in idle]
+            raise InvalidArgument(
+                f"{len(idle)} of {len(self._tests)} patterns match no array of this checkpoint; mend or remove "
+                f"them ('**/' stands for any folders above, also none):{listed(lines)}"
+            )
+
+
+def _near(pattern: str, paths: list[str]) -> list[str]:
+    """Paths like the pattern, as a whole or in their last name."""
+    plain = pattern.replace("*", "").strip("/")
+    whole = difflib.get_close_matches(plain, paths, 3, 0.5)
+    name = plain.rpartition("/")[2]
+    names = {path.rpartition("/")[2]: path for path in reversed(paths)}
+    return list(dict.fromkeys([*whole, *(names[n] for n in difflib.get_close_matches(name, names, 3, 0.5))]))[:3]
+
+
+_WORDS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
+
+
+def parse_policy(text: bytes, where: str) -> dict[str, Any]:
+    """The arguments of `tstore.quantize` in a policy file: JSON, rules by path pattern or an object of arguments.
+
+    An object with "formats", "min_sqnr" or "bits" is one of arguments, which may also hold "error", "axis",
+    "block" and "scale". `InvalidArgument` names the file `where` it does not parse.
+    """
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{where} is no JSON: {error}") from None
+    if not isinstance(document, dict) or not document:
+        raise InvalidArgument(f'{where}: expected an object such as {{"**/norm*": null, "**": "e3m2"}}')
+    if not {"formats", "min_sqnr", "bits"} & document.keys():
+        return {"formats": document}
+    unknown = sorted(document.keys() - set(_WORDS))
+    if unknown:
+        raise InvalidArgument(f"{where}: unknown keys {', '.join(unknown)}; known are: {', '.join(_WORDS)}")
+    return document

@@ -1,0 +1,177 @@
+"""Plans: which codecs each array of a version gets, by the rules or, where those are silent, by its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from tstore.chain import FLOATS, as_configuration, is_exmy
+from tstore.codec import ArrayMeta
+from tstore.errors import InvalidArgument
+from tstore.grid import default_chunks
+from tstore.policy import Bits, MinSqnr, Rules, Target
+from tstore.quantization.allocation import Point, allocate
+from tstore.quantization.encoding import (
+    SMALLEST,
+    Choice,
+    Configuration,
+    Study,
+    encoded_meta,
+    stored_bytes,
+    study_values,
+)
+
+__all__ = ["WIDTHS", "Given", "Plan", "plan_by_rules", "plan_for", "rules_for"]
+
+WIDTHS = range(2, 17)
+"""The widths of formats that the data may choose from."""
+
+_MARGIN = 0.05
+"""dB: an estimate from a sample must lie that much above a floor to be tried first."""
+
+_TRIES = 3
+
+
+class Given(NamedTuple):
+    """An array as it is: its metadata, and the encoded bytes that it takes."""
+
+    meta: ArrayMeta
+    size: int
+
+
+class Plan(NamedTuple):
+    """What becomes of the arrays of a version: `choices` are encoded, `kept` stay as they are, for a reason.
+
+    The data decides on those `left`, in the granularity and scale that are given with each.
+    """
+
+    choices: dict[str, Choice]
+    kept: dict[str, str]
+    left: dict[str, Configuration]
+
+
+def plan_by_rules(arrays: Mapping[str, Given], rules: Rules | None, recipe: Configuration, *, data: bool) -> Plan:
+    """What the rules say of each array; with `data`, float arrays that no rule matches are left to their data.
+
+    `recipe` is the granularity and scale of eXmY codecs that name none; an array that it does not fit (a vector
+    has no second axis) has one offset. `InvalidArgument` where it fits no array at all, or a rule is wrong.
+    """
+    plan, misfits, fitting = Plan({}, {}, {}), list[InvalidArgument](), 0
+
+    def fitted(path: str, meta: ArrayMeta, asked: Configuration) -> Configuration:
+        nonlocal fitting
+        own = {**recipe, **asked}
+        try:
+            encoded_meta(meta, own)
+        except InvalidArgument as error:
+            if own == asked:
+                raise InvalidArgument(f"{path}: {error}") from None
+            misfits.append(error)
+            own = {key: value for key, value in own.items() if key in asked or key not in ("axis", "block")}
+            encoded_meta(meta, own)
+        else:
+            fitting += 1
+        return own
+
+    for path, (meta, _) in arrays.items():
+        found = None if rules is None else rules.match(path, meta.dtype)
+        floats = meta.dtype.name in FLOATS
+        by_data = found is None and data and floats
+        codecs = None if found is None else found[0]
+        if not by_data and codecs is None:
+            plan.kept[path] = "" if floats else f"{meta.dtype} is not encoded"
+        elif not by_data and not is_exmy(codecs):
+            plan.choices[path] = Choice((codecs,))
+        elif meta.size < SMALLEST:
+            plan.kept[path] = f"fewer than {SMALLEST} values"
+        elif by_data:
+            plan.left[path] = fitted(path, meta, {"format": "e4m3"})
+        else:
+            plan.choices[path] = Choice((fitted(path, meta, as_configuration(codecs)),))
+    if misfits and not fitting:
+        raise misfits[0]
+    return plan
+
+
+def plan_for(target: Target, plan: Plan, studies: Sequence[Study], arrays: Mapping[str, Given]) -> Plan:
+    """The plan with what the studies say of the arrays that were left to their data."""
+    match target:
+        case MinSqnr(decibel):
+            return _above(plan, studies, decibel, arrays)
+        case Bits():
+            return _within(plan, studies, target, arrays)
+
+
+def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, Given]) -> Plan:
+    """For each studied array the smallest formats that are expected to keep an SQNR, the best few of them."""
+    choices, kept = dict(plan.choices), dict(plan.kept)
+    for study in studies:
+        if study.nonfinite:
+            kept[study.path] = _nonfinite(study)
+            continue
+        most = arrays[study.path].size
+        allowed = study.signal * 10 ** (-(decibel + _MARGIN) / 10)
+        able = sorted((size, error, i) for i, (_, size, error) in enumerate(study.candidates) if error <= allowed)
+        best = {size: i for size, _, i in reversed(able) if size < most}  # the least error of each size
+        tries = [study.candidates[i][0] for _, i in sorted(best.items())][:_TRIES]
+        if tries:
+            choices[study.path] = Choice(tuple(tries), decibel)
+        else:
+            kept[study.path] = f"no smaller format is expected to keep {decibel:g} dB"
+    return Plan(choices, kept, {})
+
+
+def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, Given]) -> Plan:
+    """For the studied arrays together the formats of the least error, at so many bits a value over all arrays.
+
+    `InvalidArgument`, with the least that is possible, where even the smallest formats are too big.
+    """
+    choices, kept = dict(plan.choices), dict(plan.kept)
+    fixed = sum(arrays[path].size for path in kept)
+    fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
+    curves: list[list[Point[Configuration | None]]] = []
+    studied = [s for s in studies if not s.nonfinite]
+    for study in studies:
+        size = arrays[study.path].size
+        if study.nonfinite:
+            kept[study.path] = _nonfinite(study)
+            fixed += size
+        else:
+            curve: list[Point[Configuration | None]] = [Point(size, 0.0, None)]
+            weight = target.weight(study.signal, arrays[study.path].meta.size)
+            curve += [Point(b, weight * e, c) for c, b, e in study.candidates if b < size]
+            curves.append(curve)
+    values = sum(given.meta.size for given in arrays.values())
+    budget = int(target.average * values / 8) - fixed
+    least = sum(min(point.size for point in curve) for curve in curves)
+    if least > budget:
+        possible = 8 * (least + fixed) / max(1, values)
+        raise InvalidArgument(
+            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits a value, with "
+            f"{len(kept)} arrays that stay as they are ({fixed:,} bytes with those that rules decide) and all "
+            "others in their smallest format; allow more bits, or give the former a format by a rule"
+        )
+    for study, point in zip(studied, allocate(curves, budget), strict=True):
+        if point.choice is None:
+            kept[study.path] = "the budget has room for all its bits"
+        else:
+            choices[study.path] = Choice((point.choice,))
+    return Plan(choices, kept, {})
+
+
+def _nonfinite(study: Study) -> str:
+    return f"{study.nonfinite} values are NaN or infinite"
+
+
+async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
+    """The codecs of arrays in memory that their data decides, as rules of their paths."""
+    arrays = {}
+    for path, values in leaves.items():
+        meta = ArrayMeta.of(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
+        arrays[path] = Given(meta, stored_bytes(meta))
+    plan = plan_by_rules(arrays, None, {}, data=True)
+    studies = [await study_values(p, arrays[p].meta, leaves[p], r, WIDTHS) for p, r in plan.left.items()]
+    plan = plan_for(target, plan, studies, arrays)
+    return Rules.exact({path: choice.codecs[0] for path, choice in plan.choices.items()})

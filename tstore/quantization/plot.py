@@ -1,0 +1,68 @@
+"""Plots of a report: the error of every array against its bits per value, and the exponents of the worst."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import exmy
+
+from tstore.errors import InvalidArgument
+from tstore.quantization.report import QuantizedArray, QuantizeReport
+
+__all__ = ["plot_report"]
+
+_WORST = 6
+
+
+def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
+    """Writes the plots as an image; the suffix of the file names its format (.png, .svg, .pdf).
+
+    Raises `InvalidArgument` where matplotlib is not installed or does not know the suffix; OSError.
+    """
+    try:
+        from matplotlib.figure import Figure  # takes half a second, and only plots need it
+    except ImportError:
+        raise InvalidArgument("plots need matplotlib: pip install matplotlib") from None
+    shown = [a for a in report.worst if a.exponents is not None][:_WORST]
+    rows = -(-len(shown) // 3)
+    figure = Figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 3, height_ratios=[4.5, *[2.2] * rows])
+    _errors(figure.add_subplot(grid[0, :]), report)
+    for k, array in enumerate(shown):
+        _exponents(figure.add_subplot(grid[1 + k // 3, k % 3]), array)
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:
+        raise InvalidArgument(f"{os.fspath(file)} can't be written: {error}") from None
+
+
+def _errors(axes: Any, report: QuantizeReport) -> None:
+    """A point for each encoded array, its area by the number of its values, its colour by its format."""
+    most = max((a.values for a in report.encoded), default=1)
+    for name in sorted({a.format for a in report.encoded if a.format}, key=lambda n: (exmy.Format(n).bits, n)):
+        arrays = [a for a in report.encoded if a.format == name]
+        sizes = [12 + 240 * a.values / most for a in arrays]
+        axes.scatter([a.bits_per_value for a in arrays], [a.sqnr for a in arrays], s=sizes, alpha=0.6, label=name)
+    kept = len(report.arrays) - len(report.encoded)
+    axes.set_title(
+        f"{report.tag}: {report.bits_per_value:.2f} bits a value, {report.sqnr:.1f} dB, "
+        f"{len(report.encoded)} arrays encoded, {kept} kept"
+    )
+    axes.set_xlabel("bits a value, metadata included")
+    axes.set_ylabel("SQNR, dB")
+    axes.grid(alpha=0.3)
+    if report.encoded:
+        axes.legend(title="format (area: values)", fontsize="small")
+
+
+def _exponents(axes: Any, array: QuantizedArray) -> None:
+    """The histogram of an array's exponents."""
+    assert array.exponents is not None
+    lowest, counts = array.exponents
+    share = [100 * n / max(1, array.values) for n in counts]
+    axes.bar(range(lowest, lowest + len(counts)), share, width=1.0)
+    axes.set_title(f"{array.path}\n{array.format}, {array.sqnr:.1f} dB", fontsize="small")
+    axes.set_xlabel("floor(log2 |x|)", fontsize="small")
+    axes.set_ylabel("% of values", fontsize="small")
+    axes.tick_params(labelsize="small")
