@@ -212,7 +212,7 @@ class ChunkCodec:
             deltas = head[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
             most = int(deltas.max()) if count else 0
             possible = -BIAS_LIMIT <= bias <= bias + most <= BIAS_LIMIT
-            offsets = (deltas + (bias - f.bias)).astype(np.int16)
+            offsets = np.asarray(deltas + (bias - f.bias), np.int16)
         if not possible or head[2 : _HEADER.size].any() or head[end:].any():
             raise FormatError(
                 f"these bytes are no chunk in {self}: the header has bias {bias} and {head[2:8].tobytes().hex()}; "

@@ -37,7 +37,7 @@ def encode(
 
     x: float16, bfloat16, float32 or float64 of any shape, strides and byte order (DtypeError otherwise); an
     array that is not C-contiguous is copied once.  Each element is rounded once, to nearest, ties to the
-    even code; magnitudes beyond `f.max` become it, and the sign of zero is kept.  NonFiniteError for NaN
+    even mantissa (FORMAT.md, section 3); magnitudes beyond `f.max` become it, and the sign of zero is kept.  NonFiniteError for NaN
     and infinity, unless nonfinite="saturate": infinity then becomes the largest value of its sign and NaN
     becomes +0.
 

@@ -35,7 +35,7 @@ TILE = 256
 
 
 def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
-    """Return the codes of the nearest values (ties to the even code; beyond the largest, the largest).
+    """Return the codes of the nearest values (ties to the even quantum; beyond the largest, the largest).
 
     With random bits for each element, instead of the value above as often as x lies that far from the one
     below.  Infinity becomes the largest value of its sign, NaN becomes +0.

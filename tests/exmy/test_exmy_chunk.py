@@ -60,6 +60,15 @@ def test_a_chunk_holds_what_quantize_gives(level, dtype, case):
             assert got.tobytes() == out.reshape(-1)[part.start : part.stop].tobytes()
 
 
+@pytest.mark.parametrize("sharing", [{"axis": 0}, {"block": 32}, {"axis": -1, "scale": "float"}])
+def test_a_vector_may_be_one_row_or_blocks(sharing):
+    x = values("float32", (64,))
+    codec = exmy.ChunkCodec.of({"format": "e3m2", **sharing})
+    q = exmy.quantize(x, "e3m2", **sharing)
+    found = codec.quantized(codec.encode(x), x.shape, "float32")
+    assert found.to_bytes() == q.to_bytes()
+
+
 @pytest.mark.parametrize(("x", "configuration", "data"), GOLDEN, ids=lambda v: str(v)[:40])
 def test_golden_bytes(level, x, configuration, data):
     x = np.array(x, np.float32)
