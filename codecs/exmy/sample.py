@@ -13,7 +13,7 @@ from exmy import kernels
 from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, saturates
 from exmy.errors import FormatError, NonFiniteError
 from exmy.exponents import Exponents, exponents
-from exmy.fit import BIAS_LIMIT, encoding_scales
+from exmy.fit import BIAS_LIMIT, REACH, encoding_scales
 from exmy.format import Format
 from exmy.groups import Groups
 from exmy.offsets import holding_offsets
@@ -27,8 +27,8 @@ SAMPLE = 1 << 16
 
 _RUN = 256  # elements that are taken side by side
 _LONG = 4  # rows that are taken at least, and then only in parts
-_WINDOWS = ((0, 4), (4, 12), (12, 32))  # offsets above the one that holds, tried in one pass each
-_REACH = 125  # of offsets beside which float32 scales have normal reciprocals
+_FLOAT_REACH = 125  # of offsets beside which float32 scales have normal reciprocals
+_OFFSETS = np.exp2(np.arange(REACH))
 _OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
 
@@ -103,7 +103,7 @@ class Sample:
         """Return whether f holds the values with some bias, or scale of `quantize`."""
         if scale == "none":
             return True
-        limit = clipping_limit(f.layout._replace(bias=f.bias - _REACH if scale == "float" else -BIAS_LIMIT))
+        limit = clipping_limit(f.layout._replace(bias=f.bias - _FLOAT_REACH if scale == "float" else -BIAS_LIMIT))
         return bool(self.peaks.max(initial=0.0) < limit)
 
     def fit(self, f: Format, scale: Scale) -> Fit:
@@ -122,57 +122,34 @@ class Sample:
         layout = f.layout
         offsets = np.zeros(len(self.runs), np.int64) if scale == "none" else holding_offsets(self.peaks, layout)
         if scale == "float":
-            offsets = np.minimum(offsets, _REACH - _WINDOWS[-1][1])
+            offsets = np.minimum(offsets, _FLOAT_REACH - REACH)
         scales = encoding_scales(offsets, self.kind, layout)
         factors = np.ones(len(self.runs))
         if scale in {"none", "max"}:
-            noise = self._noise(layout, self.runs, scales, np.ones(1))[:, 0]
+            noise = np.empty((len(self.runs), 1))
+            kernels.noise(self.kind, layout, self.runs, scales, np.ones(1), noise)
         else:
-            k, noise = self._search(layout, scales, BIAS_LIMIT - layout.bias - offsets)
+            tries = np.minimum(REACH, BIAS_LIMIT - layout.bias - offsets + 1)
+            k, noise = self._least(layout, scales, _OFFSETS, tries, rising=True)
             scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
             noise = np.ldexp(noise, 2 * k)
         if scale == "float":
-            errors = self._noise(layout, self.runs, scales, _OCTAVE)
-            factors = _OCTAVE[errors.argmin(axis=1)]
-            noise = errors.min(axis=1)
+            k, noise = self._least(layout, scales, _OCTAVE, np.full(len(self.runs), _OCTAVE.size), rising=False)
+            factors = _OCTAVE[k]
         with np.errstate(over="ignore", under="ignore"):
-            total = float(np.ldexp(noise, -2 * offsets).sum())
+            total = float(np.ldexp(noise.reshape(-1), -2 * offsets).sum())
         clipped = self._clipped(np.ldexp(clipping_limit(layout) / factors, -offsets))
         if self.groups.axis is None and scale in {"search", "max"}:
             f = f.with_bias(f.bias + int(offsets[0]))
         return Fit(f, total, clipped)
 
-    def _search(
-        self, layout: Layout, scales: Array, room: NDArray[np.int64]
+    def _least(
+        self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return for each row the k with the least squared error times its scale times 2^k, and that error.
-
-        The error is in units of the row times its scale.  Larger k clip more, so rows whose clipped part at the
-        last k of a window already exceeds the least error are done.
-        """
-        best, least = np.zeros(len(self.runs), np.int64), np.full(len(self.runs), np.inf)
-        at = np.arange(len(self.runs))
-        top = (1 << layout.exponent_bits) - 1 if layout.exponent_bits else 1
-        for low, high in _WINDOWS:
-            k = np.arange(low, high)
-            errors = self._noise(layout, self.runs[at], scales[at], np.exp2(k))
-            errors[k > room[at, None]] = np.inf
-            found = errors.argmin(axis=1)
-            value = errors[np.arange(len(at)), found]
-            better = value < least[at]
-            best[at[better]], least[at[better]] = k[found[better]], value[better]
-            half = math.ldexp(1.0, top - layout.bias - layout.mantissa_bits - high)
-            at = at[errors[:, -1] - self.runs.shape[1] * half * half < least[at]]
-            if not at.size:
-                break
-        return best, least
-
-    def _noise(self, layout: Layout, runs: Array, scales: Array, factors: Array) -> NDArray[np.float64]:
-        """Return the squared error of each row for each factor, in units of the row times its scale."""
-        out = np.empty((len(runs), factors.size))
-        kernels.noise(self.kind, layout, runs, np.ascontiguousarray(scales), factors, out)
-        out /= factors * factors
-        return out
+        """Return as `kernels.least` does; the error is in units of the row times its scale."""
+        found, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
+        kernels.least(self.kind, layout, self.runs, scales, factors, tries, found, error, rising=rising)
+        return found, error
 
     def _clipped(self, limits: NDArray[np.float64]) -> float:
         """Return the share of elements beyond the limits of their rows."""
