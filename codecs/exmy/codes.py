@@ -37,9 +37,9 @@ def encode(
 
     x: float16, bfloat16, float32 or float64 of any shape, strides and byte order (DtypeError otherwise); an
     array that is not C-contiguous is copied once.  Each element is rounded once, to nearest, ties to the
-    even mantissa (FORMAT.md, section 3); magnitudes beyond `f.max` become it, and the sign of zero is kept.  NonFiniteError for NaN
-    and infinity, unless nonfinite="saturate": infinity then becomes the largest value of its sign and NaN
-    becomes +0.
+    even mantissa (FORMAT.md, section 3); magnitudes beyond `f.max` become it, and the sign of zero is kept.
+    NonFiniteError for NaN and infinity, unless nonfinite="saturate": infinity then becomes the largest value of
+    its sign and NaN becomes +0.
 
     rounding "stochastic": up or down at random, so that the mean is x wherever x does not saturate; values of
     f stay what they are.  The random bits follow from the seed (0 ... 2^64 - 1) and the element's position in

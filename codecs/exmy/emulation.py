@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from exmy.elements import Kind, Layout
 from exmy.errors import FormatError
 
-__all__ = ["Gradient", "NonFinite", "Rounding", "Steps", "check_choices", "check_seed", "steps"]
+__all__ = ["Gradient", "NonFinite", "Steps", "check_choices", "steps"]
 
 Gradient: TypeAlias = Literal["identity", "clipped"]
 NonFinite: TypeAlias = Literal["propagate", "saturate"]
-Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 # Bits of the type, and of its mantissa.
 _WIDTHS = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
@@ -94,10 +91,3 @@ def check_choices(nonfinite: str, rounding: str, gradient: str) -> None:
     ):
         if value not in known:
             raise FormatError(f"{name} is {value!r}; expected {known[0]!r} or {known[1]!r}")
-
-
-def check_seed(seed: object) -> int:
-    """Return a seed that is given as a number, 0 ... 2^64 - 1; FormatError for others."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
-        raise FormatError(f"seed is {seed!r}; expected an integer from 0 to 2^64 - 1, or an array of one")
-    return int(seed)

@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 
 from exmy.elements import kind_of
-from exmy.emulation import Gradient, NonFinite, Rounding, Steps, check_choices, check_seed, steps
+from exmy.emulation import Gradient, NonFinite, Steps, check_choices, steps
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
+from exmy.rounding import Rounding, check_counter
 
 __all__ = ["round"]
 
@@ -61,7 +62,7 @@ def _seed_words(seed: Any) -> jax.Array:
     if isinstance(seed, np.ndarray) and seed.size == 1:
         seed = seed.item()  # a JAX array of it could be of fewer bits
     if not isinstance(seed, jax.Array):
-        number = check_seed(seed)
+        number = check_counter("seed", seed)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
         raise DtypeError(f"seed is a {seed.dtype} array of shape {seed.shape}; expected one integer")

@@ -8,7 +8,7 @@ import numpy as np
 
 from exmy.errors import FormatError
 
-__all__ = ["Dither", "Rounding", "dither_of"]
+__all__ = ["Dither", "Rounding", "check_counter", "dither_of"]
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
@@ -31,7 +31,12 @@ def dither_of(rounding: str, seed: int, first: int = 0) -> Dither | None:
     """
     if rounding not in {"nearest", "stochastic"}:
         raise FormatError(f"rounding is {rounding!r}; expected 'nearest' or 'stochastic'")
-    for name, value in (("seed", seed), ("first", first)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << 64:
-            raise FormatError(f"{name} is {value!r}; expected an integer from 0 to 2^64 - 1")
-    return Dither(int(seed), int(first)) if rounding == "stochastic" else None
+    dither = Dither(check_counter("seed", seed), check_counter("first", first))
+    return dither if rounding == "stochastic" else None
+
+
+def check_counter(name: str, value: object) -> int:
+    """Return a seed or position, 0 ... 2^64 - 1; FormatError for others."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << 64:
+        raise FormatError(f"{name} is {value!r}; expected an integer from 0 to 2^64 - 1")
+    return int(value)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from exmy.elements import Kind
-from exmy.emulation import Gradient, NonFinite, Rounding, Steps, check_choices, check_seed, steps
+from exmy.emulation import Gradient, NonFinite, Steps, check_choices, steps
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
+from exmy.rounding import Rounding, check_counter
 
 __all__ = ["round"]
 
@@ -57,7 +58,7 @@ def round(
     if rounding == "stochastic" and x.numel() > 1 << 32:
         raise SizeError(f"x has {x.numel()} elements; expected at most 2^32 for stochastic rounding: split it")
     if not isinstance(seed, torch.Tensor):
-        seed = check_seed(seed)
+        seed = check_counter("seed", seed)
     elif seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != 1:
         raise DtypeError(f"seed is a {seed.dtype} tensor of shape {tuple(seed.shape)}; expected one integer")
     s = steps(f.layout, _TYPES[x.dtype][0])
