@@ -210,14 +210,14 @@ class Contest:
         return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
 
     async def uniform(self, name: str) -> Contestant:
-        """All float tensors in one format."""
+        """All float tensors in one format, each with one exponent offset."""
         return await self.measured(name, await tstore.quantize(self.store, name, at="step/0", tag=name))
 
-    async def budgeted(self, bits: float) -> Contestant:
+    async def budgeted(self, bits: float, block: int | None) -> Contestant:
         """Formats chosen by tstore for each tensor, at most so many bits a value on average."""
-        name = f"budget {bits:.4g}"
-        report = await tstore.quantize(self.store, bits=bits, error="relative", at="step/0", tag=name)
-        return await self.measured(name, report)
+        tag = f"budget {bits:.4g}" + ("" if block is None else f", block {block}")
+        options = {"error": "relative", "block": block, "at": "step/0", "tag": tag}
+        return await self.measured(tag, await tstore.quantize(self.store, bits=bits, **options))
 
     async def measured(self, name: str, report: tstore.QuantizeReport) -> Contestant:
         embeddings = Encoder(await tstore.restore(self.store, at=report.tag)).embed(self.inputs)
@@ -225,44 +225,57 @@ class Contest:
         return Contestant(name, report.bits_per_value, report.sqnr, float(cosines.mean()), float(cosines.min()))
 
 
-async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> dict[int, list[Contestant]]:
-    """For each width its uniform formats, and last the budget of the smallest of them."""
-    found = {}
+async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> list[list[Contestant]]:
+    """For each width its uniform formats, and last the budgets of their size: an offset per tensor, and per block.
+
+    Of 2 bits there is no smaller format that could pay for the offsets of blocks.
+    """
+    found = []
     async with await tstore.open(folder) as store:
         game = await Contest.start(store)
         for width, names in formats.items():
             uniform = [await game.uniform(name) for name in names]
-            found[width] = [*uniform, await game.budgeted(min(u.bits for u in uniform))]
+            size = min(u.bits for u in uniform)
+            found.append([*uniform, *[await game.budgeted(size, b) for b in (None, 128)[: 2 - (width == 2)]]])
     return found
 
 
-def table(found: Mapping[int, Sequence[Contestant]]) -> Table:
+def table(found: Sequence[Sequence[Contestant]]) -> Table:
     out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: cosine to the original embeddings")
     for head in ("format", "bits/value", "SQNR dB", "mean cosine", "worst cosine"):
         out.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
-    for contestants in found.values():
+    for contestants in found:
         out.add_section()
         for c in contestants:
-            style = "bold" if c is contestants[-1] else ""
+            style = "bold" if c.name.startswith("budget") else ""
             row = (c.name, f"{c.bits:.3f}", f"{c.sqnr:.2f}", f"{c.mean:.5f}", f"{c.worst:.5f}")
             out.add_row(*row, style=style)
     return out
 
 
-def plot(found: Mapping[int, Sequence[Contestant]], file: Path) -> None:
+def plot(found: Sequence[Sequence[Contestant]], file: Path) -> None:
     """Writes 1 - cosine against bits per value, mean and worst."""
     from matplotlib.figure import Figure  # takes half a second, and only plots need it
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2, sharey=True), ("mean", "worst"), strict=True):
-        uniform = [c for contestants in found.values() for c in contestants[:-1]]
-        budgeted = [contestants[-1] for contestants in found.values()]
+        everyone = [c for contestants in found for c in contestants]
+        uniform = [c for c in everyone if not c.name.startswith("budget")]
         axes.scatter(
             [c.bits for c in uniform], [1 - getattr(c, what) for c in uniform], label="one format for all"
         )
-        axes.plot([c.bits for c in budgeted], [1 - getattr(c, what) for c in budgeted], "o-C1", label="bits=…")
+        for label, ending in (("bits=…", ""), ("bits=…, block=128", ", block 128")):
+            some = [c for c in everyone if c.name.startswith("budget") and c.name.endswith(ending)]
+            some = [c for c in some if ("block" in c.name) == bool(ending)]
+            axes.plot([c.bits for c in some], [1 - getattr(c, what) for c in some], "o-", label=label)
         for c in uniform:
-            axes.annotate(c.name, (c.bits, 1 - getattr(c, what)), (5, -3), textcoords="offset points", fontsize=6)
+            axes.annotate(
+                c.name.replace(", blocks of ", "/"),
+                (c.bits, 1 - getattr(c, what)),
+                (5, -3),
+                textcoords="offset points",
+                fontsize=6,
+            )
         axes.set(xlabel="bits per value", ylabel="1 - cosine", yscale="log", title=f"{what} of {len(SENTENCES)}")
         axes.legend()
     figure.savefig(file, dpi=150)
@@ -277,15 +290,13 @@ def main(every: bool, image: Path | None, figures: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(contest(folder, formats))
     Console().print(table(found))
-    # Not so at 2 bits, where there is nothing to choose, nor at 8: squared error makes little of clipped outliers.
-    if not every:
-        for *uniform, budgeted in found.values():
-            assert budgeted.mean > max(u.mean for u in uniform)
-            assert budgeted.worst > max(u.worst for u in uniform)
+    for *uniform, _, budgeted in (contestants for contestants in found if "block" in contestants[-1].name):
+        assert budgeted.mean > max(u.mean for u in uniform), budgeted.name
+        assert budgeted.worst > max(u.worst for u in uniform), budgeted.name
     if image:
         plot(found, image)
     if figures:
-        plain = [c._asdict() for contestants in found.values() for c in contestants]
+        plain = [c._asdict() for contestants in found for c in contestants]
         figures.write_text(json.dumps({"sentences": len(SENTENCES), "contestants": plain}, indent=2) + "\n")
 
 

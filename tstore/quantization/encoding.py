@@ -187,14 +187,13 @@ async def study_values(
 
 
 def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[exmy.Format]:
-    """The best format of each width; where the sample missed the largest values, also the next wider ranges."""
-    best: dict[int, exmy.Candidate] = {}
-    for found in surveyed:
-        if found.format.bits not in best or found.noise < best[found.format.bits].noise:
-            best[found.format.bits] = found
-    more = (0,) if all_seen else (0, 1, 2)
-    chosen = {(bits, found.format.exponent_bits + k) for bits, found in best.items() for k in more}
-    return [f for bits in best for f in exmy.formats(bits) if (bits, f.exponent_bits) in chosen]
+    """The best two formats of each width; where the sample missed the largest values, also wider ranges."""
+    chosen: set[tuple[int, int]] = set()
+    for bits in {found.format.bits for found in surveyed}:
+        best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
+        more = (0,) if all_seen else (0, 1, 2)
+        chosen |= {(bits, c.format.exponent_bits + k) for c in best for k in more}
+    return [c.format.standard for c in surveyed if (c.format.bits, c.format.exponent_bits) in chosen]
 
 
 async def _signal(values: _Values) -> float:
