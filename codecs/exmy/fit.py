@@ -188,11 +188,15 @@ class BiasFit:
 
     def _take_sample(self, piece: Array) -> None:
         """Keep what lies in the runs of the sample."""
+        end = self.at + piece.size
         first = int(np.searchsorted(self._starts, self.at - self._run, "right"))
-        for start in self._starts[first:].tolist():
-            if start >= self.at + piece.size:
-                break
-            self._sample.append(piece[max(start - self.at, 0) : start + self._run - self.at].copy())
+        starts = self._starts[first : int(np.searchsorted(self._starts, end))] - self.at
+        whole = (starts >= 0) & (starts + self._run <= piece.size)
+        if whole.all() and starts.size:
+            self._sample.append(np.lib.stride_tricks.sliding_window_view(piece, self._run)[starts].reshape(-1))
+            return
+        for start in starts.tolist():
+            self._sample.append(piece[max(start, 0) : start + self._run].copy())
 
     def _measure(self, number: int, part: Array) -> _Measured:
         peak, bad, first = 0.0, int(number in self._unclean), 0
