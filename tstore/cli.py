@@ -27,7 +27,7 @@ from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
 from tstore.errors import TStoreError
 from tstore.policy import parse_policy
-from tstore.quantization.plot import plot_report
+from tstore.quantization.plot import check_plot, plot_report
 from tstore.tables import (
     Progress,
     plain,
@@ -313,6 +313,8 @@ def _quantize(
     }
 
     async def work(progress: Progress) -> Document:
+        if plot is not None:
+            check_plot(plot)
         arguments = chosen if policy is None else parse_policy(policy.read(), policy.name)
         progress.doing(f"quantizing {store}")
         async with await tstore.open(store, "r"):

@@ -37,6 +37,7 @@ __all__ = [
     "Study",
     "encode_array",
     "encoded_meta",
+    "nonfinite_reason",
     "stored_bytes",
     "study_array",
     "study_values",
@@ -113,6 +114,11 @@ class _Values:
         if self.nbytes > SLAB and free:
             region[max(free, key=lambda k: self.shape[k])] = slice(None, None, -(-self.nbytes // SLAB))
         return await self.read(tuple(region))
+
+
+def nonfinite_reason(count: int, size: int) -> str:
+    """Why an array that holds NaN or infinity stays as it is."""
+    return f"{count} of {size} values are NaN or infinite"
 
 
 def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
@@ -245,8 +251,7 @@ async def encode_array(backend: Backend, packs: PackSet, snapshot: Snapshot, pat
             return await _write(backend, packs, values, path, encoded_meta(node.meta, codecs), codecs)
         exponents = await _exponents_of(values) if exponents is None else exponents
         if exponents.count < values.size:
-            nonfinite = values.size - exponents.count
-            return Encoded(path, reason=f"{nonfinite} of {values.size} values are NaN or infinite")
+            return Encoded(path, reason=nonfinite_reason(values.size - exponents.count, values.size))
         configuration = await _fitted(values, as_configuration(codecs))
         encoded = await _write(backend, packs, values, path, encoded_meta(node.meta, configuration), codecs)
         assert encoded.difference is not None

@@ -19,6 +19,7 @@ from tstore.quantization.encoding import (
     Configuration,
     Study,
     encoded_meta,
+    nonfinite_reason,
     stored_bytes,
     study_values,
 )
@@ -68,7 +69,7 @@ def plan_by_rules(arrays: Mapping[str, Given], rules: Rules | None, recipe: Conf
         except InvalidArgument as error:
             if own == asked:
                 raise InvalidArgument(f"{path}: {error}") from None
-            misfits.append(error)
+            misfits.append(InvalidArgument(f"{dict(recipe)} fits no array of this checkpoint; {path}: {error}"))
             own = {key: value for key, value in own.items() if key in asked or key not in ("axis", "block")}
             encoded_meta(meta, own)
         else:
@@ -109,7 +110,7 @@ def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping
     choices, kept = dict(plan.choices), dict(plan.kept)
     for study in studies:
         if study.nonfinite:
-            kept[study.path] = _nonfinite(study)
+            kept[study.path] = nonfinite_reason(study.nonfinite, arrays[study.path].meta.size)
             continue
         most = arrays[study.path].size
         allowed = study.signal * 10 ** (-(decibel + _MARGIN) / 10)
@@ -136,7 +137,7 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
     for study in studies:
         size = arrays[study.path].size
         if study.nonfinite:
-            kept[study.path] = _nonfinite(study)
+            kept[study.path] = nonfinite_reason(study.nonfinite, arrays[study.path].meta.size)
             fixed += size
         else:
             curve: list[Point[Configuration | None]] = [Point(size, 0.0, None)]
@@ -159,10 +160,6 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
         else:
             choices[study.path] = Choice((point.choice,))
     return Plan(choices, kept, {})
-
-
-def _nonfinite(study: Study) -> str:
-    return f"{study.nonfinite} values are NaN or infinite"
 
 
 async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:

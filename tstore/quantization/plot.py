@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from typing import Any
 
 import exmy
@@ -10,30 +11,45 @@ import exmy
 from tstore.errors import InvalidArgument
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 
-__all__ = ["plot_report"]
+__all__ = ["check_plot", "plot_report"]
 
 _WORST = 6
+
+
+def check_plot(file: str | os.PathLike[str]) -> None:
+    """Raises `InvalidArgument` where no plot can be written to the file: before work, not after it."""
+    path = pathlib.Path(file)
+    known = sorted(_figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise InvalidArgument(f"{path}: plots have one of the suffixes {', '.join(known)}")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidArgument(f"{path}: {path.parent} is no folder that can be written to")
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure  # takes half a second, and only plots need it
+    except ImportError:
+        raise InvalidArgument("plots need matplotlib: pip install matplotlib") from None
+    return Figure(**options)
 
 
 def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     """Writes the plots as an image; the suffix of the file names its format (.png, .svg, .pdf).
 
-    Raises `InvalidArgument` where matplotlib is not installed or does not know the suffix; OSError.
+    Raises `InvalidArgument` as `check_plot` does, and where the file can't be written.
     """
-    try:
-        from matplotlib.figure import Figure  # takes half a second, and only plots need it
-    except ImportError:
-        raise InvalidArgument("plots need matplotlib: pip install matplotlib") from None
+    check_plot(file)
     shown = [a for a in report.worst if a.exponents is not None][:_WORST]
     rows = -(-len(shown) // 3)
-    figure = Figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
+    figure = _figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 3, height_ratios=[4.5, *[2.2] * rows])
     _errors(figure.add_subplot(grid[0, :]), report)
     for k, array in enumerate(shown):
         _exponents(figure.add_subplot(grid[1 + k // 3, k % 3]), array)
     try:
         figure.savefig(file, dpi=120)
-    except ValueError as error:
+    except OSError as error:
         raise InvalidArgument(f"{os.fspath(file)} can't be written: {error}") from None
 
 
