@@ -249,11 +249,11 @@ def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path,
     assert err.splitlines()[1] == "  'layr.w'; near it are: layer.w, layer.b"
 
 
-@pytest.mark.parametrize(("file", "words"), [("p.xyz", "suffixes"), ("nowhere/p.png", "no folder"), ("p", "png")])
+@pytest.mark.parametrize(("image", "words"), [("p.xyz", "suffixes"), ("nowhere/p.png", "no folder"), ("p", "png")])
 def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
-    store: Path, tmp_path: Path, call: Call, file: str, words: str
+    store: Path, tmp_path: Path, call: Call, image: str, words: str
 ) -> None:
-    failed(call("quantize", store, "--format", "e4m3", "--plot", tmp_path / file), file, words)
+    failed(call("quantize", store, "--format", "e4m3", "--plot", tmp_path / image), image, words)
     assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
 
 
