@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
 RNG = np.random.default_rng(7)
 KINDS = ["float16", "bfloat16", "float32", "float64"]
@@ -468,6 +470,16 @@ async def test_a_failing_worker_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         await tstore.quantize(tmp_path, "e4m3", executor=executor)
     assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
     assert (await tstore.quantize(tmp_path, "e4m3")).version == 2
+
+
+async def test_a_broken_executor_is_named(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(60, 50)}, 0)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(os._exit, 1).result()
+        with pytest.raises(Unavailable, match="the executor broke"):
+            await tstore.quantize(tmp_path, "e4m3", executor=executor)
+    assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
 
 
 async def test_a_store_in_memory_is_not_reached_by_other_processes() -> None:

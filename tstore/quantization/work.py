@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.chunk_writer import PackSet
+from tstore.errors import Unavailable
 from tstore.kv.base import Durability
 from tstore.pool import WORKERS
 from tstore.quantization.encoding import Choice, Configuration, Encoded, Study, encode_array, study_array
@@ -95,12 +96,19 @@ class Work:
     async def _in_executor(self, calls: Sequence[tuple[Any, ...]], batches: Sequence[Sequence[str]]) -> list[Any]:
         assert self._executor is not None
         count = self._counted([path for batch in batches for path in batch])
-        futures = [asyncio.wrap_future(self._executor.submit(*call)) for call in calls]
+        futures: list[asyncio.Future[Any]] = []
         try:
+            for call in calls:
+                futures.append(asyncio.wrap_future(self._executor.submit(*call)))
             for future, batch in zip(futures, batches, strict=True):
                 await future
                 for path in batch:
                     count(path)
+        except BrokenExecutor as error:
+            raise Unavailable(
+                f"{self._place.url}: the executor broke, as when one of its workers is killed ({error}); nothing was "
+                "committed: repeat it with another executor"
+            ) from error
         finally:
             for future in futures:
                 future.cancel()
