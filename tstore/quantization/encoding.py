@@ -77,7 +77,6 @@ class Encoded(NamedTuple):
     path: str
     document: bytes | None = None
     runs: tuple[Run, ...] = ()
-    codecs: Codecs = None
     reason: str = ""
     difference: exmy.Difference | None = None
     clipped: int = 0
@@ -248,12 +247,12 @@ async def encode_array(backend: Backend, packs: PackSet, snapshot: Snapshot, pat
     exponents: exmy.Exponents | None = None
     for codecs in choice.codecs:
         if not is_exmy(codecs):
-            return await _write(backend, packs, values, path, encoded_meta(node.meta, codecs), codecs)
+            return await _write(backend, packs, values, path, encoded_meta(node.meta, codecs))
         exponents = await _exponents_of(values) if exponents is None else exponents
         if exponents.count < values.size:
             return Encoded(path, reason=nonfinite_reason(values.size - exponents.count, values.size))
         configuration = await _fitted(values, as_configuration(codecs))
-        encoded = await _write(backend, packs, values, path, encoded_meta(node.meta, configuration), codecs)
+        encoded = await _write(backend, packs, values, path, encoded_meta(node.meta, configuration))
         assert encoded.difference is not None
         if encoded.difference.sqnr >= choice.floor:
             return encoded._replace(exponents=exponents)
@@ -269,9 +268,7 @@ async def _fitted(values: _Values, asked: Configuration) -> Configuration:
     return {"format": fit.format.name, "scale": "none"}
 
 
-async def _write(
-    backend: Backend, packs: PackSet, values: _Values, path: str, meta: ArrayMeta, codecs: Codecs
-) -> Encoded:
+async def _write(backend: Backend, packs: PackSet, values: _Values, path: str, meta: ArrayMeta) -> Encoded:
     """Writes the array in whole chunks, reads each slab back as it is stored, and compares."""
     runs: list[Run] = []
     difference, clipped = exmy.compare(np.zeros(0, meta.dtype), np.zeros(0, meta.dtype)), 0
@@ -293,7 +290,7 @@ async def _write(
         found = await _measured(meta, x, parts)
         difference = sum((d for d, _ in found), difference)
         clipped += sum(c for _, c in found)
-    return Encoded(path, meta.document, tuple(runs), codecs, "", difference, clipped)
+    return Encoded(path, meta.document, tuple(runs), "", difference, clipped)
 
 
 async def _measured(

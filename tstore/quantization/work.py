@@ -106,8 +106,8 @@ class Work:
                     count(path)
         except BrokenExecutor as error:
             raise Unavailable(
-                f"{self._place.url}: the executor broke, as when one of its workers is killed ({error}); nothing was "
-                "committed: repeat it with another executor"
+                f"{self._place.url}: the executor broke, as when one of its workers is killed ({error}); nothing "
+                "was committed: repeat it with another executor"
             ) from error
         finally:
             for future in futures:
