@@ -20,6 +20,7 @@ from exmy.threads import run_parts
 
 __all__ = [
     "BIAS_LIMIT",
+    "CERTAIN",
     "REACH",
     "BiasFit",
     "FitMethod",
@@ -37,11 +38,13 @@ BIAS_LIMIT = 512
 REACH = 32
 """Offsets that are tried, from the largest that does not clip on."""
 
+CERTAIN = 2.001
+"""No larger offset is better than one whose error is this many times the least before: see _search.h."""
+
 _RUNS = 256  # of
 _RUN = 256  # elements make the sample
 _PART = 1 << 18  # elements whose errors are summed by themselves, counted from the tensor's first
 _MORE = 4  # biases above the window that the last pass tries
-_CERTAIN = 2.001  # see _search.h: no larger offset is better than one whose error is twice the least before
 
 
 def bias_that_holds(peak: float, layout: Layout) -> int:
@@ -247,7 +250,7 @@ class BiasFit:
         tried, window = sorted(self._errors), self._window
         self.bias = min(tried, key=self._errors.__getitem__)
         lower, higher = range(self._floor, window.start), range(window.stop, min(self._top, window.stop + _MORE))
-        certain = self._errors[tried[-1]] >= _CERTAIN * min(self._errors[bias] for bias in tried[:-1] or tried)
+        certain = self._errors[tried[-1]] >= CERTAIN * min(self._errors[bias] for bias in tried[:-1] or tried)
         if self.passes == 2 and self.bias == window.start and lower:
             self._window = lower
         elif self.passes == 2 and self.bias == window[-1] and higher and not certain:
