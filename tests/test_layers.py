@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("grid", "chunks", "sharding", "pool"),
+    ("grid", "chunks", "sharding", "pool", "world"),
     ("chain",),
     ("codec",),
     ("manifest", "shards"),

@@ -23,10 +23,10 @@ Appending a record (its data is durable already)
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from tstore import world
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -177,7 +177,7 @@ class Log:
             except AlreadyExists:
                 tries += 1
                 pause = min(_BACKOFF_CAP, _BACKOFF_BASE * 2**tries)
-                await asyncio.sleep(random.uniform(0, pause))
+                await asyncio.sleep(world.uniform(0, pause))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
             except (Denied, StorageFull):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tstore import world
 from tstore.check import VerifyReport, verify_store
 from tstore.errors import (
     AlreadyExists,
@@ -122,8 +123,8 @@ async def _create(backend: Backend, mode: Mode) -> _Marker:
             f"{backend.url} holds other files and no {_MARKER}, so it is not made a store; choose an empty or "
             "a new folder"
         )
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    marker = _Marker(FORMAT_VERSION, str(uuid.uuid4()), now)
+    now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
+    marker = _Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now)
     try:
         await backend.create(_MARKER, msgspec.json.encode(marker), Durability.FSYNC)
     except AlreadyExists:

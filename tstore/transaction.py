@@ -12,8 +12,6 @@ The id of a transaction is never used again, so what an aborted one leaves under
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tstore import world
 from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
@@ -66,10 +65,10 @@ class Transaction:
         self._state: Literal["open", "committing", "committed", "aborted"] = "open"
         self._manifests_written = 0
         self._adopted = 0
-        self.id = secrets.token_hex(12) if member is None else member.transaction
+        self.id = world.token(12) if member is None else member.transaction
         self.version: int | None = None
         host = "" if member is None else f"{member.host:05d}-"
-        self._suffix = f"{host}{secrets.token_hex(4)}"
+        self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
 
     async def __aenter__(self) -> Transaction:
@@ -254,7 +253,7 @@ class Transaction:
         return Record(
             transaction=self.id,
             base=base,
-            time=time.time(),
+            time=world.now(),
             message=self._message,
             tags=self._tags,
             replaces=staged.replaces,
