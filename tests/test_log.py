@@ -205,6 +205,31 @@ async def test_when_nothing_can_be_learned_the_outcome_is_unknown(landed: bool, 
     assert await messages(url) == (["m1", "mine"] if landed else ["m1"])
 
 
+async def test_a_commit_that_landed_but_could_not_be_settled_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.lose_reply("create", "commits/*")
+    faults.fail("settle", "commits")
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await tx.commit()
+    assert await store.outcome(tx.id) == 2
+
+
+async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    void = faults.hold("create", "commits/*")
+    faults.fail("get", commit_key(2), nth=3)
+    commit = asyncio.create_task(tx.commit())
+    await void.reached()
+    assert await faults.land() == [None]
+    void.release()
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await commit
+    assert await store.outcome(tx.id) == 2
+
+
 async def test_a_failed_create_is_an_error_and_leaves_nothing() -> None:
     url = anew()
     store, faults, tx = await started(url)

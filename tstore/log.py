@@ -160,20 +160,21 @@ class Log:
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
         or returns the record to go on with.
         """
-        seen, tries = record.base, 0
+        seen, asked, tries = record.base, 0, 0  # asked: the number whose creation was last asked for
         while True:
-            while (other := await self._record_or_none(seen + 1)) is not None:
+            while (other := await self._met(seen + 1, record.transaction, asked)) is not None:
                 seen += 1
                 if other.transaction == record.transaction:
-                    await self.backend.settle("commits", durability)  # its creator may not have got to it
+                    await self._settle(seen, record.transaction, durability)
                     return await self._appended(seen)
                 if not other.void:
                     record = await validate(seen, other)
             await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
+            asked = seen + 1
             try:
-                await self.backend.create(commit_key(seen + 1), encode(record), durability)
+                await self.backend.create(commit_key(asked), encode(record), durability)
             except AlreadyExists:
                 tries += 1
                 pause = min(_BACKOFF_CAP, _BACKOFF_BASE * 2**tries)
@@ -181,7 +182,7 @@ class Log:
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
             except (Denied, StorageFull):
-                if await self._record_or_none(seen + 1) is None:
+                if await self._met(asked, record.transaction, asked) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
@@ -206,11 +207,30 @@ class Log:
         except AlreadyExists:
             return
         except Unavailable:
-            raise CommitOutcomeUnknown(
-                f"{self.backend.url}: no answer came to the creation of version {version} ({cause}), nor when "
-                f"asked again; nothing was deleted. Ask store.outcome({record.transaction!r}) later",
-                record.transaction,
-            ) from cause
+            raise self._unknown(version, record.transaction, cause) from cause
+
+    async def _met(self, version: int, transaction: str, asked: int) -> Record | None:
+        """The record of a version, if there is one; that of the version `asked` may be the transaction's own."""
+        try:
+            return await self._record_or_none(version)
+        except Unavailable as error:
+            if version == asked:
+                raise self._unknown(version, transaction, error) from error
+            raise
+
+    async def _settle(self, version: int, transaction: str, durability: Durability) -> None:
+        """Makes a commit durable that stands already; its creator may not have got to it."""
+        try:
+            await self.backend.settle("commits", durability)
+        except Unavailable as error:
+            raise self._unknown(version, transaction, error) from error
+
+    def _unknown(self, version: int, transaction: str, cause: Unavailable) -> CommitOutcomeUnknown:
+        return CommitOutcomeUnknown(
+            f"{self.backend.url}: no answer came to the creation of version {version} ({cause}), nor when "
+            f"asked again; nothing was deleted. Ask store.outcome({transaction!r}) later",
+            transaction,
+        )
 
     async def _appended(self, version: int) -> int:
         self._newest = max(self._newest, version)
