@@ -51,7 +51,10 @@ LAYERS: list[tuple[str, ...]] = [
     ("quantize", "convert", "convert.safetensors", "convert.checkpoint"),
     ("",),
     ("sync", "server", "tables", "cli", "demo", "__main__"),
-    ("testing", "testing.model", "testing.hosts", "testing.faults"),
+    ("testing", "testing.model", "testing.hosts", "testing.faults", "testing.storage", "testing.virtual"),
+    ("testing.history",),
+    ("testing.workload", "testing.checker"),
+    ("testing.simulation",),
 ]
 
 # What a module may import besides the layers below its own; a name stands for its submodules too.
@@ -63,6 +66,8 @@ ALSO: dict[str, tuple[str, ...]] = {
     "testing.model": ("testing",),
     "testing.hosts": ("testing",),
     "testing.faults": ("testing",),
+    "testing.storage": ("testing",),
+    "testing.virtual": ("testing",),
 }
 
 LONGEST = 400  # lines; a module has fewer
