@@ -339,6 +339,26 @@ async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
     assert commit_key(hole) in report.faults[0]
 
 
+async def test_what_is_committed_while_a_store_is_verified_is_no_fault() -> None:
+    url = anew()
+    await fill(url, 3)
+    store, faults = await open_faulty(url)
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 2)
+    listing.release()
+    assert (await verified).faults == []
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 3)
+    await faults.inner.delete(commit_key(7))
+    listing.release()
+    [fault] = (await verified).faults
+    assert commit_key(7) in fault
+
+
 async def test_a_damaged_record_stops_what_needs_it_and_no_more() -> None:
     url = anew()
     await fill(url, 5)

@@ -87,9 +87,13 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
     if not log.backend.capabilities.listing:
         return
     beyond = [k for k in await log.backend.list("commits/") if k > commit_key(newest)]
+    absent = newest + 1
+    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
+        beyond = [k for k in beyond if k > commit_key(absent)]
+        absent += 1
     if beyond:
         faults.append(
-            f"{log.backend.url}: {commit_key(newest + 1)} is missing, though {len(beyond)} later commits up to "
+            f"{log.backend.url}: {commit_key(absent)} is missing, though {len(beyond)} later commits up to "
             f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
         )
 
