@@ -94,7 +94,24 @@ class Site:
         tx = self.store.transaction("work", tag)
         attempt = self.history.begin(tx.id, () if tag is None else (tag,))
         after = self._loop.time()
+        if self._random.random() < 0.05:
+            await self._interrupt(tx, attempt, asyncio.create_task(self._fill(tx, attempt, after)))
+            return
         await self._end(tx, attempt, 0, self._fill(tx, attempt, after))
+
+    async def _interrupt(self, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
+        """Cancels a transaction while it is filled or committed; what it says it became must be true."""
+        await asyncio.wait([work], timeout=self._random.expovariate(1))
+        work.cancel()
+        await asyncio.wait([work])
+        if not work.cancelled() and (error := work.exception()) is not None:
+            if not isinstance(error, TStoreError):
+                raise error
+            attempt.outcomes.append(error)
+        if tx.version is not None:
+            attempt.outcomes.append(tx.version)
+            self.history.acknowledged.append((self._loop.time(), tx.version, attempt.transaction))
+        await tx.abort()
 
     async def _fill(self, tx: Transaction, attempt: Attempt, after: float) -> int | None:
         attempt.bases[0] = (await tx.base()).version
