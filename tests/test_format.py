@@ -20,7 +20,18 @@ from hypothesis import strategies as st
 import tstore
 from tstore.chunks import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode, reference
+from tstore.manifest import (
+    Alive,
+    Collection,
+    Fragment,
+    Manifest,
+    ObjectRef,
+    Record,
+    Root,
+    decode,
+    encode,
+    reference,
+)
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
@@ -53,6 +64,21 @@ RECORD = Record(
     {"step": 1},
 )
 FRAGMENT = Fragment("t.1", 3, 8, 7, "m", ("step/1",), True, (), MANIFEST, 5, b"s", {"step": 1})
+REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
+GC = Record(
+    "gc-1",
+    9,
+    2.5,
+    "gc",
+    collected=4,
+    collection=Collection(
+        (Alive(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",)),),
+        (3, 5),
+        {"step/1": 3},
+        ("gone",),
+        ("txn/old/pack-2", "roots/00000000000000000000"),
+    ),
+)
 ROOT = Root(64, {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
@@ -74,6 +100,16 @@ BODIES: dict[str, tuple[Any, str]] = {
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
         "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!x>o>m3x2}#M?9ZC0XyV@&",
+    ),
+    "record of a re-use": (
+        REUSE,
+        "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~ACjJS#TFzI%R3Qgj3j{LK",
+    ),
+    "gc": (
+        GC,
+        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={_2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
+        "0001yu5@^AFK=vQFK}UFYb`O70|kMmb97~JFEIm=q-Sq#Ws<IRcy2FmY-BHRVPk78GP-haZ*+4nFfcGMFfcGMFfcGMFfcGMFfcGM"
+        "2Hdmheda}Z_TNU!q7^l6",
     ),
     "fragment": (
         FRAGMENT,
@@ -99,6 +135,10 @@ def test_golden_bytes(name: str) -> None:
     data = base64.b85decode(golden)
     assert encode(body) == data
     assert decode(data, type(body)) == body
+
+
+def test_an_older_tstore_does_not_read_past_a_gc() -> None:
+    assert [encode(body)[7] for body in (RECORD, REUSE, GC)] == [1, 1, 2]
 
 
 def test_the_frame_is_what_the_documentation_says() -> None:
@@ -132,8 +172,8 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 2"):
-        decode(frame(b"R", 2, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 3"):
+        decode(frame(b"R", 3, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(

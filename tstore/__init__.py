@@ -8,9 +8,11 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
+from tstore.collect import CollectReport
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
+from tstore.retention import Keep
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
@@ -19,7 +21,9 @@ from tstore.transaction import Transaction
 __all__ = [
     "Array",
     "Bits",
+    "CollectReport",
     "Commit",
+    "Keep",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",

@@ -210,6 +210,7 @@ def _merged(
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
     merged = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
     _check_chunks(member, tree, manifests, merged)
+    record = msgspec.structs.replace(record, reused=merged.reused(first.transaction))
     return _with_manifest(record, merged), merged
 
 

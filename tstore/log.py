@@ -7,8 +7,9 @@ Finding the newest version
 
 Appending a record (its data is durable already)
 1. Read every record above the one it was validated against. If one carries the same transaction id, that is
-   this very commit (a lost reply, or another finisher of the group): done. Otherwise validate against it: the
-   caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
+   this very commit (a lost reply, or another finisher of the group): done. If one is a gc's and condemned this
+   transaction or a pack that it re-uses: `Conflict`. Otherwise validate against each: the caller raises
+   `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
 2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
@@ -26,10 +27,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from tstore import world
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
+    Conflict,
     Corrupt,
     Denied,
     NotFound,
@@ -39,7 +43,7 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 from tstore.kv.base import Backend, Durability
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
+from tstore.manifest import Collection, Fragment, Manifest, ObjectRef, Record, Root, decode, encode
 from tstore.tree import Tree
 
 __all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
@@ -161,14 +165,35 @@ class Log:
         or returns the record to go on with.
         """
         seen, asked, tries = record.base, 0, 0  # asked: the number whose creation was last asked for
+        collected = await self.collected(seen)
         while True:
-            while (other := await self._met(seen + 1, record.transaction, asked)) is not None:
-                seen += 1
+            newer = await self._above(seen, record.transaction, asked)
+            for version, other in newer:
                 if other.transaction == record.transaction:
-                    await self._settle(seen, record.transaction, durability)
-                    return await self._appended(seen)
-                if not other.void:
-                    record = await validate(seen, other)
+                    await self._settle(version, record.transaction, durability)
+                    return await self._appended(version)
+                if other.collection is not None:
+                    self._check_condemned(record, version, other.collection)
+                    collected = version
+            whole = max((version for version, other in newer if other.replaces), default=0)
+            try:
+                for version, other in newer:
+                    # the manifests below `whole` may be collected; it meets all that they could meet
+                    met = other if version >= whole else msgspec.structs.replace(other, manifests=())
+                    record = record if other.void else await validate(version, met)
+                    seen = version
+            except NotFound as error:
+                if await self._record_or_none(newer[-1][0] + 1) is not None:
+                    continue  # a gc that was committed meanwhile deleted what is validated against: look again
+                if collected <= seen:
+                    raise
+                raise Conflict(
+                    f"{self.backend.url}: version {seen + 1}, committed since then, was collected by version "
+                    f"{collected}, so that it can't be compared with this transaction; nothing of it was "
+                    "committed. Read again and repeat it",
+                    [],
+                ) from error
+            record = msgspec.structs.replace(record, collected=collected)
             await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
@@ -187,6 +212,51 @@ class Log:
             else:
                 return await self._appended(seen + 1)
 
+    async def _above(self, version: int, transaction: str, asked: int = 0) -> list[tuple[int, Record]]:
+        """The records above a version, with their versions, up to the transaction's own if it is there.
+
+        That of the version `asked` may be it.
+        """
+        found: list[tuple[int, Record]] = []
+        while (record := await self._met(version + 1, transaction, asked)) is not None:
+            version += 1
+            found.append((version, record))
+            if record.transaction == transaction:
+                break
+        return found
+
+    def _check_condemned(self, record: Record, version: int, collection: Collection) -> None:
+        """Raises `Conflict` where a gc condemned the transaction or what it re-uses."""
+        if record.transaction in collection.transactions:
+            raise Conflict(
+                f"{self.backend.url}: transaction {record.transaction} was taken for abandoned, and collected by "
+                f"version {version}; nothing of it was committed. Repeat it as a new one, with a new attempt",
+                [],
+            )
+        whole, single = set(collection.transactions), set(collection.objects)
+        gone = [key for key in record.reused if key in single or key.split("/")[1] in whole]
+        if gone:
+            raise Conflict(
+                f"{self.backend.url}: this transaction re-uses chunks that version {version}, a gc that was "
+                "committed since then, condemned; nothing of it was committed. Read again and repeat it",
+                gone,
+            )
+
+    async def check_uncollected(self, transaction: str, base: int) -> None:
+        """Raises `Conflict` where a gc above `base` condemned a transaction that did not commit before."""
+        for version, other in await self._above(base, transaction):
+            if other.transaction == transaction:
+                return
+            if other.collection is not None:
+                self._check_condemned(Record(transaction, base, 0.0), version, other.collection)
+
+    async def collected(self, version: int) -> int:
+        """The version of the newest gc up to a version, 0 where there is none."""
+        if version == 0:
+            return 0
+        record = await self.record(version)
+        return record.collected if record.collection is None else version
+
     async def _check_no_hole(self, version: int) -> None:
         """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
         if await self._exists(version + 1) and await self._record_or_none(version) is None:
@@ -200,7 +270,14 @@ class Log:
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
-        void = Record(record.transaction + ".void", record.base, record.time, void=True, durable=False)
+        void = Record(
+            record.transaction + ".void",
+            record.base,
+            record.time,
+            void=True,
+            durable=False,
+            collected=record.collected,
+        )
         try:
             if await self._record_or_none(version) is None:
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)

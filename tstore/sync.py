@@ -19,7 +19,18 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 import tstore as _async
-from tstore import Bits, Commit, MinSqnr, QuantizedArray, QuantizeReport, Shards, errors, sharding
+from tstore import (
+    Bits,
+    CollectReport,
+    Commit,
+    Keep,
+    MinSqnr,
+    QuantizedArray,
+    QuantizeReport,
+    Shards,
+    errors,
+    sharding,
+)
 from tstore.errors import Misuse
 from tstore.grid import Index
 from tstore.store import Mode
@@ -27,7 +38,9 @@ from tstore.store import Mode
 __all__ = [
     "Array",
     "Bits",
+    "CollectReport",
     "Commit",
+    "Keep",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",
@@ -219,6 +232,7 @@ class Store(_Twin):
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
     verify = _blocking(_async.Store.verify)
+    collect = _blocking(_async.Store.collect)
 
     @functools.wraps(_async.Store.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> Transaction:

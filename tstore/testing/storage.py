@@ -207,6 +207,18 @@ class HostBackend:
         await self._answer(f"list {prefix}")
         return keys
 
+    async def folders(self, prefix: str) -> Keys:
+        """The names in front of the next slash, at times without the newest."""
+        below = [key[len(prefix) :] for key in await self.list(prefix)]
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
+
+    async def age(self, prefix: str) -> float | None:
+        """Seconds since the newest object below the folder was made, by the clock of the storage."""
+        await self.host.step()
+        born = [self.storage.born.get(key, 0.0) for key in self.storage.objects if key.startswith(f"{prefix}/")]
+        await self._answer(f"age {prefix}")
+        return self._loop.time() - max(born) if born else None
+
     async def delete(self, key: str) -> None:
         """Removes the object, perhaps without saying so."""
         await self.host.step()
