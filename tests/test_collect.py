@@ -65,6 +65,11 @@ async def check_whole(store: tstore.Store) -> None:
         await check_step(other, step)
 
 
+def wide(value: float) -> dict[str, Any]:
+    """So many arrays that their manifest is an object of its own."""
+    return {f"a{i}": np.full(3, float(value)) for i in range(400)}
+
+
 async def objects(url: str) -> set[str]:
     return set(await connect(url).list("txn/"))
 
@@ -138,6 +143,16 @@ async def test_untagged_versions_expire_and_the_newest_never_does(url: str) -> N
     assert (found == np.repeat([2.0, 1.0], [10, 1990])).all()
     assert (await store.verify()).ok
     await check_step(store, 1)
+
+
+async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
+    store = await tstore.open(url)
+    for value, tag in enumerate(["best", "best", None]):
+        async with store.transaction(tag=tag) as tx:
+            await tx.replace_all(b"")
+            await (await tx.create_array("x", (2000,), "f8")).write(float(value))
+    assert (await store.collect(Keep(tags=("best",)))).versions == [1]
+    assert await store.tags() == {"best": 2}
 
 
 async def test_metrics_that_can_not_be_compared_do_not_count(url: str) -> None:
@@ -329,6 +344,118 @@ async def test_what_a_chain_of_writes_still_needs_stays(url: str) -> None:
         await tx.replace_all(b"")
     await store.collect(Keep(last=1))
     assert await objects(url) == set()
+
+
+async def layers(store: tstore.Store, step: int, changed: int) -> None:
+    """A step of eight layers whose first `changed` are its own, saved by two hosts that write a pack each."""
+    tree = {f"layer{i}": np.full(2000, float(step if i < changed else 0)) for i in range(8)}
+    hosts = [tstore.save(store, tree, step, host=h, hosts=2, attempt=f"job.{step}") for h in range(2)]
+    await asyncio.gather(*hosts)
+
+
+async def check_layers(store: tstore.Store, step: int, changed: int) -> None:
+    tree = await tstore.restore(store, step)
+    assert [tree[f"layer{i}"][-1] for i in range(8)] == [float(step if i < changed else 0) for i in range(8)]
+
+
+async def test_packs_go_one_by_one(url: str) -> None:
+    """Of the two packs of step 0 one is still needed by step 1, in which only that host's layers are the same."""
+    store = await tstore.open(url)
+    await layers(store, 0, 0)
+    tree = await tstore.restore(store, 0)
+    packs = {p: n.chunks.compact().packs[0] for p, n in (await store.snapshot()).tree.nodes.items() if n.is_array}
+    first, second = sorted(set(packs.values()))
+    assert isinstance(first, str)
+    await tstore.save(store, {p: v + (packs[p] == first) for p, v in tree.items()}, 1)
+    dying, faults = await open_faulty(url)
+    faults.fail("delete", error=Killed, times=100)
+    with pytest.raises(Killed):
+        await dying.collect(Keep(last=1))
+    assert {first, second} <= await objects(url)
+    report = await store.collect()
+    assert (report.version, report.packs, report.transactions) == (None, [first], [])
+    assert second in await objects(url)
+    other = await tstore.open(url, "r")
+    assert [v[0] for v in (await tstore.restore(other)).values()] == [float(packs[p] == first) for p in tree]
+    assert (await other.verify()).ok
+    await tstore.save(store, {"x": 1}, 2)
+    await store.collect(Keep(last=1))
+    assert await objects(url) == set()
+
+
+async def test_what_an_expired_version_re_used_of_a_living_one_stays(url: str) -> None:
+    store = await tstore.open(url)
+    await layers(store, 0, 0)
+    for step, changed in ((1, 0), (2, 7)):
+        await layers(store, step, changed)
+    assert (await store.collect(Keep(tags=("step/0",)))).versions == [2]
+    other = await tstore.open(url, "r")
+    await check_layers(other, 0, 0)
+    await check_layers(other, 2, 7)
+    assert (await other.verify()).ok
+
+
+async def test_what_expired_in_the_middle_of_a_chain_is_no_end_of_it(url: str) -> None:
+    """The newest version rests on the first one, over a second one that went before the first."""
+    store = await tstore.open(url)
+    await tstore.save(store, wide(0), 0)
+    for path in ("a1", "a2"):
+        async with store.transaction() as tx:
+            await (await tx.array(path)).write(1.0)
+    assert (await store.collect(Keep(tags=("step/0",)))).versions == [2]
+    await tstore.save(store, wide(5), 5)
+    assert (await store.collect(Keep(last=2, newer_than=NEVER))).versions == []
+    await tstore.save(store, wide(6), 6)
+    await store.collect(Keep(last=1))
+    assert await objects(url) == await needed(store)
+    store = await tstore.open(f"{url}2")
+    await tstore.save(store, wide(0), 0)
+    for path in ("a1", "a2"):
+        async with store.transaction(tag=path) as tx:
+            await (await tx.array(path)).write(1.0)
+    await store.collect(Keep(tags=("step/0",)))
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("a3")).write(1.0)
+    await store.collect(Keep(tags=("a2",)))
+    other = await tstore.open(store.url, "r")
+    for at, ones in (("a2", 2), ("step/1", 3)):
+        tree = await tstore.restore(other, at=at)
+        assert [tree[f"a{i}"][0] for i in range(5)] == [0.0] + [1.0] * ones + [0.0] * (4 - ones)
+    assert (await other.verify()).ok
+
+
+async def test_a_chain_that_begins_in_an_expired_version_holds_nothing_older(url: str) -> None:
+    store = await tstore.open(url)
+    await tstore.save(store, wide(0), 0)
+    async with store.transaction() as tx:
+        await tx.replace_all(b"")
+        for i in range(400):
+            await (await tx.create_array(f"a{i}", (3,), "f8")).write(2.0)
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("a0")).write(3.0)
+    await store.collect(Keep(tags=("step/0",)))
+    await store.collect(Keep(last=1))
+    assert {key.split("/")[1] for key in await objects(url)} == {(await store.log.record(2)).transaction}
+    tree = await tstore.restore(await tstore.open(url, "r"))
+    assert (tree["a0"][0], tree["a1"][0]) == (3.0, 2.0)
+
+
+async def test_verify_reads_what_a_living_version_has_of_an_expired_one(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path / "s")
+    await tstore.save(store, tree_of(0), 0)
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("moving")).write(1.0)
+    await store.collect(Keep(last=1))
+    [pack] = [k for k in await objects(store.url) if (await store.log.record(1)).transaction in k]
+    data = bytearray((tmp_path / "s" / pack).read_bytes())
+    data[5] ^= 1  # of the frozen layer, or of what version 2 overwrote
+    data[16_005] ^= 1
+    (tmp_path / "s" / pack).write_bytes(data)
+    [fault] = (await (await tstore.open(store.url)).verify()).faults
+    assert "version 2: frozen" in fault
+    (tmp_path / "s" / pack).unlink()
+    [fault] = (await (await tstore.open(store.url)).verify()).faults
+    assert "pack is gone" in fault
 
 
 async def test_roots_go_with_their_versions(url: str) -> None:
@@ -528,6 +655,132 @@ async def test_gcs_readers_and_writers_at_once(url: str) -> None:
     assert await tstore.steps(store) == [24]
     await check_whole(store)
     assert await objects(url) == await needed(store)
+
+
+async def test_a_save_that_was_overtaken_by_steps_and_their_collection(url: str) -> None:
+    """What a step replaced is not looked at, so that it need not be there."""
+    store, faults = await open_faulty(url)
+    await tstore.save(store, wide(0), 0)
+    gate = faults.hold("create", "commits/*")
+    late = asyncio.create_task(tstore.save(store, wide(1), 1))
+    await gate.reached()
+    other = await tstore.open(url)
+    for step in (2, 3, 4):
+        await tstore.save(other, wide(step), step)
+    assert (await other.collect(Keep(last=1))).versions == [1, 2, 3]
+    gate.release()
+    assert await late == 6
+    assert (await tstore.restore(store, 1))["a7"].tolist() == [1.0] * 3
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_a_write_that_is_overtaken_while_it_is_validated(url: str) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, wide(0), 0)
+    late = store.transaction()
+    await (await late.array("a0")).write(9.0)
+    other = await tstore.open(url)
+    async with other.transaction() as tx:
+        for i in range(400):
+            await (await tx.create_array(f"b{i}", (1,), "f8")).write(1.0)
+    gate = faults.hold("get", "txn/*/manifest-*")
+    commit = asyncio.create_task(late.commit())
+    await gate.reached()
+    await tstore.save(other, wide(1), 1)
+    await other.collect(Keep(last=1))
+    gate.release()
+    with pytest.raises(Conflict, match="version 3, committed since then") as caught:
+        await commit
+    assert caught.value.paths == ["a0"]
+
+
+async def test_parts_of_chunks_are_patched_over_versions_that_expired_meanwhile(url: str) -> None:
+    store, faults = await open_faulty(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("x", (5000,), "f8", (5000,))).write(0.0)
+    late = store.transaction()
+    await (await late.array("x"))[:10].write(7.0)
+    gate = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(late.commit())
+    await gate.reached()
+    other = await tstore.open(url)
+    for value in (1.0, 2.0):
+        async with other.transaction() as tx:
+            await (await tx.array("x"))[5:4000].write(value)
+    assert (await other.collect(Keep(last=1))).versions == [1, 2]
+    gate.release()
+    assert await commit == 5
+    found = await (await (await store.snapshot()).array("x")).read()
+    assert np.array_equal(found, np.repeat([7.0, 2.0, 0.0], [10, 3990, 1000]))
+    await other.collect(Keep(last=1))
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_a_transaction_whose_base_expired(url: str) -> None:
+    store = await saved(url, 2)
+    tx = store.transaction()
+    array = await tx.array("moving")
+    await tstore.save(store, tree_of(2), 2)
+    await store.collect(Keep(last=1))
+    await store.close()
+    with pytest.raises(SnapshotExpired, match="version 2"):
+        await array.read()
+    await array[:5].write(1.0)
+    with pytest.raises(SnapshotExpired, match="version 2"):
+        await tx.commit()
+    await check_whole(store)
+
+
+async def test_groups_re_use_and_are_spared_too(url: str) -> None:
+    """Two hosts save a step whose frozen layer lies in the packs of an older one."""
+
+    async def group(opened: tstore.Store, step: int) -> list[int]:
+        hosts = range(2)
+        attempt = f"job.{step}"
+        return await asyncio.gather(
+            *[tstore.save(opened, tree_of(step), step, host=h, hosts=2, attempt=attempt) for h in hosts]
+        )
+
+    store = await saved(url, 2)
+    held, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    late = asyncio.create_task(group(held, 2))
+    await gate.reached()
+    await tstore.save(store, {"x": 1}, 3)
+    await store.collect(Keep(last=1))  # takes what step 2 is about to refer to
+    gate.release()
+    with pytest.raises(Conflict, match="re-uses chunks"):
+        await late
+    assert len(set(await group(store, 4))) == 1
+    assert len(set(await group(store, 5))) == 1
+    await store.collect(Keep(last=1))
+    await check_step(store, 5)
+    await store.collect(Keep(last=1), abandoned=NOW)
+    await check_step(await tstore.open(url), 5)
+    assert (await (await tstore.open(url)).verify()).ok
+    owners = {key.split("/")[1] for key in await objects(url)}
+    assert owners <= {(await store.log.record(v)).transaction for v in range(1, 1 + await store.log.newest())}
+
+
+async def test_a_void_commit_hands_on_what_was_collected(url: str) -> None:
+    store, faults = await open_faulty(url)
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    await store.collect(Keep(last=2))  # version 4
+    faults.fail("create", "commits/*")
+    faults.fail("create", "commits/*", nth=2, error=Killed)
+    with pytest.raises(Killed):
+        await tstore.save(store, tree_of(3), 3)
+    other = await tstore.open(url)
+    assert (await other.log.record(5)).void
+    with pytest.raises(SnapshotExpired):
+        await other.snapshot(1)
+    await tstore.save(other, tree_of(4), 4)
+    assert (await other.collect(Keep(last=2), abandoned=NOW)).versions == [2]
+    with pytest.raises(SnapshotExpired):
+        await other.snapshot(1)
+    await check_whole(other)
+    assert await objects(url) == await needed(other)
 
 
 # ---- deaths

@@ -53,8 +53,8 @@ class CollectReport(NamedTuple):
 
     `version` is its own commit, None where nothing new was condemned. `versions` expired, with their `tags`.
     `transactions` went with all their objects: those of expired versions, and abandoned ones (`abandoned`).
-    `packs` are objects that went one by one, of transactions of which others are still needed. `bytes` and
-    `objects` count all that was deleted, also what an earlier gc had condemned and left.
+    `packs` went one by one, of transactions of which others are still needed. `bytes` and `objects` count all
+    that was deleted, also what an earlier gc had condemned and left.
     """
 
     version: int | None
@@ -154,7 +154,7 @@ class _Plan:
             sorted(self.tags),
             list(gone.transactions),
             sorted(self.abandoned),
-            [key for key in gone.objects if key.startswith("txn/")],
+            [key for key in gone.objects if key.rpartition("/")[2].startswith("pack-")],
             len(counted),
             sum(counted),
             dry_run,
