@@ -399,3 +399,21 @@ async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
     assert not hole.exists()
     hole.write_bytes(record)
     assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
+
+
+async def test_a_tree_that_is_let_go_of_while_a_root_is_asked_for() -> None:
+    """Readers of one store look at many versions at once; only the newest few trees are kept."""
+    url = f"memory://{uuid.uuid4()}"
+    store, faults = await open_faulty(url)
+    for step in range(ROOT_EVERY + 2):
+        await tstore.save(store, {"x": step}, step)
+    await store.log.backend.delete(root_key(ROOT_EVERY))
+    reader, faults = await open_faulty(url, "r")
+    await reader.log.tree(1)
+    gate = faults.hold("get", root_key(ROOT_EVERY))
+    late = asyncio.create_task(reader.log.tree(ROOT_EVERY + 1))
+    await gate.reached()
+    for version in range(2, 8):
+        await reader.log.tree(version)
+    gate.release()
+    assert (await late).version == ROOT_EVERY + 1

@@ -149,14 +149,14 @@ class Log:
         return tree
 
     async def _nearest_tree(self, version: int) -> Tree:
-        cached = max(v for v in self._trees if v <= version)
+        cached = self._trees[max(v for v in self._trees if v <= version)]  # held: others may evict it meanwhile
         rooted = version - version % ROOT_EVERY
-        while rooted > cached:
+        while rooted > cached.version:
             try:
                 return Tree.of(await self.read(root_key(rooted), Root))
             except NotFound:
                 rooted -= ROOT_EVERY
-        return self._trees[cached]
+        return cached
 
     async def append(self, record: Record, validate: Validate, durability: Durability) -> int:
         """The version that the record became, by the steps at the top of this file.
