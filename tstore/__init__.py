@@ -13,6 +13,7 @@ from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
 from tstore.retention import Keep
+from tstore.roster import PendingTransaction
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
@@ -25,6 +26,7 @@ __all__ = [
     "Commit",
     "Keep",
     "MinSqnr",
+    "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
     "Shards",

@@ -21,6 +21,7 @@ from tstore.chunk_writer import WriteJob
 from tstore.codec import ArrayMeta, Codecs
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
 from tstore.grid import Selection, default_chunks
+from tstore.group import checked_timeout
 from tstore.packed import is_packed
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.plan import rules_for
@@ -81,6 +82,7 @@ async def save(
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise InvalidArgument(f"step {step!r}: expected a whole number from 0 on")
+    checked_timeout(timeout)  # before any data is written
     document, leaves = flatten(tree)
     rules = await _rules(codecs, leaves, hosts)
     structure = {**(attributes or {}), **structure_attributes(document)}

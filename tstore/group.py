@@ -1,47 +1,62 @@
 """Cooperative transactions: many hosts, one commit; no coordinator, no barrier.
 
-1. All hosts use one transaction name, one `attempt`, and know `hosts`. The id of the transaction is made of name
-   and attempt, so that two incarnations of a job never meet in one transaction.
+1. All hosts use one transaction name, one `attempt`, and know `hosts`. The id of the transaction is made of all
+   three, so that two incarnations of a job never meet in one transaction.
 2. Each writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent; a second,
-   different one of the same host is refused, and so is another number of hosts.
-3. A host whose fragment is durable looks whether all are there. Whoever sees the full set merges it: same
-   metadata and structure, no chunk twice, every chunk present. Then it appends the record, reading every record
-   from the lowest base among the fragments on, so that a late finisher meets an earlier commit of the same
-   transaction and never makes a second. Creation is exclusive, so several may try.
-4. A host that completed the set itself commits at once; the others give it a moment before they take over.
-5. Every wait has a deadline, whose error names the absent hosts. A group that lost a host never commits.
+   different one of the same host is refused, and so is another number of hosts under the same name and attempt.
+3. Merging is a tree (`fragments`): a host whose fragment is durable looks whether the hosts that share its
+   hundred are all there. Whoever sees a full hundred merges it to `merge-1-<hundred>-of-<hosts>`, looks whether
+   the hundreds are all there, and so on. Up to a hundred hosts need no step between.
+4. Whoever sees all that is below the top merges it: same metadata and structure, no chunk twice, every chunk
+   present. Then it appends the record, reading every record from the lowest base among the fragments on, so that
+   a late finisher meets an earlier commit of the same transaction and never makes a second. Creation is
+   exclusive and what is created is determined by the fragments, so at each step several may try.
+5. A host that completed the set itself commits at once. The others wait for the record; whoever waits in vain
+   makes up for hosts that died between the fragment and the commit: it merges what nobody merged, and commits. So
+   may any process, by `finish_group`, also long after.
+6. Every wait has a deadline, whose error names the absent hosts. A group that lost a host never commits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from tstore import world
-from tstore.codec import ArrayMeta
-from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    DeadlineExceeded,
+    Inconsistent,
+    InvalidArgument,
+    NotFound,
+)
+from tstore.fragments import FAN, check_complete, merged, record_of
 from tstore.kv.base import Durability
 from tstore.log import Log
-from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
+from tstore.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.pool import uncancelled
-from tstore.tree import Changes, Node, Tree
+from tstore.tree import Changes
 
-__all__ = ["Membership", "commit_group", "detected_attempt"]
+__all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group"]
 
 DEFAULT_TIMEOUT = 300.0
+_MOST_HOSTS = 100_000
 _POLL_FIRST, _POLL_MOST = 0.005, 0.2
+_POLLS = 2000.0  # a second, of all waiting hosts together, where they are many
 _GRACE = 0.25
+_ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
 
 class Membership(NamedTuple):
-    """The place of one host in a group."""
+    """The place of one host in a group, and the keys of the group's fragments."""
 
     transaction: str
     name: str
@@ -55,6 +70,8 @@ class Membership(NamedTuple):
             raise InvalidArgument(
                 f"host {host} of {hosts} does not exist: hosts are numbered from 0 to hosts - 1 = {hosts - 1}"
             )
+        if hosts > _MOST_HOSTS:
+            raise InvalidArgument(f"{hosts} hosts are more than a group may have: expected up to {_MOST_HOSTS}")
         if not name:
             raise InvalidArgument("a cooperative transaction needs a name that all its hosts share")
         token = attempt if attempt is not None else detected_attempt(os.environ)
@@ -65,11 +82,42 @@ class Membership(NamedTuple):
                 "incarnations of the job could mix in one checkpoint"
             )
         unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
-        return Membership(f"{_slug(name)}.{_slug(token)}.{unique}", name, host, hosts)
+        family = f"{_slug(name)}.{_slug(token)}.{unique}"
+        return Membership(f"{family}-of-{hosts:05d}", name, host, hosts)
 
-    def part_key(self, host: int) -> str:
-        """The key of a host's fragment."""
-        return f"txn/{self.transaction}/part-{host:05d}-of-{self.hosts:05d}"
+    @staticmethod
+    def named(transaction: str) -> Membership | None:
+        """The membership of host 0 in the group of that id, by what the id tells; None where it is no group's."""
+        found = _ID.fullmatch(transaction)
+        return Membership(transaction, found[1], 0, int(found[2])) if found else None
+
+    @property
+    def family(self) -> str:
+        """What the ids of all transactions of this name and attempt begin with, whatever their size."""
+        return self.transaction.rpartition("-of-")[0]
+
+    @property
+    def top(self) -> int:
+        """The lowest level at which no more than `FAN` are left; at level 0 are the hosts."""
+        return 0 if self.hosts <= FAN else 1 if self.hosts <= FAN**2 else 2
+
+    def count(self, level: int) -> int:
+        """How many fragments or merged fragments a level has."""
+        size = FAN**level if level else 1
+        return -(-self.hosts // size)
+
+    def siblings(self, level: int, group: int) -> range:
+        """The numbers at a level that are merged to number `group` of the next."""
+        return range(group * FAN, min((group + 1) * FAN, self.count(level)))
+
+    def prefix(self, level: int, group: int) -> str:
+        """What the keys of the siblings begin with, and no other's."""
+        kind = f"merge-{level}" if level else "part"
+        return f"txn/{self.transaction}/{kind}-{group:03d}"
+
+    def key(self, level: int, number: int) -> str:
+        """The key of a host's fragment (level 0), or of a merged one."""
+        return f"{self.prefix(level, number // FAN)}{number % FAN:02d}-of-{self.hosts:05d}"
 
 
 def detected_attempt(environment: Mapping[str, str]) -> str | None:
@@ -95,16 +143,15 @@ async def commit_group(
     log: Log, member: Membership, fragment: Fragment, durability: Durability, timeout: float | None
 ) -> int:
     """The version that the group's transaction became, by the steps at the top of this file."""
-    limit = DEFAULT_TIMEOUT if timeout is None else timeout
-    if limit <= 0:
-        raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
+    limit = checked_timeout(timeout)
     clock = asyncio.get_running_loop().time
     deadline = clock() + limit
     await _deliver(log, member, fragment, durability)
-    present = await _present(log, member)
-    if len(present) == member.hosts:
-        return await uncancelled(_finish(log, member, durability))
-    seen, pause, takeover = fragment.base, _POLL_FIRST, 0.0
+    if await _climb(log, member, durability):
+        return await uncancelled(_finish(log, member))
+    grace = _GRACE * max(1, member.hosts / FAN)  # the more hosts wait, the less often each makes up for others
+    look = clock() + grace * world.uniform(1, 2)
+    seen, pause, takeover = fragment.base, _POLL_FIRST, math.inf
     while True:
         newest = await log.newest()  # asked first: what commits after this is looked at in the next round
         version = await log.find(fragment.transaction, seen)
@@ -113,13 +160,17 @@ async def commit_group(
             return version
         seen = max(seen, newest)
         now = clock()
-        if len(present) < member.hosts:
-            present = await _present(log, member)
-            takeover = now + _GRACE * world.uniform(1, 2)
+        if takeover == math.inf:
+            ready = len(await _there(log, member, member.top, 0)) == member.count(member.top)
+            if not ready and now >= min(look, deadline):
+                absent = await _absent(log, member, durability)
+                ready, grace = not absent, 2 * grace
+                look = now + grace * world.uniform(1, 2)
+            if ready:
+                takeover = now + _GRACE * world.uniform(1, 2)
         elif now >= min(takeover, deadline):
-            return await uncancelled(_finish(log, member, durability))
-        if now >= deadline and len(present) < member.hosts:
-            absent = [h for h in range(member.hosts) if h not in present]
+            return await uncancelled(_finish(log, member))
+        if now >= deadline and takeover == math.inf:
             raise DeadlineExceeded(
                 f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "
                 f"{member.hosts}; it is not committed, and will be only if they still deliver. Start the job "
@@ -127,24 +178,51 @@ async def commit_group(
                 absent,
             )
         await asyncio.sleep(min(pause * world.uniform(0.5, 1), max(0.001, deadline - now)))
-        pause = min(_POLL_MOST, pause * 1.5)
+        pause = min(max(_POLL_MOST, member.hosts / _POLLS), pause * 1.5)
+
+
+async def finish_group(log: Log, member: Membership) -> int:
+    """The version of a group's transaction, committed now if all hosts have delivered and none has done it.
+
+    Raises `DeadlineExceeded`, which names the absent hosts, at once where some have not delivered.
+    """
+    fragments = await log.backend.list(f"txn/{member.transaction}/part-")
+    if not fragments:
+        raise NotFound(
+            f"{log.backend.url}: no host has delivered to a cooperative transaction {member.transaction!r}"
+        )
+    base = (await log.read(fragments[0], Fragment)).base
+    version = await log.find(member.transaction, base)
+    if version is not None:
+        return version
+    absent = await _absent(log, member, Durability.FSYNC)
+    if absent:
+        raise DeadlineExceeded(
+            f"{log.backend.url}: transaction {member.name!r} can't be finished: hosts {absent} of {member.hosts} "
+            "have not delivered; nothing was committed. Start the job again with another attempt",
+            absent,
+        )
+    return await uncancelled(_finish(log, member))
+
+
+def checked_timeout(timeout: float | None) -> float:
+    """The timeout in seconds, or the default; `InvalidArgument` where it leaves no time."""
+    limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not limit > 0:
+        raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
+    return limit
 
 
 async def _deliver(log: Log, member: Membership, fragment: Fragment, durability: Durability) -> None:
-    key = member.part_key(member.host)
+    key = member.key(0, member.host)
     data = encode(fragment)
-    others = await log.backend.list(f"txn/{member.transaction}/part-")
-    strange = [k for k in others if not k.endswith(f"-of-{member.hosts:05d}")]
-    if strange:
-        raise Inconsistent(
-            f"{log.backend.url}: transaction {member.name!r} was begun with another number of hosts than "
-            f"{member.hosts}; a group of another size needs another attempt",
-            strange,
-        )
+    if member.hosts <= FAN or member.host % FAN == 0:  # of a large group not every host looks at all of it
+        await _check_size(log, member, "")
     try:
         await log.backend.create(key, data, durability)
     except AlreadyExists:
         if await log.backend.get(key) == data:
+            await log.backend.settle(f"txn/{member.transaction}", durability)  # its creator may not have got to it
             return
         raise Inconsistent(
             f"{log.backend.url}: host {member.host} has already delivered a different fragment of transaction "
@@ -153,25 +231,88 @@ async def _deliver(log: Log, member: Membership, fragment: Fragment, durability:
         ) from None
 
 
-async def _present(log: Log, member: Membership) -> set[int]:
-    keys = set(await log.backend.list(f"txn/{member.transaction}/part-"))
-    return {h for h in range(member.hosts) if member.part_key(h) in keys}
+async def _check_size(log: Log, member: Membership, part: str) -> None:
+    """Raises `Inconsistent` where fragments say another number of hosts; `part` is how their keys begin."""
+    keys = await log.backend.list(f"txn/{member.family}-of-")
+    own = f"txn/{member.transaction}/"
+    strange = [k for k in keys if not k.startswith(own) and f"/part-{part}" in k]
+    if strange:
+        raise Inconsistent(
+            f"{log.backend.url}: transaction {member.name!r} was begun with another number of hosts than "
+            f"{member.hosts}; a group of another size needs another attempt",
+            strange,
+        )
 
 
-async def _finish(log: Log, member: Membership, durability: Durability) -> int:
-    keys = [member.part_key(h) for h in range(member.hosts)]
+async def _there(log: Log, member: Membership, level: int, group: int) -> set[int]:
+    """Which fragments of a group (level 0), or merged ones, are there."""
+    found = set(await log.backend.list(member.prefix(level, group)))
+    return {i for i in member.siblings(level, group) if member.key(level, i) in found}
+
+
+async def _climb(log: Log, member: Membership, durability: Durability) -> bool:
+    """Whether all below the top is there, once every full group from this host upwards is merged."""
+    group = member.host // FAN
+    for level in range(member.top + 1):
+        if len(await _there(log, member, level, group)) < len(member.siblings(level, group)):
+            return False
+        if level < member.top:
+            await _merge(log, member, level, group, durability)
+            group //= FAN
+    return True
+
+
+async def _absent(log: Log, member: Membership, durability: Durability) -> list[int]:
+    """The hosts that have not delivered; every group that has, and was not merged, is merged now."""
+
+    async def below(level: int, group: int) -> list[int]:
+        there = await _there(log, member, level, group)
+        missing = [i for i in member.siblings(level, group) if i not in there]
+        if level == 0:
+            return missing
+        absent = []
+        for number in missing:
+            lost = await below(level - 1, number)
+            absent += lost
+            if not lost:
+                await _merge(log, member, level - 1, number, durability)
+        return absent
+
+    return await below(member.top, 0)
+
+
+async def _merge(log: Log, member: Membership, level: int, group: int, durability: Durability) -> None:
+    try:
+        data = encode(await _merged(log, member, level, group))
+        await log.backend.create(member.key(level + 1, group), data, durability)
+    except AlreadyExists:
+        return  # another host merged the same
+
+
+async def _merged(log: Log, member: Membership, level: int, group: int) -> Fragment:
+    keys = [member.key(level, i) for i in member.siblings(level, group)]
     fragments = list(await asyncio.gather(*[log.read(k, Fragment) for k in keys]))
     manifests = list(await asyncio.gather(*[log.manifest(f.manifest) for f in fragments]))
-    record, merged = _merged(member, fragments, manifests)
-    data = encode(merged)
+    return merged(member.name, fragments, manifests)
+
+
+async def _finish(log: Log, member: Membership) -> int:
+    await _check_size(log, member, f"{0:05d}")  # of two groups that differ in size at most one passes
+    whole = await _merged(log, member, member.top, 0)
+    manifest = await log.manifest(whole.manifest)
+    check_complete(member.name, manifest)
+    durability = Durability.FSYNC if whole.durable else Durability.NONE
+    data = encode(manifest)
     if len(data) > INLINE_MANIFEST:
         key = f"txn/{member.transaction}/manifest"
         try:
             await log.backend.create(key, data, durability)
         except AlreadyExists:
             await log.backend.settle(f"txn/{member.transaction}", durability)  # another finisher, same bytes
-        record = _with_manifest(record, reference(key, data))
-    changes = Changes.of(record, [merged])
+        whole = msgspec.structs.replace(whole, manifest=reference(key, data))
+    record = record_of(whole, world.now())
+    record = msgspec.structs.replace(record, reused=manifest.reused(member.transaction))
+    changes = Changes.of(record, [manifest])
 
     async def validate(version: int, other: Record) -> Record:
         overlap = changes.overlap(Changes.of(other, await log.manifests(other)))
@@ -185,110 +326,3 @@ async def _finish(log: Log, member: Membership, durability: Durability) -> int:
         return record
 
     return await log.append(record, validate, durability)
-
-
-def _merged(
-    member: Membership, fragments: Sequence[Fragment], manifests: Sequence[Manifest]
-) -> tuple[Record, Manifest]:
-    """The record and the one manifest of all fragments; `Inconsistent` where they contradict each other."""
-    first = fragments[0]
-    _check_agreement(member, fragments)
-    _check_nodes(member, manifests)
-    record = Record(
-        transaction=first.transaction,
-        base=min(f.base for f in fragments),
-        time=world.now(),
-        message=first.message,
-        tags=first.tags,
-        replaces=first.replaces,
-        deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
-        bytes_added=sum(f.bytes_added for f in fragments),
-        facts=first.facts,
-        durable=first.durable,
-    )
-    tree = Tree(0, {}, {}).after(1, record, manifests)
-    fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
-    merged = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
-    _check_chunks(member, tree, manifests, merged)
-    record = msgspec.structs.replace(record, reused=merged.reused(first.transaction))
-    return _with_manifest(record, merged), merged
-
-
-def _with_manifest(record: Record, manifest: ObjectRef | Manifest) -> Record:
-    return msgspec.structs.replace(record, manifests=(manifest,))
-
-
-_AGREED = {
-    "tags": "tag",
-    "replaces": "kind of commit",
-    "structure": "structure",
-    "durable": "durability",
-}
-
-
-def _check_agreement(member: Membership, fragments: Sequence[Fragment]) -> None:
-    first = fragments[0]
-    for field, what in _AGREED.items():
-        odd = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
-        if odd:
-            raise Inconsistent(
-                f"transaction {member.name!r}: hosts {odd} differ from host 0 in the {what}; every host must "
-                "make the same call with a tree of the same structure",
-                [],
-            )
-
-
-def _check_nodes(member: Membership, manifests: Sequence[Manifest]) -> None:
-    documents: dict[str, tuple[int, bytes]] = {}
-    differing = []
-    for host, manifest in enumerate(manifests):
-        for path, document, _, _ in manifest.nodes():
-            other, found = documents.setdefault(path, (host, document))
-            if found != document:
-                differing.append(f"{path}: host {other} has {_short(found)}, host {host} has {_short(document)}")
-    if differing:
-        raise Inconsistent(
-            f"transaction {member.name!r}: hosts disagree on the metadata of arrays; nothing was committed",
-            differing,
-        )
-
-
-def _check_chunks(member: Membership, tree: Tree, manifests: Sequence[Manifest], merged: Manifest) -> None:
-    twice, missing = [], []
-    written: dict[str, int] = {}
-    for manifest in manifests:
-        for path, _, _, span in manifest.nodes():
-            written[path] = written.get(path, 0) + span.stop - span.start
-    for path, document, fresh, span in merged.nodes():
-        count = span.stop - span.start
-        if written[path] != count:
-            twice.append(f"{path}: chunks {_twice(tree.nodes[path])}")
-        node = tree.nodes[path]
-        if fresh and node.is_array:
-            meta = ArrayMeta.parse(document)
-            if count != meta.chunk_count and not meta.sparse:
-                missing.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
-    if twice:
-        raise Inconsistent(
-            f"transaction {member.name!r}: several hosts wrote the same chunks; each must have one writer",
-            twice,
-        )
-    if missing:
-        raise Inconsistent(
-            f"transaction {member.name!r}: chunks were written by no host; nothing was committed", missing
-        )
-
-
-def _twice(node: Node) -> list[tuple[int, ...]]:
-    numbers, times = np.unique(np.concatenate([s.chunks().index for s in node.spans]), return_counts=True)
-    counts = node.meta.counts
-    return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
-
-
-def _short(document: bytes) -> str:
-    node = Node(document, ())
-    if not node.is_array:
-        return "a group"
-    meta = node.meta
-    codec = meta.codecs[0].get("configuration", {}).get("format", "")
-    return f"{meta.dtype}{list(meta.shape)} chunks={list(meta.chunks)} {codec}".strip()

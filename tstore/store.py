@@ -25,12 +25,13 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
-from tstore.group import Membership
+from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
 from tstore.kv.url import connect
 from tstore.log import Log
 from tstore.manifest import Record
 from tstore.retention import Keep
+from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot
 from tstore.transaction import Transaction
 
@@ -176,8 +177,7 @@ class Store:
         becomes one commit once all hosts have called `commit`.
         Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit.
         """
-        if self.mode == "r":
-            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a' to write")
+        self._check_writable()
         if isolation != "snapshot":
             raise InvalidArgument(f"isolation {isolation!r} is not known: expected 'snapshot'")
         try:
@@ -253,6 +253,24 @@ class Store:
         """The version that a transaction became, None if it is not committed (and if voided never will be)."""
         return await self._log.find(transaction)
 
+    async def transactions(self) -> list[PendingTransaction]:
+        """The cooperative transactions that are under way or were given up, with the hosts that are missing.
+
+        Its cost grows with the number of commits.
+        """
+        return await pending(self._log)
+
+    async def finish(self, transaction: str) -> int:
+        """The version of a cooperative transaction all of whose hosts have delivered; commits it if nobody has.
+
+        `transaction` is its id, or its name where one attempt of that name is under way. For a group whose
+        hosts died between their fragments and the commit; any process may call it, at any time.
+        Raises `DeadlineExceeded` (names the absent hosts) at once where hosts have not delivered, `NotFound`,
+        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
+        """
+        self._check_writable()
+        return await finish_group(self._log, await find_pending(self._log, transaction))
+
     async def verify(self) -> VerifyReport:
         """Reads and checks every record, manifest and chunk of every version; the report lists each fault."""
         return await verify_store(self._log)
@@ -276,6 +294,10 @@ class Store:
         if keep is not None and not isinstance(keep, Keep):
             raise InvalidArgument(f"keep={keep!r}: expected a tstore.Keep, as Keep(last=5), or None")
         return await collect(self._log, keep, abandoned, dry_run=dry_run)
+
+    def _check_writable(self) -> None:
+        if self.mode == "r":
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a' to write")
 
     async def close(self) -> None:
         """Releases open files; the store can still be used, and opens them again."""

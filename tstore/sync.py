@@ -25,6 +25,7 @@ from tstore import (
     Commit,
     Keep,
     MinSqnr,
+    PendingTransaction,
     QuantizedArray,
     QuantizeReport,
     Shards,
@@ -42,6 +43,7 @@ __all__ = [
     "Commit",
     "Keep",
     "MinSqnr",
+    "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
     "Shards",
@@ -231,6 +233,8 @@ class Store(_Twin):
 
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
+    transactions = _blocking(_async.Store.transactions)
+    finish = _blocking(_async.Store.finish)
     verify = _blocking(_async.Store.verify)
     collect = _blocking(_async.Store.collect)
 

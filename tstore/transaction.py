@@ -29,11 +29,12 @@ from tstore.codec import ArrayMeta, Codecs, dtype_named
 from tstore.errors import Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.grid import Selection, default_chunks
-from tstore.group import Membership, commit_group
+from tstore.group import Membership, checked_timeout, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
+from tstore.roster import Heart
 from tstore.staged_array import StagedArray
 from tstore.staged_tree import StagedTree
 from tstore.tree import Changes, Tree, checked_path
@@ -75,6 +76,12 @@ class Transaction:
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
+        self._heart = None if member is None else Heart(log.backend, member)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was committed or aborted, so that it takes no more changes."""
+        return self._state in ("committed", "aborted")
 
     async def __aenter__(self) -> Transaction:
         await self._begin()
@@ -154,7 +161,8 @@ class Transaction:
         """Creates arrays from whole-chunk jobs, all in one call; the arrays must be new."""
         staged, listed = await self._begin(), list(jobs)
         staged.check_new(listed)
-        await self._packs.write(listed)
+        async with self._alive():
+            await self._packs.write(listed)
         for job in listed:
             staged.wrote(job)
 
@@ -189,7 +197,8 @@ class Transaction:
     ) -> None:
         """Stages values of a region; whole chunks are written at once, parts of chunks at the commit."""
         staged = await self._begin()
-        await staged.change(path, meta).write(self._packs, selection, values)
+        async with self._alive():
+            await staged.change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stages another shape and returns the metadata with it."""
@@ -206,8 +215,17 @@ class Transaction:
         `CommitOutcomeUnknown`, `StorageFull`. After an error nothing of it is visible, unless the error says
         that the outcome is unknown.
         """
+        checked_timeout(timeout)  # before anything is done: the transaction stays open
         staged = await self._begin()
         self._state = "committing"
+        try:
+            async with self._alive():
+                return await self._commit(staged, timeout)
+        finally:
+            if self._heart is not None:
+                await self._heart.stop()
+
+    async def _commit(self, staged: StagedTree, timeout: float | None) -> int:
         try:
             for array in staged.arrays.values():
                 await self._patch(staged, array)
@@ -238,6 +256,12 @@ class Transaction:
         if self._state == "open":
             self._state = "aborted"
             await self._packs.discard()
+            if self._heart is not None:
+                await self._heart.stop()
+
+    def _alive(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Shows that this host of a group is at work, as long as the block takes."""
+        return contextlib.nullcontext() if self._heart is None else self._heart.beating()
 
     async def _append(self, staged: StagedTree, manifest: ObjectRef | Manifest) -> None:
         record = self._record(staged, staged.base.version, manifest)

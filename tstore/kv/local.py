@@ -138,6 +138,7 @@ class LocalBackend:
         path = self._path(key)
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
         with explained("write", path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             Path(temporary).write_bytes(data)
             os.replace(temporary, path)
 
@@ -154,9 +155,11 @@ class LocalBackend:
         top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
         found = []
         with explained("list", top):
-            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+            for folder, folders, names in os.walk(top, onerror=_raise_unless_missing):
                 base = os.path.relpath(folder, self.url).replace(os.sep, "/")
-                found += [n if base == "." else f"{base}/{n}" for n in names if not n.startswith(".")]
+                base = "" if base == "." else f"{base}/"
+                found += [f"{base}{n}" for n in names if not n.startswith(".")]
+                folders[:] = [n for n in folders if f"{base}{n}/".startswith(prefix[: len(f"{base}{n}/")])]
         return sorted(k for k in found if k.startswith(prefix))
 
     def _delete(self, key: str) -> None:

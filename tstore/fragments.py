@@ -1,0 +1,143 @@
+"""What the hosts of a group contribute, merged; pure, no I/O.
+
+Merging is a tree: the fragments of `FAN` hosts become one, which counts like a fragment, and so on until at most
+`FAN` are left, which make the record. The result does not depend on who merges, nor on how often. What can be
+seen in a part of the group is checked there: same calls, same metadata, no chunk twice. Chunks that no host wrote
+are found at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from tstore.codec import ArrayMeta
+from tstore.errors import Inconsistent
+from tstore.manifest import Fragment, Manifest, Record
+from tstore.tree import Node, Tree
+
+__all__ = ["FAN", "check_complete", "merged", "record_of"]
+
+FAN = 100
+"""How many fragments are merged at once; a power of ten, so that they share the front of their keys."""
+
+_AGREED = {
+    "tags": "tag",
+    "replaces": "kind of commit",
+    "structure": "structure",
+    "durable": "durability",
+}
+
+
+def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
+    """One fragment with all that these hold (`manifests` are theirs); its manifest travels in it.
+
+    Raises `Inconsistent` where they contradict each other. `name` names the transaction in errors.
+    """
+    first = fragments[0]
+    _check_agreement(name, fragments)
+    _check_nodes(name, fragments, manifests)
+    result = msgspec.structs.replace(
+        first,
+        base=min(f.base for f in fragments),
+        deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
+        bytes_added=sum(f.bytes_added for f in fragments),
+    )
+    tree = Tree(0, {}, {}).after(1, record_of(result, 0.0), manifests)
+    fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
+    manifest = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
+    _check_once(name, tree, manifests, manifest)
+    return msgspec.structs.replace(result, manifest=manifest)
+
+
+def record_of(whole: Fragment, time: float) -> Record:
+    """The record of a group's commit, from the fragment into which all were merged."""
+    return Record(
+        transaction=whole.transaction,
+        base=whole.base,
+        time=time,
+        message=whole.message,
+        tags=whole.tags,
+        replaces=whole.replaces,
+        deleted=whole.deleted,
+        manifests=(whole.manifest,),
+        bytes_added=whole.bytes_added,
+        facts=whole.facts,
+        durable=whole.durable,
+    )
+
+
+def check_complete(name: str, manifest: Manifest) -> None:
+    """Raises `Inconsistent` where an array that the group created lacks chunks."""
+    missing = []
+    for path, document, fresh, span in manifest.nodes():
+        if fresh and Node(document, ()).is_array:
+            meta = ArrayMeta.parse(document)
+            count = span.stop - span.start
+            if count != meta.chunk_count and not meta.sparse:
+                missing.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
+    if missing:
+        raise Inconsistent(f"transaction {name!r}: chunks were written by no host; nothing was committed", missing)
+
+
+def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
+    first = fragments[0]
+    for field, what in _AGREED.items():
+        odd = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
+        if odd:
+            raise Inconsistent(
+                f"transaction {name!r}: hosts {odd} differ from host {first.host} in the {what}; every host must "
+                "make the same call with a tree of the same structure",
+                [],
+            )
+
+
+def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[Manifest]) -> None:
+    documents: dict[str, tuple[int, bytes]] = {}
+    differing = []
+    for fragment, manifest in zip(fragments, manifests, strict=True):
+        for path, document, _, _ in manifest.nodes():
+            other, found = documents.setdefault(path, (fragment.host, document))
+            if found != document:
+                differing.append(
+                    f"{path}: host {other} has {_short(found)}, host {fragment.host} has {_short(document)}"
+                )
+    if differing:
+        raise Inconsistent(
+            f"transaction {name!r}: hosts disagree on the metadata of arrays; nothing was committed",
+            differing,
+        )
+
+
+def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: Manifest) -> None:
+    written: dict[str, int] = {}
+    for each in manifests:
+        for path, _, _, span in each.nodes():
+            written[path] = written.get(path, 0) + span.stop - span.start
+    twice = [
+        f"{path}: chunks {_twice(tree.nodes[path])}"
+        for path, _, _, span in manifest.nodes()
+        if written[path] != span.stop - span.start
+    ]
+    if twice:
+        raise Inconsistent(
+            f"transaction {name!r}: several hosts wrote the same chunks; each must have one writer",
+            twice,
+        )
+
+
+def _twice(node: Node) -> list[tuple[int, ...]]:
+    numbers, times = np.unique(np.concatenate([s.chunks().index for s in node.spans]), return_counts=True)
+    counts = node.meta.counts
+    return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
+
+
+def _short(document: bytes) -> str:
+    node = Node(document, ())
+    if not node.is_array:
+        return "a group"
+    meta = node.meta
+    codec = meta.codecs[0].get("configuration", {}).get("format", "")
+    return f"{meta.dtype}{list(meta.shape)} chunks={list(meta.chunks)} {codec}".strip()
