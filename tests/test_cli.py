@@ -180,6 +180,39 @@ def test_ls_of_a_group_and_of_versions(tmp_path: Path, call: Call) -> None:
     assert (code, out) == (0, "version 0: 0 arrays, 0 values, 0 B stored, 0.00 bits/value\n")
 
 
+def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -> None:
+    url = tmp_path / "s"
+    with blocking.open(url) as store:
+        for host, hosts, attempt in [(0, 3, "early"), (0, 1, "whole")]:
+            tx = store.transaction(name="up/date", host=host, hosts=hosts, attempt=attempt)
+            tx.create_array("w", (2,), "int8").write(1)
+            if hosts > 1:
+                with pytest.raises(tstore.errors.DeadlineExceeded):
+                    tx.commit(timeout=0.05)
+            else:
+                tx.commit()
+    code, out, _ = call("ls", url, "--transactions")
+    assert code == 0
+    assert "1 of 3" in out
+    assert "1, 2" in out
+    code, out, _ = call("ls", url, "--transactions", "--json")
+    [found] = json.loads(out)["transactions"]
+    assert (found["name"], found["delivered"], found["absent"]) == ("up-date", [0], [1, 2])
+    failed(call("finish", url, found["transaction"]), "[1, 2]")
+    failed(call("finish", url, "other"), "other", found["transaction"])
+    failed(call("finish", tmp_path / "none", "x"), "none")
+    code, out, _ = call("finish", url, whole_id(url), "--json")
+    assert (code, json.loads(out)["version"]) == (0, 1)
+    assert "version 1" in call("finish", url, whole_id(url))[1]
+    failed(call("ls", url, "w", "--transactions"), "--transactions", code=2)
+
+
+def whole_id(url: Path) -> str:
+    """The id of the transaction that became version 1."""
+    [commit] = blocking.open(url, "r").history()
+    return commit.transaction
+
+
 def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
     code, out, err = call("quantize", store, "--format", "e4m3")
     assert (code, err) == (0, "")
@@ -567,7 +600,7 @@ def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeyp
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(cli, "contents", broken)
+    monkeypatch.setattr(cli, "listing", broken)
     failed(call("ls", store), "ZeroDivisionError", "TSTORE_TRACEBACK=1")
     monkeypatch.setenv("TSTORE_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):

@@ -24,7 +24,7 @@ from tstore.console import fail as _fail
 from tstore.console import json_option as _json
 from tstore.console import run as _run
 from tstore.console import store_argument as _store
-from tstore.contents import contents
+from tstore.contents import listing
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
 from tstore.gc_command import gc
@@ -34,10 +34,12 @@ from tstore.tables import (
     Progress,
     show_demo,
     show_exported,
+    show_finished,
     show_imported,
     show_log,
     show_ls,
     show_quantized,
+    show_transactions,
     show_verified,
 )
 
@@ -196,41 +198,43 @@ def _log(store: str, as_json: bool) -> int:
 @_store
 @click.argument("path", default="")
 @_at
+@click.option("--transactions", is_flag=True, help="List the cooperative transactions under way instead.")
 @_json
-def _ls(store: str, path: str, at: int | str | None, as_json: bool) -> int:
+def _ls(store: str, path: str, at: int | str | None, transactions: bool, as_json: bool) -> int:
     """List the arrays of a version, or those at and below PATH."""
+    if transactions and (path or at is not None):
+        raise click.UsageError("--transactions lists no arrays: it takes neither PATH nor --at")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
-            snapshot = await opened.snapshot(at)
-            arrays = contents(snapshot, path)
-        stored, values = sum(a.stored for a in arrays), sum(a.values for a in arrays)
-        return {
-            "store": opened.url,
-            "version": snapshot.version,
-            "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
-            "arrays": [
-                {
-                    "path": a.path,
-                    "dtype": a.dtype,
-                    "shape": a.shape,
-                    "chunks": a.chunks,
-                    "codec": a.codec,
-                    "stored_bytes": a.stored,
-                    "bits_per_value": a.bits_per_value,
-                }
-                for a in arrays
-            ],
-            "total": {
-                "arrays": len(arrays),
-                "values": values,
-                "stored_bytes": stored,
-                "bits_per_value": 8 * stored / values if values else 0.0,
-            },
-        }
+            if transactions:
+                found = await opened.transactions()
+                return {"store": opened.url, "transactions": [t._asdict() for t in found]}
+            return {"store": opened.url, **listing(await opened.snapshot(at), path)}
 
-    return _run(work, show_ls, as_json)
+    return _run(work, show_transactions if transactions else show_ls, as_json)
+
+
+@cli.command("finish")
+@_store
+@click.argument("transaction")
+@_json
+def _finish(store: str, transaction: str, as_json: bool) -> int:
+    """Commit a cooperative TRANSACTION (id or name) whose hosts delivered, but died before the commit."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"finishing {transaction}")
+        async with await tstore.open(store, "r"):
+            pass  # mode "a" would make a store where none is
+        async with await tstore.open(store) as opened:
+            return {
+                "store": opened.url,
+                "transaction": transaction,
+                "version": await opened.finish(transaction),
+            }
+
+    return _run(work, show_finished, as_json)
 
 
 @cli.command("quantize")

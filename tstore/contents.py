@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tstore.errors import NotFound
 from tstore.snapshot import Snapshot
 from tstore.tree import Node, is_below
 
-__all__ = ["ArrayInfo", "contents"]
+__all__ = ["ArrayInfo", "contents", "listing"]
 
 
 class ArrayInfo(NamedTuple):
@@ -47,6 +47,34 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
         more = ", …" if len(names) > 5 else ""
         raise NotFound(f"version {snapshot.version} has nothing at {path!r}; {shown}{more}")
     return found
+
+
+def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
+    """The version and `contents` as plain values, with totals; `NotFound`."""
+    arrays = contents(snapshot, path)
+    stored, values = sum(a.stored for a in arrays), sum(a.values for a in arrays)
+    return {
+        "version": snapshot.version,
+        "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
+        "arrays": [
+            {
+                "path": a.path,
+                "dtype": a.dtype,
+                "shape": a.shape,
+                "chunks": a.chunks,
+                "codec": a.codec,
+                "stored_bytes": a.stored,
+                "bits_per_value": a.bits_per_value,
+            }
+            for a in arrays
+        ],
+        "total": {
+            "arrays": len(arrays),
+            "values": values,
+            "stored_bytes": stored,
+            "bits_per_value": 8 * stored / values if values else 0.0,
+        },
+    }
 
 
 def _info(path: str, node: Node) -> ArrayInfo:

@@ -24,10 +24,12 @@ __all__ = [
     "show_collected",
     "show_demo",
     "show_exported",
+    "show_finished",
     "show_imported",
     "show_log",
     "show_ls",
     "show_quantized",
+    "show_transactions",
     "show_verified",
     "sized",
 ]
@@ -129,6 +131,33 @@ def show_ls(found: Document) -> None:
             f"{sized(total['stored_bytes'])} stored, {total['bits_per_value']:.2f} bits/value"
         )
     )
+
+
+def show_transactions(found: Document) -> None:
+    """The cooperative transactions under way: who has delivered, who is missing, who was heard of last."""
+    rows = [
+        [
+            t["transaction"],
+            t["name"],
+            f"{len(t['delivered'])} of {t['hosts']}",
+            _few(t["absent"]) or "nobody: tstore finish commits it",
+            f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
+        ]
+        for t in found["transactions"]
+    ]
+    if rows:
+        _table(["transaction", "name", "delivered", "missing hosts", "last heartbeat"], rows, right=set())
+    print(plain(f"{found['store']}: {len(rows)} cooperative transactions under way"))
+
+
+def show_finished(found: Document) -> None:
+    """The version that a transaction became."""
+    print(plain(f"transaction {found['transaction']} is committed as version {found['version']}"))
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown}, … ({len(numbers)})" if len(numbers) > 8 else shown
 
 
 def show_verified(found: Document) -> None:
