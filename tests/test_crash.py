@@ -15,7 +15,7 @@ import processes
 import tstore
 import tstore.sync as blocking
 
-KILLS = 60
+KILLS = 20
 SIZE = 40_000
 """Values of an array: several chunks of a pack, at 8 bytes each."""
 

@@ -1,0 +1,69 @@
+"""Cheap processes for tests: forked from one that has imported everything and has no threads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import processes
+
+_SERVER = """
+    import json, os, signal, sys
+    import numpy, tstore, tstore.sync, tstore.testing.faults
+    from tstore import demo, tables  # what is imported late elsewhere
+    code = compile(sys.argv[1], "job", "exec")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    print("ready", flush=True)
+    for text in sys.stdin:
+        order = json.loads(text)
+        if order["do"] == "wait":
+            print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(order["pid"], 0)[1])), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                exec(code, {"arguments": order["arguments"], "out": out})
+                status = 0
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\\n".encode())
+            finally:
+                os._exit(status)
+        print(json.dumps(pid), flush=True)
+"""
+
+
+class Forks:
+    """Starts and awaits processes that run one piece of code; each writes lines to a file, whole or not at all."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lock = threading.Lock()
+
+    def start(self, out: object, *arguments: object) -> int:
+        """The pid of a new process, for which `arguments` and `out`, the descriptor of that file, are set."""
+        return self._ask({"do": "fork", "out": str(out), "arguments": arguments})
+
+    def wait(self, pid: int) -> int:
+        """The exit status of a process that has ended or is about to; negative where a signal ended it."""
+        return self._ask({"do": "wait", "pid": pid})
+
+    def _ask(self, order: dict[str, object]) -> int:
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order, default=str) + "\n")
+            self._process.stdin.flush()
+            return int(processes.line(self._process))
+
+
+@contextlib.contextmanager
+def forks(code: str) -> Iterator[Forks]:
+    """Processes that run the code, as long as the block takes."""
+    server = processes.start(_SERVER, code)
+    with processes.running(server):
+        assert processes.line(server) == "ready"
+        yield Forks(server)
