@@ -7,11 +7,22 @@ Create, so that a crash at any point leaves the whole object under its name or n
 2. Make the file appear whole, or not at all where the name is taken, with its folder made durable (`newfile`).
 3. Acknowledge.
 
-Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them:
-preallocate, write at increasing offsets, cut to size, fsync the file; `settle` then fsyncs the folder, once for
-all packs of a transaction, before its record is created.
+Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
 
-Nothing is renamed over or written twice, the `latest` hint apart, which may be lost.
+So a commit forces what it wrote to the disk in this order (`durability="fsync"`), each before the next:
+
+1. The bytes of each pack: preallocate, write at increasing offsets, cut to size, fsync the file.
+2. The names of the packs: `settle` fsyncs the parents of `txn/<id>/` and then that folder, once for all packs.
+3. Where the manifest is an object of its own (and for each fragment of a group): its bytes, under a temporary
+   name; link; its folder.
+4. Where an earlier commit was not durable, everything (sync).
+5. The bytes of the record, under a temporary name, and the parents of `commits/`.
+6. link(2): from here on others see the commit. Whoever builds on it before 7 forces `commits/` itself.
+7. The folder `commits/`. Now the commit is acknowledged.
+
+A power failure before 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing is
+renamed over or written twice, the `latest` hint and the heartbeats of hosts apart, which may be lost or torn.
+`tests/test_power.py` replays all of this.
 """
 
 from __future__ import annotations
