@@ -16,7 +16,17 @@ import pytest
 
 import tstore
 import tstore.store
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, NotFound, StorageFull
+from tstore.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Denied,
+    Inconsistent,
+    InvalidArgument,
+    Misuse,
+    NotAStore,
+    NotFound,
+    StorageFull,
+)
 
 TREE = {"w": np.arange(100_000.0), "b": np.arange(3)}
 
@@ -293,3 +303,114 @@ async def test_too_many_open_files_are_named(saved: Path) -> None:
     assert "ulimit -n" in told
     assert told.splitlines()[-1] == "[0]"
     await intact(saved)
+
+
+# ---- calls at the wrong moment, or with what can't be
+
+
+async def filled(url: Path) -> tstore.Store:
+    """A store with an array "a" of ones, tagged "good"."""
+    store = await tstore.open(url)
+    async with store.transaction(tag="good") as tx:
+        await (await tx.create_array("a", (4,), "int8")).write(1)
+    return store
+
+
+async def test_a_snapshot_can_t_be_changed(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    array = await (await store.snapshot()).array("a")
+    for call in (array.write(2), array[1:2].write(2), array.resize((5,))):
+        with pytest.raises(Misuse, match=r"store\.transaction\(\)"):
+            await call
+    assert (await array.read()).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+async def test_a_transaction_that_ended_takes_nothing_more(tmp_path: Path, end: str) -> None:
+    store = await filled(tmp_path)
+    tx = store.transaction()
+    array = await tx.array("a")
+    await array.write(2)
+    assert not tx.ended
+    await getattr(tx, end)()
+    assert tx.ended
+    for call in (
+        array.write(3),
+        array.resize((9,)),
+        array.read(),
+        tx.array("a"),
+        tx.create_array("b", (1,), "int8"),
+        tx.create_group("g"),
+        tx.delete("a"),
+        tx.paths(),
+        tx.commit(),
+    ):
+        with pytest.raises(Misuse, match=r"open a new one"):
+            await call
+    await tx.abort()  # once more does nothing
+    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [2 if end == "commit" else 1] * 4
+
+
+async def test_one_host_can_t_have_one_transaction_open_twice(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+
+    def opened(host: int = 0, attempt: str = "a") -> tstore.Transaction:
+        return store.transaction(name="n", host=host, hosts=2, attempt=attempt)
+
+    tx = opened()
+    await (await tx.create_array("b", (2,), "int8")).write(1)
+    with pytest.raises(Misuse, match="host 0 has transaction 'n' open already"):
+        opened()
+    others = [opened(1), opened(0, "b")]
+    assert {t.ended for t in others} == {False}
+    await tx.abort()
+    assert not opened().ended
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan")])
+async def test_a_timeout_that_leaves_no_time_is_refused_before_anything_is_done(
+    tmp_path: Path, timeout: float
+) -> None:
+    store = await filled(tmp_path)
+    before = files(tmp_path)
+    for hosts in (1, 2):
+        with pytest.raises(InvalidArgument, match="timeout"):
+            await tstore.save(store, TREE, 1, timeout=timeout, host=0, hosts=hosts, attempt="a")
+        tx = store.transaction(name="n", host=0, hosts=hosts, attempt="a")
+        await (await tx.create_array("b", (2,), "int8")).write(1)
+        with pytest.raises(InvalidArgument, match="timeout"):
+            await tx.commit(timeout)
+        assert not tx.ended
+        await tx.abort()
+    assert files(tmp_path) == before
+
+
+async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    with pytest.raises(AlreadyExists, match=r"'good' is taken, by version 1.*move_tag="):
+        async with store.transaction(tag="good"):
+            pass
+    with pytest.raises(AlreadyExists, match="good"):
+        await store.transaction(tag="good").create_array("b", (1,), "int8")
+    assert (await store.snapshot()).version == 1
+    async with store.transaction(tag="better", move_tag="good") as tx:
+        await (await tx.array("a")).write(2)
+    async with store.transaction(move_tag="new"):
+        pass
+    assert await store.tags() == {"better": 2, "good": 2, "new": 3}
+    with pytest.raises(InvalidArgument, match="tag"):
+        store.transaction(move_tag="12")
+
+
+async def test_another_number_of_hosts_under_one_name_is_refused(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    tx = store.transaction(name="n", host=0, hosts=2, attempt="a")
+    with pytest.raises(DeadlineExceeded):
+        await tx.commit(0.01)
+    with pytest.raises(Inconsistent, match="another number of hosts than 3"):
+        await store.transaction(name="n", host=1, hosts=3, attempt="a").commit(1)
+    for host, hosts in [(2, 2), (-1, 2), (0, 0), (0, 100_001)]:
+        with pytest.raises(InvalidArgument, match="hosts"):
+            store.transaction(name="n", host=host, hosts=hosts, attempt="b")
+    with pytest.raises(InvalidArgument, match="attempt"):
+        store.transaction(name="n", host=0, hosts=2)

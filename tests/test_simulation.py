@@ -86,7 +86,9 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")
     ],
     "packs not finished before the record": [Edit(TX + "commit", "await self._packs.settle()", "pass")],
-    "fragment check off by one": [Edit(GROUP + "_finish", "range(member.hosts)", "range(member.hosts - 1)")],
+    "fragment check off by one": [
+        Edit(GROUP + "_merged", "member.siblings(level, group)", "member.siblings(level, group)[:-1]")
+    ],
     "finisher does not scan from the base": [
         Edit(
             GROUP + "_finish",
@@ -94,7 +96,14 @@ MUTATIONS: dict[str, list[Edit]] = {
             "record = msgspec.structs.replace(record, base=await log.newest())\n    return await log.append(",
         )
     ],
-    "finisher scans from the highest base": [Edit(GROUP + "_merged", "base=min(", "base=max(")],
+    "finisher scans from the highest base": [
+        Edit(
+            GROUP + "_merged",
+            "return merged(member.name, fragments, manifests)",
+            "whole = merged(member.name, fragments, manifests)\n"
+            "    return msgspec.structs.replace(whole, base=max(f.base for f in fragments))",
+        )
+    ],
     "the attempt is not in the id": [
         Edit(GROUP + "Membership.of", "{_slug(name)}.{_slug(token)}.{unique}", "{_slug(name)}")
     ],

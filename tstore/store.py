@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import uuid
+import weakref
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from tstore.errors import (
     Corrupt,
     Denied,
     InvalidArgument,
+    Misuse,
     NotAStore,
     NotFound,
     UnsupportedFormat,
@@ -144,6 +146,7 @@ class Store:
 
     def __init__(self, backend: Backend, identity: str, mode: Mode) -> None:
         self._log = Log(backend)
+        self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
         self.uuid = identity
         self.mode = mode
 
@@ -164,6 +167,7 @@ class Store:
         isolation: Literal["snapshot"] = "snapshot",
         durability: Literal["fsync", "none"] = "fsync",
         *,
+        move_tag: str | None = None,
         name: str | None = None,
         host: int = 0,
         hosts: int = 1,
@@ -172,10 +176,12 @@ class Store:
     ) -> Transaction:
         """A new transaction; `async with` commits it on exit and aborts it on an exception.
 
-        `tag` names the version it becomes. `durability="none"` gives up surviving a power failure. With
-        `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which
-        becomes one commit once all hosts have called `commit`.
-        Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit.
+        `tag` names the version it becomes; one that names another version is refused (`AlreadyExists`, by the
+        first use of the transaction), but `move_tag` takes its tag from whatever had it. `durability="none"`
+        gives up surviving a power failure. With `name`, `host`, `hosts` and `attempt` it is one host's part of
+        a cooperative transaction, which becomes one commit once all hosts have called `commit`.
+        Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit,
+        `Misuse` where this host has the same transaction open already in this `Store`.
         """
         self._check_writable()
         if isolation != "snapshot":
@@ -186,14 +192,24 @@ class Store:
             raise InvalidArgument(f"durability {durability!r}: expected 'fsync' or 'none'") from None
         if name is None and hosts != 1:
             raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
-        return Transaction(
+        member = None if name is None else Membership.of(name, host, hosts, attempt)
+        place = (member.transaction, host) if member is not None else ("", 0)
+        if place in self._members and not self._members[place].ended:
+            raise Misuse(
+                f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
+            )
+        found = Transaction(
             self._log,
             message=message,
-            tags=() if tag is None else (_checked_tag(tag),),
+            tags=tuple(_checked_tag(t) for t in (tag, move_tag) if t is not None),
+            moved=() if move_tag is None else (move_tag,),
             durability=kept,
-            member=None if name is None else Membership.of(name, host, hosts, attempt),
+            member=member,
             facts=facts,
         )
+        if member is not None:
+            self._members[place] = found
+        return found
 
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
         """The state as of a version, a tag, or a time; by default the newest.

@@ -26,7 +26,7 @@ from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
-from tstore.errors import Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
+from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, checked_timeout, commit_group
@@ -54,6 +54,7 @@ class Transaction:
         *,
         message: str = "",
         tags: Sequence[str] = (),
+        moved: Sequence[str] = (),
         durability: Durability = Durability.FSYNC,
         member: Membership | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -61,6 +62,7 @@ class Transaction:
         self._log = log
         self._message = message
         self._tags = tuple(tags)
+        self._moved = frozenset(moved)
         self._durability = durability
         self._member = member
         self._facts = dict(facts or {})
@@ -147,7 +149,7 @@ class Transaction:
 
     async def base(self) -> Tree:
         """The tree this transaction is based on; the first use of the transaction fixes it."""
-        return (await self._begin()).base
+        return (await self._based()).base
 
     async def replace_all(self, structure: bytes) -> None:
         """Makes this commit the whole tree: nothing that was there before stays.
@@ -352,6 +354,17 @@ class Transaction:
         return reference(key, data)
 
     async def _begin(self) -> StagedTree:
+        staged = await self._based()
+        for tag in self._tags:
+            version = staged.base.tags.get(tag)
+            if version is not None and tag not in self._moved:
+                raise AlreadyExists(
+                    f"{self._log.backend.url}: the tag {tag!r} is taken, by version {version}; choose another "
+                    "one, or move it: transaction(move_tag=…)"
+                )
+        return staged
+
+    async def _based(self) -> StagedTree:
         if self._state != "open":
             raise Misuse(f"this transaction on {self._log.backend.url} is {self._state}; open a new one")
         if self._staged is None:

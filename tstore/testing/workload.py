@@ -91,7 +91,7 @@ class Site:
     async def transact(self) -> None:
         """An independent transaction of a few operations, which may be given up."""
         tag = self._random.choice(_TAGS) if self._random.random() < 0.15 else None
-        tx = self.store.transaction("work", tag)
+        tx = self.store.transaction("work", move_tag=tag)
         attempt = self.history.begin(tx.id, () if tag is None else (tag,))
         after = self._loop.time()
         if self._random.random() < 0.05:
