@@ -85,7 +85,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "patches applied again on the old version": [
         Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(TX + "commit", "await self._packs.settle()", "pass")],
+    "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.settle()", "pass")],
     "fragment check off by one": [
         Edit(GROUP + "_merged", "member.siblings(level, group)", "member.siblings(level, group)[:-1]")
     ],
