@@ -214,8 +214,9 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
     used = _packs(await log.tree(heir))
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
-    given = [key for e, keys in zip(entries, written, strict=True) for key in (*keys, *e.holds)]
-    plan.ledger.inherit(heir, [key for key in given if key in used], replaces=any(e.replaces for e in entries))
+    owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
+    given = [key for key in sorted(used) if key in held or _owner(key) in owners]  # also what no list shows yet
+    plan.ledger.inherit(heir, given, replaces=any(e.replaces for e in entries))
 
 
 def _roots(plan: _Plan) -> list[str]:
