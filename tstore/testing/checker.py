@@ -9,7 +9,8 @@
     isolated       no two commits that ran at once wrote the same chunk, node or tag (but for parts of a chunk)
     readers        what was read is the state of the version that was read, and that was not older than what
                    anybody had been told before
-    once           a step is saved by one attempt at most
+    once           a step is saved by one attempt at most, unless it has expired in between
+    collected      what a gc left alive is whole, the newest version is among it, and what expired says so
     told alike     `outcome` agrees with the log
 
 The model is `tstore.testing.history`; it knows nothing of chunks in packs, of records or of requests.
@@ -40,10 +41,10 @@ __all__ = ["Committed", "violations"]
 
 
 class Committed(NamedTuple):
-    """A version as it stands in the end: its record, and its state as a reader finds it."""
+    """A version as it stands in the end: its record, and its state as a reader finds it, None once expired."""
 
     record: Record
-    state: State
+    state: State | None
     tags: Mapping[str, int]
 
 
@@ -118,7 +119,7 @@ def _committed(log: Mapping[int, Committed], history: History, found: list[str])
             continue
         if name in by_transaction:
             found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
-        if name not in history.attempts:
+        if name not in history.attempts and commit.record.collection is None:
             found.append(f"version {version} is of transaction {name}, which nobody began")
         by_transaction.setdefault(name, version)
     return by_transaction
@@ -128,7 +129,7 @@ def _replayed(
     first: Committed, log: Mapping[int, Committed], history: History, found: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
     start = history.start
-    states: dict[int, State] = {start: first.state}
+    states: dict[int, State] = {start: first.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: first.tags}
     for version, commit in log.items():
         state, names = states[version - 1], dict(tags[version - 1])
@@ -136,9 +137,12 @@ def _replayed(
         if attempt is not None and not commit.record.void:
             state = apply(state, attempt.all_ops)
             names.update(dict.fromkeys(attempt.tags, version))
-        if commit.state != state:
+        if commit.record.collection is not None:
+            gone = commit.record.collection.expired
+            names = {tag: named for tag, named in names.items() if named not in gone}
+        if commit.state is not None and commit.state != state:
             found.append(f"version {version} is {_short(commit.state)}, and should be {_short(state)}")
-        if commit.tags != names:
+        if commit.state is not None and commit.tags != names:
             found.append(f"version {version} has the tags {commit.tags}, and should have {names}")
         states[version], tags[version] = state, names
     return states, tags
@@ -181,8 +185,13 @@ def _check_isolation(log: Mapping[int, Committed], history: History, found: list
 
 
 def _check_steps(log: Mapping[int, Committed], found: list[str]) -> None:
-    steps = [t for c in log.values() for t in c.record.tags if t.startswith("step/")]
-    found += [f"{tag} was saved {steps.count(tag)} times" for tag in dict.fromkeys(steps) if steps.count(tag) > 1]
+    saved: set[str] = set()
+    for commit in log.values():
+        if commit.record.collection is not None:
+            saved -= commit.record.collection.tags.keys()  # a step that has expired may be saved again
+        steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
+        found += [f"{tag} was saved twice" for tag in steps if tag in saved]
+        saved.update(steps)
 
 
 def _check_read(
@@ -192,7 +201,10 @@ def _check_read(
     acknowledged: Sequence[tuple[float, int, str]],
     found: list[str],
 ) -> None:
-    version = tags[max(tags)].get(read.tag) if read.tag is not None else read.version
+    version = read.version
+    if read.tag is not None:  # a step that was saved again after it had expired has been several versions
+        named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
+        version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
     if version is None or version not in states:
         found.append(f"{read.host} read version {version} (tag {read.tag}), which is not there")
         return

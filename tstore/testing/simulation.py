@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tstore.errors import TStoreError
+from tstore.errors import SnapshotExpired, TStoreError
 from tstore.log import commit_key
 from tstore.pool import inline
 from tstore.store import Store
@@ -70,6 +70,8 @@ class _Run:
         objects = _made(self.choice.choice(_BEFORE))
         self.storage = Storage(objects)
         self.history.start = start = sum(k.startswith("commits/") for k in objects)
+        with self._born("witness", CALM) as host:
+            first = await self._committed(Store(HostBackend(self.storage, host), "simulated", "a"), start)
         if self.choice.random() < 0.5:
             hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
             self.storage.objects["latest"] = hint
@@ -89,7 +91,7 @@ class _Run:
                 self.history.faults.append(f"a host ended with {type(error).__name__}: {error}")
         await self._bury()
         await asyncio.sleep(_LATEST)
-        return await self._judge(start)
+        return await self._judge(start, first)
 
     def _weather(self) -> Weather:
         bad = self.choice.choice((0, 0.01, 0.05, 0.15))
@@ -165,7 +167,7 @@ class _Run:
                 if not task.cancelled():
                     task.exception()
 
-    async def _judge(self, start: int) -> tuple[list[str], int]:
+    async def _judge(self, start: int, first: Committed) -> tuple[list[str], int]:
         """What a host finds that knows nothing, once all is calm."""
         found: list[str] = []
         log: dict[int, Committed] = {}
@@ -178,9 +180,10 @@ class _Run:
             try:
                 if (seen := await store.log.newest()) != newest:
                     found.append(f"the newest version is {newest}, and {seen} was found")
-                first = await self._committed(store, start)
                 for version in range(start + 1, newest + 1):
                     log[version] = await self._committed(store, version)
+                if newest > start and log[newest].state is None:
+                    found.append(f"the newest version {newest} has expired")
                 report = await store.verify()
                 found += report.faults
                 for name in self.history.attempts:
@@ -196,8 +199,12 @@ class _Run:
 
     @staticmethod
     async def _committed(store: Store, version: int) -> Committed:
-        snapshot = await store.snapshot(version)
-        return Committed(await store.log.record(version), await read_state(snapshot), snapshot.tags)
+        record = await store.log.record(version)
+        try:
+            snapshot = await store.snapshot(version)
+        except SnapshotExpired:
+            return Committed(record, None, {})
+        return Committed(record, await read_state(snapshot), snapshot.tags)
 
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:

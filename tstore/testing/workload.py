@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tstore import checkpoint
-from tstore.errors import CommitOutcomeUnknown, TStoreError, Unavailable
+from tstore.errors import CommitOutcomeUnknown, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.group import Membership
+from tstore.retention import Keep
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Store
@@ -76,7 +78,8 @@ class Site:
         """That many things, one after the other, with pauses between them."""
         doings: list[tuple[float, Callable[[], Awaitable[None]]]] = [
             (0.6, self.transact),
-            (0.25, self.read),
+            (0.2, self.read),
+            (0.05, self.collect),
             (0.05, self.look_back),
             (0.05, self.restore),
             (0.04, self.count_history),
@@ -243,7 +246,7 @@ class Site:
                 snapshot = await self.store.snapshot(low + int(part * (snapshot.version - low + 1)))
             await asyncio.sleep(self._random.expovariate(2))
             state = await read_state(snapshot)
-        except Unavailable:
+        except (Unavailable, SnapshotExpired):
             return
         except TStoreError as error:
             self.history.faults.append(f"{self.host.name} could not read: {type(error).__name__}: {error}")
@@ -260,6 +263,10 @@ class Site:
             tree = await checkpoint.restore(self.store, steps[-1])
         except Unavailable:
             return
+        except NotFound as error:  # a newer step was saved since, and the one that was asked for collected
+            if isinstance(error, SnapshotExpired) or "has no step" in str(error):
+                return
+            raise
         except TStoreError as error:
             self.history.faults.append(f"{self.host.name} could not restore: {type(error).__name__}: {error}")
             return
@@ -273,6 +280,19 @@ class Site:
         except Unavailable:
             return
         self.history.faults += [f"{self.host.name} verified: {fault}" for fault in report.faults]
+
+    async def collect(self) -> None:
+        """Retention and garbage collection, which may take slow transactions for abandoned."""
+        keep = self._random.choice((None, Keep(last=1), Keep(every=2), Keep(newer_than=timedelta(seconds=5))))
+        abandoned = timedelta(seconds=self._random.choice((1, 10, 100)))
+        try:
+            report = await self.store.collect(keep, abandoned=abandoned)
+        except (Unavailable, CommitOutcomeUnknown) as error:
+            self.host.tell(f"gc: {type(error).__name__}")
+        except TStoreError as error:
+            self.history.faults.append(f"{self.host.name} could not collect: {type(error).__name__}: {error}")
+        else:
+            self.host.tell(f"gc is version {report.version}: {report.versions} and {report.abandoned} go")
 
     async def count_history(self) -> None:
         """Every commit of the log, which must not change from one look to the next."""
