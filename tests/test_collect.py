@@ -147,8 +147,8 @@ async def test_untagged_versions_expire_and_the_newest_never_does(url: str) -> N
 
 async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
     store = await tstore.open(url)
-    for value, tag in enumerate(["best", "best", None]):
-        async with store.transaction(tag=tag) as tx:
+    for value, how in enumerate(({"tag": "best"}, {"move_tag": "best"}, {})):
+        async with store.transaction(**how) as tx:
             await tx.replace_all(b"")
             await (await tx.create_array("x", (2000,), "f8")).write(float(value))
     report = await store.collect(Keep(tags=("best",)))
