@@ -27,6 +27,10 @@ the edits):
     finisher does not scan from the base         one transaction committed twice
     finisher scans from the highest base         lost updates
     the attempt is not in the id                 two starts of a job mixed in one checkpoint
+    a condemned transaction commits              commits whose data is deleted
+    gc does not spare what came meanwhile        commits whose data is deleted
+    gc forgets what the next version needs       commits whose data is deleted
+    gc lets the newest version expire            nothing left to read
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ MOST = 600
 
 LOG, GROUP, TREE = "tstore.log:Log.", "tstore.group:", "tstore.tree:Changes."
 TX, STORAGE = "tstore.transaction:Transaction.", "tstore.testing.storage:Storage."
+GC = "tstore.collect:"
 DECIDE = "await self._decide(seen + 1, record, error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
@@ -106,6 +111,14 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "the attempt is not in the id": [
         Edit(GROUP + "Membership.of", "{_slug(name)}.{_slug(token)}.{unique}", "{_slug(name)}")
+    ],
+    "a condemned transaction commits": [
+        Edit(LOG + "_check_condemned", "if record.transaction in collection.transactions:", "if False:")
+    ],
+    "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
+    "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],
+    "gc lets the newest version expire": [
+        Edit("tstore.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
     ],
 }
 
