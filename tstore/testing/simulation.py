@@ -257,6 +257,8 @@ def simulate(seed: int) -> Outcome:
         found, commits = loop.run_until_complete(whole())
     except Stuck as error:
         found, commits = [f"the run is stuck: {error}"], 0
+    except TStoreError as error:
+        found, commits = [f"the store can't be read: {type(error).__name__}: {error}"], 0
     except BaseException as error:
         error.add_note(f"in the simulation of seed {seed}")
         raise
