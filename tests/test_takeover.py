@@ -134,10 +134,11 @@ class Dying:
             fatal = self._seen == self._nth
             if fatal and not self._done:
                 raise Dead
-            result = await call(*arguments)
-            if fatal:
-                raise Dead
-            return result
+            try:
+                return await call(*arguments)
+            finally:
+                if fatal:
+                    raise Dead
 
         return mortal
 
