@@ -304,6 +304,21 @@ async def test_rules_go_before_the_data(tmp_path: Path) -> None:
     assert exmy.Format(c.format).bits in (8, 9)
 
 
+async def test_a_lossless_rule_takes_every_dtype(tmp_path: Path) -> None:
+    tree = {"empty": values(0, 4), "ids": np.arange(5000), "c": np.ones(300, "c16"), "flags": np.ones(200, bool)}
+    tree["nan"] = np.full((40, 50), np.nan, "f4")
+    tree["w"] = values(60, 50)
+    await tstore.save(tmp_path, tree, 0)
+    report = await tstore.quantize(tmp_path, {"w": "e4m3", "**": "lossless"})
+    found = await tstore.restore(tmp_path, at=report.tag)
+    for row in report.arrays:
+        if row.path != "w":
+            assert np.array_equal(found[row.path], tree[row.path], equal_nan=True)
+            assert (row.format, row.reason, row.sqnr) == (None, "", math.inf)
+    assert {a.path for a in report.encoded} == {"w"}
+    assert report.bytes_after < report.bytes_before / 2
+
+
 async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
     bad = values(100, 3)
     bad[3, 1], bad[99, 2] = np.nan, -np.inf

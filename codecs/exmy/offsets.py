@@ -18,9 +18,11 @@ from exmy.fit import BIAS_LIMIT, REACH, encoding_scales
 from exmy.groups import Groups
 from exmy.threads import run_parts
 
-__all__ = ["holding_offsets", "least_error", "peaks_of"]
+__all__ = ["FLOAT_REACH", "holding_offsets", "least_error", "peaks_of"]
 
-_FLOAT_REACH = 125  # of offsets where scales are float32 with normal reciprocals
+FLOAT_REACH = 125
+"""Offsets lie within this where scales are float32 with normal reciprocals."""
+
 _OFFSETS = np.exp2(np.arange(REACH))
 _EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the likely first
 _OCTAVE = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
@@ -91,9 +93,9 @@ def least_error(
     octave, within one octave of that offset.
     """
     if floats:
-        if int(holds.min()) < -_FLOAT_REACH:
+        if int(holds.min()) < -FLOAT_REACH:
             raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
-        holds = np.minimum(holds, _FLOAT_REACH - REACH)
+        holds = np.minimum(holds, FLOAT_REACH - REACH)
     offsets = holds.copy()
     scales = np.ones(holds.size, np.float32) if floats else None
     base = encoding_scales(holds, kind, layout)

@@ -16,7 +16,7 @@ from exmy.exponents import Exponents, exponents
 from exmy.fit import BIAS_LIMIT, CERTAIN, REACH, encoding_scales, without_nonfinite
 from exmy.format import Format
 from exmy.groups import Groups
-from exmy.offsets import holding_offsets
+from exmy.offsets import FLOAT_REACH, holding_offsets
 from exmy.quantizer import Scale
 from exmy.reference import clipping_limit, widen
 from exmy.threads import PART
@@ -32,7 +32,6 @@ RARE = 1 << 12
 _RUN = 256  # elements that are taken side by side
 _NEAR = 128  # elements that are looked at one by one where a rare one is among them
 _LONG = 4  # rows that are taken at least, and then only in parts
-_FLOAT_REACH = 125  # of offsets beside which float32 scales have normal reciprocals
 _OFFSETS = np.exp2(np.arange(REACH))
 _OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
@@ -96,7 +95,7 @@ class Sample:
         """Return whether f holds the values with some bias, or scale of `quantize`."""
         if scale == "none":
             return True
-        limit = clipping_limit(f.layout._replace(bias=f.bias - _FLOAT_REACH if scale == "float" else -BIAS_LIMIT))
+        limit = clipping_limit(f.layout._replace(bias=f.bias - FLOAT_REACH if scale == "float" else -BIAS_LIMIT))
         return bool(self.peaks.max(initial=0.0) < limit)
 
     def fit(self, f: Format, scale: Scale) -> Fit:
@@ -115,7 +114,7 @@ class Sample:
         layout = f.layout
         offsets = np.zeros(len(self.runs), np.int64) if scale == "none" else holding_offsets(self.peaks, layout)
         if scale == "float":
-            offsets = np.minimum(offsets, _FLOAT_REACH - REACH)
+            offsets = np.minimum(offsets, FLOAT_REACH - REACH)
         scales = encoding_scales(offsets, self.kind, layout)
         factors = np.ones(len(self.runs))
         if scale in {"none", "max"}:

@@ -12,7 +12,9 @@ All of this may run in another process: what goes in and what comes out is plain
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from tstore.chunks import ChunkTable, Run
 from tstore.codec import ArrayMeta
 from tstore.grid import boxes, part_of
 from tstore.kv.base import Backend
-from tstore.packed import PackedChunks, packed_chunks
+from tstore.packed import PackedChunks, is_packed, packed_chunks
 from tstore.pool import each
 from tstore.quantization.regrid import encoded_meta
 from tstore.quantization.study import Configuration, exponents_of, fit_tensor, nonfinite_reason
@@ -66,6 +68,15 @@ class _Written:
         self.runs: list[Run] = []
         self.lost: dict[int, tuple[exmy.Difference, int]] = {}
 
+    def encoded(self, exponents: exmy.Exponents | None) -> Encoded:
+        """What became of the array, all of it being written; measured where it is in eXmY."""
+        found = Encoded(self.values.path, self.meta.document, tuple(self.runs))
+        if not is_packed(self.meta):
+            return found
+        lost = [self.lost[number] for number in sorted(self.lost)]
+        difference, clipped = functools.reduce(operator.add, (d for d, _ in lost)), sum(c for _, c in lost)
+        return found._replace(difference=difference, clipped=clipped, exponents=exponents)
+
     def boxes(self) -> Iterator[_Box]:
         """Runs of whole chunks that cover the array, a slab or less each."""
         most, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
@@ -89,27 +100,19 @@ async def encode_batch(
 ) -> list[Encoded]:
     """What became of the arrays of a batch (`values.batches`), in its order."""
     values = await read_batch(snapshot, batch)
-    exponents = dict(zip(batch, await in_threads(exponents_of, values), strict=True))
     done: dict[str, Encoded] = {}
+    exponents: dict[str, exmy.Exponents] = {}
+    packed = [v for v in values if any(map(is_exmy, choices[v.path].codecs))]
+    for v, found in zip(packed, await in_threads(exponents_of, packed), strict=True):
+        exponents[v.path] = found
+        if found.count < v.meta.size:
+            done[v.path] = Encoded(v.path, reason=nonfinite_reason(v.meta.size - found.count, v.meta.size))
     for i in range(max(len(choices[path].codecs) for path in batch)):
-        todo = []
-        for v in values:
-            choice, found = choices[v.path], exponents[v.path]
-            if v.path in done or i >= len(choice.codecs):
-                continue
-            if is_exmy(choice.codecs[i]) and found.count < v.meta.size:
-                reason = nonfinite_reason(v.meta.size - found.count, v.meta.size)
-                done[v.path] = Encoded(v.path, reason=reason)
-            else:
-                todo.append((v, choice.codecs[i]))
-        for w in await _write(backend, packs, todo):
-            path, lost = w.values.path, [w.lost[n] for n in sorted(w.lost)]
-            nothing = exmy.compare(np.zeros(0, w.meta.dtype), np.zeros(0, w.meta.dtype))
-            difference = sum((d for d, _ in lost), nothing)
-            if difference.sqnr >= choices[path].floor:
-                clipped = sum(c for _, c in lost)
-                runs = tuple(w.runs)
-                done[path] = Encoded(path, w.meta.document, runs, "", difference, clipped, exponents[path])
+        open_ = [v for v in values if v.path not in done and i < len(choices[v.path].codecs)]
+        for w in await _write(backend, packs, [(v, choices[v.path].codecs[i]) for v in open_]):
+            encoded = w.encoded(exponents.get(w.values.path))
+            if encoded.difference is None or encoded.difference.sqnr >= choices[encoded.path].floor:
+                done[encoded.path] = encoded
     return [done.get(p) or Encoded(p, reason=f"no smaller format keeps {choices[p].floor:g} dB") for p in batch]
 
 
@@ -129,12 +132,9 @@ async def _write(backend: Backend, packs: PackSet, todo: Sequence[tuple[Values, 
         await packs.write(jobs)
         for box, job in zip(some, jobs, strict=True):
             box.written.runs += job.runs
-        await _measure(backend, [entry for entry in zip(some, jobs, parts, strict=True) if _is_packed(entry[0])])
+        entries = zip(some, jobs, parts, strict=True)
+        await _measure(backend, [(box, job, x) for box, job, x in entries if is_packed(job.meta)])
     return written
-
-
-def _is_packed(box: _Box) -> bool:
-    return box.written.meta.chain.packed is not None
 
 
 def _fitted(values: Values, codecs: Codecs) -> Codecs:

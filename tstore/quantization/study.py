@@ -46,10 +46,10 @@ def study(values: Values, recipe: Configuration, widths: range) -> Study:
     sample = values.sample(recipe.get("axis") if recipe.get("block") is None else None)
     surveyed = exmy.survey(sample, widths, **shared)
     if shared:
-        signal = sum(float(np.square(x, dtype=np.float64).sum()) for x in values.slabs())
+        signal = sum(exmy.compare(x, x).signal for x in values.slabs())
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
     else:
-        all_seen = exmy.exponents(sample).highest == exponents.highest
+        all_seen = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
         fits = fit_tensor(values, _contenders(surveyed, all_seen=all_seen))
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in fits]
         signal = fits[0].signal

@@ -62,7 +62,7 @@ def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[
     room = 0
     for path in paths:
         size = arrays[path].nbytes
-        if size > room or len(found[-1]) == _MOST:
+        if not found or size > room or len(found[-1]) == _MOST:
             found.append([])
             room = SLAB
         found[-1].append(path)

@@ -8,13 +8,14 @@ themselves never pass through the executor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.chunk_writer import PackSet
 from tstore.errors import Unavailable
-from tstore.kv.base import Durability
+from tstore.kv.base import Backend, Durability
 from tstore.pool import WORKERS
 from tstore.quantization.encoding import Choice, Encoded, encode_batch
 from tstore.quantization.study import Configuration, Study, study
@@ -76,14 +77,8 @@ class Work:
             calls = [(_encode_task, self._place, {p: choices[p] for p in t}) for t in self._tasks(paths)]
             return await self._in_executor(calls)
         backend, source = self._store.log.backend, self._source
-        packs = PackSet(backend, self._place.folder, self._place.durability)
-        try:
-            found = await self._at_once(lambda batch: encode_batch(backend, packs, source, batch, choices), paths)
-            await packs.settle()
-        except BaseException:
-            await packs.discard()
-            raise
-        return found
+        async with _packs(backend, self._place) as packs:
+            return await self._at_once(lambda batch: encode_batch(backend, packs, source, batch, choices), paths)
 
     async def _in_executor(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         assert self._executor is not None
@@ -159,13 +154,23 @@ async def _study_batch(
     return await in_threads(lambda v: study(v, recipes[v.path], widths), await read_batch(source, batch))
 
 
+@contextlib.asynccontextmanager
+async def _packs(backend: Backend, place: _Place) -> AsyncIterator[PackSet]:
+    """Packs of the transaction: durable after the block, given up where it fails."""
+    packs = PackSet(backend, place.folder, place.durability)
+    try:
+        yield packs
+        await packs.settle()
+    except BaseException:
+        await packs.discard()
+        raise
+
+
 def _study_task(place: _Place, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(place.url, "r") as store:
             source = await store.snapshot(place.version)
-            metas = {path: source.tree.nodes[path].meta for path in recipes}
-            found = [await _study_batch(source, b, recipes, widths) for b in batches(metas, list(recipes))]
-            return [one for some in found for one in some]
+            return await _in_turn(source, recipes, lambda batch: _study_batch(source, batch, recipes, widths))
 
     return asyncio.run(work())
 
@@ -174,17 +179,17 @@ def _encode_task(place: _Place, choices: Mapping[str, Choice]) -> list[Encoded]:
     async def work() -> list[Encoded]:
         async with await open(place.url, "r") as store:
             source, backend = await store.snapshot(place.version), store.log.backend
-            metas = {path: source.tree.nodes[path].meta for path in choices}
-            packs = PackSet(backend, place.folder, place.durability)
-            try:
-                found = [
-                    await encode_batch(backend, packs, source, batch, choices)
-                    for batch in batches(metas, list(choices))
-                ]
-                await packs.settle()
-            except BaseException:
-                await packs.discard()
-                raise
-            return [one for some in found for one in some]
+            async with _packs(backend, place) as packs:
+                return await _in_turn(
+                    source, choices, lambda batch: encode_batch(backend, packs, source, batch, choices)
+                )
 
     return asyncio.run(work())
+
+
+async def _in_turn(
+    source: Snapshot, paths: Iterable[str], call: Callable[[list[str]], Coroutine[Any, Any, list[R]]]
+) -> list[R]:
+    """The results of all batches of these paths, one batch after the other."""
+    metas = {path: source.tree.nodes[path].meta for path in paths}
+    return [result for batch in batches(metas, list(metas)) for result in await call(batch)]
