@@ -385,6 +385,42 @@ async def test_resizing_keeps_what_stays(store: tstore.Store) -> None:
     assert (await newest(store) == expected).all()
 
 
+@pytest.mark.parametrize("commits", ["one", "one for each step"])
+@pytest.mark.parametrize("shape", [(5, 8), (8, 3), (5, 6), (1, 1), (4, 8), (0, 8)], ids=str)
+async def test_what_a_resize_cut_off_does_not_come_back(
+    store: tstore.Store, shape: tuple[int, int], commits: str
+) -> None:
+    async with store.transaction() as tx:
+        s = await tx.create_array("s", (8, 8), "int32", (4, 4), fill_value=-7, sparse=True)
+        await s[:, :6].write(BASE[:, :6])  # the last column of chunks is written in part
+    async with store.transaction() as tx:
+        s = await tx.array("s")
+        await s[0, 0].write(99)
+        await s.resize(shape)
+        if commits == "one":
+            await s.resize((8, 8))
+    if commits != "one":
+        async with store.transaction() as tx:
+            await (await tx.array("s")).resize((8, 8))
+    expected = np.full((8, 8), -7)
+    expected[:, :6] = BASE[:, :6]
+    expected[0, 0] = 99
+    expected[shape[0] :], expected[:, shape[1] :] = -7, -7
+    assert (await newest(store, "s") == expected).all()
+    assert (await store.verify()).ok
+
+
+async def test_writes_after_a_resize_stay_over_what_it_cut_off(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        w = await tx.array("w")
+        await w.resize((6, 6))
+        await w.resize((8, 8))
+        await w[6:, 4:].write(1)
+        await w[7, 7].write(2)
+        assert (await w[4:, 4:].read()).tolist() == [[36, 37, 0, 0], [44, 45, 0, 0], [1, 1, 1, 1], [1, 1, 1, 2]]
+    assert (await newest(store))[4:, 4:].tolist() == [[36, 37, 0, 0], [44, 45, 0, 0], [1, 1, 1, 1], [1, 1, 1, 2]]
+
+
 async def test_two_first_uses_at_once_see_one_base(url: str) -> None:
     store, faults = await open_faulty(url)
     async with store.transaction() as tx:
