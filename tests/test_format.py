@@ -358,3 +358,22 @@ def test_the_golden_marker(tmp_path: Path) -> None:
     marker = json.loads((tmp_path / "tstore.json").read_bytes())
     assert set(marker) == {"format", "uuid", "created"}
     assert marker["format"] == 1
+
+
+TABLES = st.dictionaries(
+    st.integers(0, 9), st.sampled_from([(1, b"a"), (1, b"b"), (2, b"a"), (BLOCK + 1, b"ac"), (BLOCK + 1, b"ab")])
+)
+
+
+@given(TABLES, TABLES)
+def test_tables_differ_where_bytes_do(
+    mine: dict[int, tuple[int, bytes]], theirs: dict[int, tuple[int, bytes]]
+) -> None:
+    def table(chunks: dict[int, tuple[int, bytes]], pack: str) -> ChunkTable:
+        rows = [
+            (n, 0, n, length, b"".join(bytes([c]) * 16 for c in checks)) for n, (length, checks) in chunks.items()
+        ]
+        return ChunkTable.overlay([table_of((pack,), sorted(rows))])
+
+    found = table(mine, "a").differing(table(theirs, "b")).tolist()
+    assert found == sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))

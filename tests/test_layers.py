@@ -32,7 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("chunk_reader",),
     ("packed",),
     ("array",),
-    ("snapshot", "staged_array", "group"),
+    ("snapshot", "staged_array", "group", "read_set"),
     ("staged_tree",),
     ("transaction",),
     ("check", "collect", "contents"),

@@ -12,6 +12,7 @@ from tstore.chunks import ChunkTable, Run, Span
 from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
+from tstore.read_set import ReadSet
 from tstore.snapshot import array_node
 from tstore.staged_array import StagedArray
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
@@ -28,6 +29,7 @@ class StagedTree:
         self.base = base
         self.where = where
         self.replaces = False
+        self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
@@ -44,6 +46,7 @@ class StagedTree:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
         path = checked_path(path) if path.strip("/") else ""
         if any(self._is_array(p) for p in (path, *parents(path))):
+            self.reads.names((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
         self._groups[path] = group_document(attributes)
         self._stands(path)
@@ -71,6 +74,7 @@ class StagedTree:
     def delete(self, path: str) -> None:
         """Stages the removal of all at and below a path; `NotFound` where nothing is."""
         path = checked_path(path)
+        self.reads.names([path])
         gone = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
         stored = [p for p in self._stored() if is_below(p, path)]
         if not gone and not stored:
@@ -87,6 +91,7 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
+        self.reads.node(path)
         node = array_node(self.base, path, self.where)
         if self.replaces or self._is_deleted(path):
             raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
@@ -108,6 +113,7 @@ class StagedTree:
 
     def paths(self) -> list[str]:
         """The paths of all arrays as the transaction sees them, sorted."""
+        self.reads.arrays()
         return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
@@ -174,6 +180,7 @@ class StagedTree:
         below = self._standing.get(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
+            self.reads.names((path, *parents(path)))
             raise AlreadyExists(
                 f"{self.where}: {taken!r} stands in the way of an array at {path!r}; delete it first, "
                 "or choose another path"

@@ -28,7 +28,7 @@ from tstore.kv.url import connect
 from tstore.log import Log
 from tstore.manifest import Record
 from tstore.snapshot import Snapshot
-from tstore.transaction import Transaction
+from tstore.transaction import Isolation, Transaction
 
 __all__ = ["FORMAT_VERSION", "Commit", "Mode", "Store", "open", "opened"]
 
@@ -155,7 +155,7 @@ class Store:
         self,
         message: str = "",
         tag: str | None = None,
-        isolation: Literal["snapshot"] = "snapshot",
+        isolation: Isolation = "snapshot",
         durability: Literal["fsync", "none"] = "fsync",
         *,
         name: str | None = None,
@@ -166,15 +166,21 @@ class Store:
     ) -> Transaction:
         """A new transaction; `async with` commits it on exit and aborts it on an exception.
 
-        `tag` names the version it becomes. `durability="none"` gives up surviving a power failure. With
-        `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which
-        becomes one commit once all hosts have called `commit`.
+        `tag` names the version it becomes. `isolation="serializable"` also fails the commit with a `Conflict`
+        where anything it has read through its own arrays and paths has changed. `durability="none"` gives up
+        surviving a power failure. With `name`, `host`, `hosts` and `attempt` it is one host's part of a
+        cooperative transaction, which becomes one commit once all hosts have called `commit`.
         Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit.
         """
         if self.mode == "r":
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a' to write")
-        if isolation != "snapshot":
-            raise InvalidArgument(f"isolation {isolation!r} is not known: expected 'snapshot'")
+        if isolation not in ("snapshot", "serializable"):
+            raise InvalidArgument(f"isolation {isolation!r}: expected 'snapshot' or 'serializable'")
+        if isolation == "serializable" and name is not None:
+            raise InvalidArgument(
+                f"transaction {name!r} can't be serializable: a fragment does not carry what its host has read; "
+                "read and write in a transaction of one process, without a name"
+            )
         try:
             kept = Durability(durability)
         except ValueError:
@@ -185,6 +191,7 @@ class Store:
             self._log,
             message=message,
             tags=() if tag is None else (_checked_tag(tag),),
+            isolation=isolation,
             durability=kept,
             member=None if name is None else Membership.of(name, host, hosts, attempt),
             facts=facts,

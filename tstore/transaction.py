@@ -5,6 +5,7 @@
 3. Commit applies the patches, makes the packs durable, writes the manifest, and appends the record (`log`).
 4. For every newer commit met on the way the write set is validated; one that wrote a chunk of which this
    transaction changed only a part has its version patched again, any other overlap is a `Conflict`.
+   A serializable transaction is validated too: what it has read must be the same in that version.
 5. A host of a group delivers its fragment instead of 4, and whoever sees all of them commits (`group`).
 
 The id of a transaction is never used again, so what an aborted one leaves under `txn/<id>/` harms nobody.
@@ -36,7 +37,9 @@ from tstore.pool import uncancelled
 from tstore.staged_tree import StagedTree
 from tstore.tree import Changes, Tree, checked_path
 
-__all__ = ["Transaction"]
+__all__ = ["Isolation", "Transaction"]
+
+Isolation = Literal["snapshot", "serializable"]
 
 
 class Transaction:
@@ -51,6 +54,7 @@ class Transaction:
         *,
         message: str = "",
         tags: Sequence[str] = (),
+        isolation: Isolation = "snapshot",
         durability: Durability = Durability.FSYNC,
         member: Membership | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -58,6 +62,7 @@ class Transaction:
         self._log = log
         self._message = message
         self._tags = tuple(tags)
+        self._isolation = isolation
         self._durability = durability
         self._member = member
         self._facts = dict(facts or {})
@@ -135,7 +140,10 @@ class Transaction:
         (await self._begin()).delete(path)
 
     async def base(self) -> Tree:
-        """The tree this transaction is based on; the first use of the transaction fixes it."""
+        """The tree this transaction is based on; the first use of the transaction fixes it.
+
+        What is looked up in it does not count as read by a serializable transaction.
+        """
         return (await self._begin()).base
 
     async def replace_all(self, structure: bytes) -> None:
@@ -167,6 +175,8 @@ class Transaction:
         """Fills `out` with what this transaction sees: its own writes over its base."""
         staged = await self._begin()
         chunks, own = staged.below(path), staged.arrays.get(path)
+        if self._isolation == "serializable" and (own is None or not own.fresh):
+            staged.reads.values(path, meta, selection)
         if own is not None:
             await own.apply_patches(self._log.backend, self._packs, chunks)
             chunks = ChunkTable.overlay([chunks, own.written()])
@@ -267,6 +277,14 @@ class Transaction:
 
     async def _redo(self, staged: StagedTree, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
+        if self._isolation == "serializable":
+            changed = staged.reads.changed(staged.base, await self._log.tree(version))
+            if changed:
+                raise Conflict(
+                    f"{staged.where}: version {version}, committed since then, changed what this serializable "
+                    "transaction has read; nothing of it was committed. Read again and repeat it",
+                    changed,
+                )
         overlap = staged.changes(self._tags).overlap(Changes.of(other, await self._log.manifests(other)))
         fatal, redo = list(overlap.fatal), dict[str, list[int]]()
         for path, numbers in overlap.chunks.items():
