@@ -43,7 +43,14 @@ def test_methods_have_the_same_signature(name: str) -> None:
     awaited, twin = getattr(tstore, name), getattr(blocking, name)
     assert inspect.getdoc(twin)
     public = {n for n in vars(twin) if not n.startswith("_")}
-    assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {"path", "uuid", "mode", "id", "version"}
+    assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {
+        "path",
+        "uuid",
+        "mode",
+        "id",
+        "version",
+        "retries",
+    }
     for method in public:
         theirs, ours = getattr(awaited, method, None), getattr(twin, method)
         assert inspect.getdoc(ours), method
@@ -58,7 +65,7 @@ USERS = {
     "read write resize",
     "Snapshot": "version tags paths attributes array",
     "Store": "url mode uuid transaction snapshot history tags outcome verify close",
-    "Transaction": "version id create_array create_group array paths delete commit abort",
+    "Transaction": "version id retries create_array create_group array paths delete commit abort",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
+from tstore.log import Retry
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
@@ -23,6 +24,7 @@ __all__ = [
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",
+    "Retry",
     "Shards",
     "Snapshot",
     "Store",

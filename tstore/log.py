@@ -12,7 +12,9 @@ Appending a record (its data is durable already)
 2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
-3. If it exists by now, go to 1, after a back-off with jitter.
+3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
+   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
+   commits of one process take turns, first come first served.
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
    nothing can be learned, raise `CommitOutcomeUnknown` and delete nothing.
@@ -24,8 +26,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from tstore.errors import (
     AlreadyExists,
@@ -42,16 +47,23 @@ from tstore.kv.base import Backend, Durability
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
 from tstore.tree import Tree
 
-__all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
+__all__ = ["ROOT_EVERY", "Log", "Retry", "commit_key", "root_key"]
 
 ROOT_EVERY = 64
 
 _HINT = "latest"
 _CACHED = 256
-_BACKOFF_BASE, _BACKOFF_CAP = 0.002, 0.5
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
 Validate = Callable[[int, Record], Awaitable[Record]]
+
+
+class Retry(NamedTuple):
+    """Why something was done again: `version` is the one that came between, `reason` says how."""
+
+    version: int
+    reason: str
 
 
 def commit_key(version: int) -> str:
@@ -72,6 +84,8 @@ class Log:
         self._newest = 0
         self._records: dict[int, Record] = {}
         self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self._turns = weakref.WeakKeyDictionary()  # a lock belongs to its loop; a forked child has another
 
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log."""
@@ -154,13 +168,26 @@ class Log:
                 rooted -= ROOT_EVERY
         return self._trees[cached]
 
-    async def append(self, record: Record, validate: Validate, durability: Durability) -> int:
+    async def append(
+        self,
+        record: Record,
+        validate: Validate,
+        durability: Durability,
+        retried: Callable[[Retry], object] = lambda retry: None,
+    ) -> int:
         """The version that the record became, by the steps at the top of this file.
 
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
-        or returns the record to go on with.
+        or returns the record to go on with. `retried` is told of every create that did not make it; their
+        number, and one, is the fact "tries" of a record that needed more than one.
         """
-        seen, tries = record.base, 0
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            return await self._append(record, validate, durability, retried)
+
+    async def _append(
+        self, record: Record, validate: Validate, durability: Durability, retried: Callable[[Retry], object]
+    ) -> int:
+        seen, tries, pause = record.base, 1, _SHORTEST_PAUSE
         while True:
             while (other := await self._record_or_none(seen + 1)) is not None:
                 seen += 1
@@ -172,19 +199,21 @@ class Log:
             await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
+            tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
             try:
-                await self.backend.create(commit_key(seen + 1), encode(record), durability)
+                await self.backend.create(commit_key(seen + 1), encode(tried), durability)
             except AlreadyExists:
-                tries += 1
-                pause = min(_BACKOFF_CAP, _BACKOFF_BASE * 2**tries)
-                await asyncio.sleep(random.uniform(0, pause))
+                retried(Retry(seen + 1, "another transaction became this version first"))
+                await asyncio.sleep(pause := _next_pause(pause, tries))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
+                retried(Retry(seen + 1, f"no answer came to its creation: {error}"))
             except (Denied, StorageFull):
                 if await self._record_or_none(seen + 1) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
+            tries += 1
 
     async def _check_no_hole(self, version: int) -> None:
         """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
@@ -277,3 +306,9 @@ class Log:
             known = ", ".join(sorted(tags)[-10:]) or "none"
             raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
         return tags[at]
+
+
+def _next_pause(pause: float, tries: int) -> float:
+    """Seconds to wait after the `tries`-th create was lost and the pause before was that long."""
+    longest = max(_SHORTEST_PAUSE, _LONGEST_PAUSE / tries)
+    return min(longest, random.uniform(_SHORTEST_PAUSE, 3 * pause))

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 import tstore as _async
-from tstore import Bits, Commit, MinSqnr, QuantizedArray, QuantizeReport, Shards, errors, sharding
+from tstore import Bits, Commit, MinSqnr, QuantizedArray, QuantizeReport, Retry, Shards, errors, sharding
 from tstore.errors import Misuse
 from tstore.grid import Index
 from tstore.store import Mode
@@ -31,6 +31,7 @@ __all__ = [
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",
+    "Retry",
     "Shards",
     "Snapshot",
     "Store",
@@ -181,6 +182,9 @@ class Transaction(_Twin):
 
     version: int | None = property(  # type: ignore[assignment]
         lambda self: self._awaited.version, doc="The version it became, None before."
+    )
+    retries: list[Retry] = property(  # type: ignore[assignment]
+        lambda self: self._awaited.retries, doc="What came in the way of the commit and was overcome."
     )
     id: str = property(lambda self: self._awaited.id, doc="Its id in the log.")  # type: ignore[assignment]
 

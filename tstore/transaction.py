@@ -31,7 +31,7 @@ from tstore.errors import Conflict, Misuse
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, commit_group
 from tstore.kv.base import Durability
-from tstore.log import Log
+from tstore.log import Log, Retry
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.staged_tree import StagedTree
@@ -45,7 +45,8 @@ Isolation = Literal["snapshot", "serializable"]
 class Transaction:
     """Staged changes over a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version it became, None before.
+    `version` is the version it became, None before. `retries` tells what came in the way of the commit and was
+    overcome: versions that others took first, and those over which parts of chunks were written again.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Transaction:
         self._adopted = 0
         self.id = secrets.token_hex(12) if member is None else member.transaction
         self.version: int | None = None
+        self.retries: list[Retry] = []
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{secrets.token_hex(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
@@ -241,7 +243,7 @@ class Transaction:
                 record = self._record(staged, version, await self._manifest(staged))
             return record
 
-        self.version = await self._log.append(record, validate, self._durability)
+        self.version = await self._log.append(record, validate, self._durability, self.retries.append)
 
     def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
         return Fragment(
@@ -306,6 +308,7 @@ class Transaction:
             for path, again in redo.items():
                 await staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], again)
             await self._packs.settle()
+            self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(redo)}"))
         return bool(redo)
 
     async def _manifest(self, staged: StagedTree) -> ObjectRef | Manifest:
