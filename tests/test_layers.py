@@ -36,6 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("staged_tree",),
     ("transaction",),
     ("check", "collect", "contents"),
+    ("diff",),
     ("store",),
     ("quantization", "quantization.allocation", "quantization.encoding", "quantization.report"),
     ("quantization.plan", "quantization.work", "quantization.plot"),

@@ -64,7 +64,7 @@ USERS = {
     "Array": "path shape ndim size nbytes dtype chunks attributes dimension_names fill_value codecs "
     "read write resize",
     "Snapshot": "version tags paths attributes array",
-    "Store": "url mode uuid transaction snapshot history tags outcome verify close",
+    "Store": "url mode uuid transaction snapshot history tags diff outcome verify close",
     "Transaction": "version id retries create_array create_group array paths delete commit abort",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
+from tstore.diff import ArrayDiff, Diff
 from tstore.log import Retry
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
@@ -19,8 +20,10 @@ from tstore.transaction import Transaction
 
 __all__ = [
     "Array",
+    "ArrayDiff",
     "Bits",
     "Commit",
+    "Diff",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",

@@ -32,6 +32,7 @@ from tstore.tables import (
     Progress,
     plain,
     show_demo,
+    show_diff,
     show_exported,
     show_imported,
     show_log,
@@ -270,6 +271,22 @@ def _ls(store: str, path: str, at: int | str | None, as_json: bool) -> int:
         }
 
     return _run(work, show_ls, as_json)
+
+
+@cli.command("diff")
+@_store
+@click.argument("before", callback=_version_or_tag, metavar="A")
+@click.argument("after", callback=_version_or_tag, metavar="B")
+@_json
+def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
+    """Show what changed from version or tag A to B: arrays, chunks, and how far float values went."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"comparing {before} and {after} of {store}")
+        async with await tstore.open(store, "r") as opened:
+            return {"store": opened.url, **(await opened.diff(before, after)).document()}
+
+    return _run(work, show_diff, as_json)
 
 
 @cli.command("quantize")

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tstore.check import VerifyReport, verify_store
+from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -219,6 +220,15 @@ class Store:
             if (await self._log.record(version)).time <= at.timestamp():
                 return version
         raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
+
+    async def diff(
+        self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
+    ) -> Diff:
+        """How the arrays of one version differ from those of another, each named as for `snapshot`.
+
+        Only those chunks of float arrays are read that differ. Raises `NotFound` as `snapshot` does.
+        """
+        return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
 
     async def history(self) -> AsyncIterator[Commit]:
         """Every commit, newest first."""

@@ -19,15 +19,29 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 import tstore as _async
-from tstore import Bits, Commit, MinSqnr, QuantizedArray, QuantizeReport, Retry, Shards, errors, sharding
+from tstore import (
+    ArrayDiff,
+    Bits,
+    Commit,
+    Diff,
+    MinSqnr,
+    QuantizedArray,
+    QuantizeReport,
+    Retry,
+    Shards,
+    errors,
+    sharding,
+)
 from tstore.errors import Misuse
 from tstore.grid import Index
 from tstore.store import Mode
 
 __all__ = [
     "Array",
+    "ArrayDiff",
     "Bits",
     "Commit",
+    "Diff",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",
@@ -222,6 +236,7 @@ class Store(_Twin):
 
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
+    diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)
 
     @functools.wraps(_async.Store.transaction)
