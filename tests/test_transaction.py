@@ -196,6 +196,10 @@ def resize(*shape: int) -> Change:
     return change
 
 
+def replace(tx: tstore.Transaction) -> Awaitable[None]:
+    return tx.replace_all(b"")
+
+
 CHUNK = np.s_[0:4, 0:4]
 PART = np.s_[0, 0]
 
@@ -229,7 +233,16 @@ CONFLICTS: dict[str, tuple[Change, Change]] = {
     "a write against a resize": (write(CHUNK), resize(9, 9)),
     "a part against a resize": (write(PART), resize(9, 9)),
     "two resizes": (resize(4, 8), resize(8, 4)),
+    "two resizes to one shape": (resize(7, 7), resize(7, 7)),
     "a delete against a resize": (delete("w"), resize(9, 9)),
+    "a resize against a delete": (resize(7, 7), delete("w")),
+    "a delete against a delete and a create": (delete("w"), both(delete("w"), create("w"))),
+    "a delete and a create against a delete": (both(delete("w"), create("w")), delete("w")),
+    "a write against a delete and a create": (both(delete("w"), create("w")), write(PART)),
+    "a group against its delete": (delete("g"), group("g")),
+    "all replaced against a write": (replace, write(PART)),
+    "all replaced against a create": (replace, create("new")),
+    "all replaced against a delete": (replace, delete("g")),
 }
 MEETS: dict[str, tuple[Change, Change]] = {
     "two chunks": (write(CHUNK), write(np.s_[4:, 4:])),
@@ -243,6 +256,10 @@ MEETS: dict[str, tuple[Change, Change]] = {
     "a delete below a delete": (delete("g"), delete("g/v")),
     "a delete elsewhere": (delete("g"), write(CHUNK)),
     "a resize elsewhere": (create("new"), resize(4, 8)),
+    "a group above an array that is written": (write(PART), group("g")),
+    "a write against all replaced": (write(PART), both(replace, create("new"))),
+    "a resize against all replaced": (resize(9, 9), replace),
+    "two that replace all": (both(replace, create("new")), both(replace, create("other"))),
 }
 
 

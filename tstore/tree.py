@@ -1,8 +1,24 @@
 """The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
 
-Two commits overlap where both wrote the same chunk, where one changed the metadata of a node that the other
-touched, where one deleted what the other touched, or where both set one tag. A commit that replaces the whole
-tree (a checkpoint) rests on nothing that was there, so it overlaps with another only in its tags.
+What becomes of a commit that meets a newer one, committed since its base:
+
+    it …                           and the newer one …                            outcome
+    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both stay
+    wrote a whole chunk            wrote that chunk, in part or whole             Conflict
+    wrote chunks                   wrote other chunks                             both stay
+    wrote or resized an array      resized, deleted or created it anew            Conflict
+    resized an array               wrote any chunk of it                          Conflict
+    deleted a node                 wrote, resized or created at or below it       Conflict
+    deleted a node                 deleted it too, above it, or below it          both stay
+    created a node                 created one there, above it or below it        Conflict
+    created a node                 deleted a node above it                        Conflict
+    created a node                 created one elsewhere, in one new group too    both stay
+    set a tag                      set the same tag                               Conflict
+    touched any node               replaced the whole tree (a checkpoint)         Conflict
+    replaced the whole tree        did anything but set the same tag              replaces that too
+    read (serializable)            changed what was read                          Conflict (`read_set`)
+
+A commit that replaces the whole tree rests on nothing that was there.
 """
 
 from __future__ import annotations
