@@ -45,7 +45,7 @@ from tstore.errors import (
 )
 from tstore.kv.base import Backend, Durability
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
-from tstore.tree import Tree
+from tstore.tree import Changes, Tree
 
 __all__ = ["ROOT_EVERY", "Log", "Retry", "commit_key", "root_key"]
 
@@ -84,6 +84,7 @@ class Log:
         self._newest = 0
         self._records: dict[int, Record] = {}
         self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
+        self._changes: dict[int, tuple[Record, Changes]] = {}
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._turns = weakref.WeakKeyDictionary()  # a lock belongs to its loop; a forked child has another
 
@@ -113,6 +114,16 @@ class Log:
             if len(self._records) > _CACHED:
                 del self._records[next(iter(self._records))]
         return found
+
+    async def changes(self, version: int, record: Record) -> Changes:
+        """What the record of a version changed; many transactions of a process validate against the same ones."""
+        known, changes = self._changes.get(version, (None, None))
+        if known is not record or changes is None:
+            changes = Changes.of(record, await self.manifests(record))
+            self._changes[version] = record, changes
+            if len(self._changes) > _CACHED:
+                del self._changes[next(iter(self._changes))]
+        return changes
 
     async def manifests(self, record: Record) -> list[Manifest]:
         """The manifests of a record, read where they do not travel in it."""

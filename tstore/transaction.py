@@ -236,10 +236,11 @@ class Transaction:
 
     async def _append(self, staged: StagedTree, manifest: ObjectRef | Manifest) -> None:
         record = self._record(staged, staged.base.version, manifest)
+        mine = staged.changes(self._tags)
 
         async def validate(version: int, other: Record) -> Record:
             nonlocal record
-            if await self._redo(staged, version, other):
+            if await self._redo(staged, mine, version, other):
                 record = self._record(staged, version, await self._manifest(staged))
             return record
 
@@ -277,7 +278,7 @@ class Transaction:
             durable=self._durability is Durability.FSYNC,
         )
 
-    async def _redo(self, staged: StagedTree, version: int, other: Record) -> bool:
+    async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
         if self._isolation == "serializable":
             changed = staged.reads.changed(staged.base, await self._log.tree(version))
@@ -287,7 +288,7 @@ class Transaction:
                     "transaction has read; nothing of it was committed. Read again and repeat it",
                     changed,
                 )
-        overlap = staged.changes(self._tags).overlap(Changes.of(other, await self._log.manifests(other)))
+        overlap = mine.overlap(await self._log.changes(version, other))
         fatal, redo = list(overlap.fatal), dict[str, list[int]]()
         for path, numbers in overlap.chunks.items():
             array = staged.arrays[path]
