@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tstore
 from tstore.chunks import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode, reference
+from tstore.manifest import Fragment, Manifest, ObjectRef, Part, Record, Root, decode, encode, reference
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
@@ -53,6 +53,15 @@ RECORD = Record(
     {"step": 1},
 )
 FRAGMENT = Fragment("t.1", 3, 8, 7, "m", ("step/1",), True, (), MANIFEST, 5, b"s", {"step": 1})
+SEVERAL = Record(
+    "a.together",
+    7,
+    2.5,
+    tags=("x",),
+    manifests=(MANIFEST, MANIFEST),
+    bytes_added=9,
+    parts=(Part("a", 1.5, "m", ("x",), 4, {"step": 1}), Part("b", 2.5, "", (), 5, {})),
+)
 ROOT = Root(64, {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
@@ -74,6 +83,17 @@ BODIES: dict[str, tuple[Any, str]] = {
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
         "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!x>o>m3x2}#M?9ZC0XyV@&",
+    ),
+    "record of several transactions": (
+        SEVERAL,
+        "baQlXa%EBhovL9jbZ=*6bZBLA2g^VN00000005wop?JcOlAWk+VQy(=Wpi|rs&sg6FJUimVPk8ck;DRNZjr<_dm?&aa&lj0Z*py6bRs%"
+        "4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR9100000#25eo000"
+        "000006200000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A000000ssI2000000RRvH00"
+        "000#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBTa0ZDDR{W@U49lB#rgZ"
+        "ZBakaA9L>ppnD^X>O6kHG3j@VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOlccXSMV#Ejl00000"
+        "0002Q0s#QT5CQ-I0000000961000000K^yo00000000020000000007000000002Q3;+NC00961000000K^yo0000000000000000000"
+        "A000000002Q7zzLY0000000IC2000000096H000000K`BrFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=YRGBPqUGBPqUGBPqUGBP"
+        "qUGBPqUGBPqUGBPqUGBPp=!hpk)mZ4$GKllIu00000p>2_&cm#o@b97~J0hXa+%RmGG000000HBZsfLGtlG3E3}1E0jklx30{cm",
     ),
     "fragment": (
         FRAGMENT,

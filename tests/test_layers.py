@@ -23,7 +23,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("codec",),
     ("manifest", "shards"),
     ("tree", "structure"),
-    ("policy",),
+    ("policy", "commit_queue"),
     ("kv", "kv.base"),
     ("kv.newfile",),
     ("kv.memory", "kv.local", "kv.http", "kv.gcs", "kv.retry", "kv.faults"),

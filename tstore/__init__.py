@@ -8,8 +8,8 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
+from tstore.commit_queue import Retry
 from tstore.diff import ArrayDiff, Diff
-from tstore.log import Retry
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report

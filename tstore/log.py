@@ -13,8 +13,8 @@ Appending a record (its data is durable already)
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
-   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
-   commits of one process take turns, first come first served.
+   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves.
+   Commits of one process do not race: they take turns, or go out together (`commit_queue`).
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
    nothing can be learned, raise `CommitOutcomeUnknown` and delete nothing.
@@ -27,11 +27,12 @@ from __future__ import annotations
 import asyncio
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec.structs import replace
 
+from tstore.commit_queue import CommitQueue, Entry, Retry, Validate
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -47,7 +48,7 @@ from tstore.kv.base import Backend, Durability
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
 from tstore.tree import Changes, Tree
 
-__all__ = ["ROOT_EVERY", "Log", "Retry", "commit_key", "root_key"]
+__all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
 
 ROOT_EVERY = 64
 
@@ -56,14 +57,6 @@ _CACHED = 256
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
-Validate = Callable[[int, Record], Awaitable[Record]]
-
-
-class Retry(NamedTuple):
-    """Why something was done again: `version` is the one that came between, `reason` says how."""
-
-    version: int
-    reason: str
 
 
 def commit_key(version: int) -> str:
@@ -85,8 +78,14 @@ class Log:
         self._records: dict[int, Record] = {}
         self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
         self._changes: dict[int, tuple[Record, Changes]] = {}
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
-        self._turns = weakref.WeakKeyDictionary()  # a lock belongs to its loop; a forked child has another
+        self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
+        self._queues = weakref.WeakKeyDictionary()  # a loop has its own; a forked child has another loop
+
+    @property
+    def waiting(self) -> int:
+        """How many commits of the running event loop wait while another is in flight."""
+        queue = self._queues.get(asyncio.get_running_loop())
+        return 0 if queue is None else len(queue)
 
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log."""
@@ -185,15 +184,21 @@ class Log:
         validate: Validate,
         durability: Durability,
         retried: Callable[[Retry], object] = lambda retry: None,
+        changes: Changes | None = None,
     ) -> int:
         """The version that the record became, by the steps at the top of this file.
 
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
         or returns the record to go on with. `retried` is told of every create that did not make it; their
-        number, and one, is the fact "tries" of a record that needed more than one.
+        number, and one, is the fact "tries" of a record that needed more than one. A record whose `changes`
+        are passed may go out together with others of this process, as `commit_queue` says.
         """
-        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+
+        async def append(record: Record, validate: Validate, retried: Callable[[Retry], object]) -> int:
             return await self._append(record, validate, durability, retried)
+
+        queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
+        return await queue.append(Entry(record, validate, retried, changes), append)
 
     async def _append(
         self, record: Record, validate: Validate, durability: Durability, retried: Callable[[Retry], object]
@@ -301,7 +306,7 @@ class Log:
         version = above
         while (record := await self._record_or_none(version + 1)) is not None:
             version += 1
-            if record.transaction == transaction:
+            if transaction in (record.transaction, *record.transactions):
                 return version
         return None
 

@@ -29,6 +29,7 @@ __all__ = [
     "Fragment",
     "Manifest",
     "ObjectRef",
+    "Part",
     "Record",
     "Root",
     "decode",
@@ -134,12 +135,24 @@ class Manifest(_Body, tag="manifest", dict=True, frozen=True):
         )
 
 
+class Part(_Body, frozen=True):
+    """One of several transactions that were committed as one record, as far as the record does not tell it."""
+
+    transaction: str
+    time: float
+    message: str
+    tags: tuple[str, ...]
+    bytes_added: int
+    facts: dict[str, Any]
+
+
 class Record(_Body, frozen=True):
     """One commit. Its bytes do not depend on the version it becomes, so that a retry re-sends the same.
 
     `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
     nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
-    that it and every commit before it survive a power failure.
+    that it and every commit before it survive a power failure. `parts` are the transactions that it is made of,
+    where there are several; then its own id is no transaction's.
     """
 
     transaction: str
@@ -154,6 +167,16 @@ class Record(_Body, frozen=True):
     void: bool = False
     facts: dict[str, Any] = {}
     durable: bool = True
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def transactions(self) -> tuple[str, ...]:
+        """The ids of all transactions that it commits."""
+        return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
+
+
+_LATER: tuple[Any, ...] = ((),)
+"""Defaults of the fields that records of the first stores do not have; at the end they are not written."""
 
 
 class Fragment(_Body, frozen=True):
@@ -187,7 +210,10 @@ _KINDS: dict[type[_Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F"
 
 def encode(body: _Body) -> bytes:
     """The frame of a record, manifest, fragment or root."""
-    data = _MAGIC + _KINDS[type(body)] + bytes([_VERSION]) + msgspec.msgpack.encode(body)
+    fields = msgspec.structs.astuple(body) if isinstance(body, Record) else None
+    if fields is not None and fields[-len(_LATER) :] == _LATER:
+        fields = fields[: -len(_LATER)]
+    data = _MAGIC + _KINDS[type(body)] + bytes([_VERSION]) + msgspec.msgpack.encode(fields or body)
     return data + digest(data)
 
 

@@ -231,11 +231,12 @@ class Store:
         return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
 
     async def history(self) -> AsyncIterator[Commit]:
-        """Every commit, newest first."""
+        """Every commit, newest first; transactions that were committed together have one version."""
         for version in range(await self._log.newest(), 0, -1):
             record = await self._log.record(version)
             if not record.void:
-                yield _commit(version, record)
+                for commit in reversed(_commits(version, record)):
+                    yield commit
 
     async def tags(self) -> dict[str, int]:
         """Every tag and the version it names."""
@@ -265,17 +266,21 @@ class Store:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
 
 
-def _commit(version: int, record: Record) -> Commit:
-    return Commit(
-        version,
-        record.tags[0] if record.tags else None,
-        record.message,
-        datetime.datetime.fromtimestamp(record.time, datetime.UTC),
-        record.tags,
-        record.transaction,
-        record.bytes_added,
-        record.facts,
-    )
+def _commits(version: int, record: Record) -> list[Commit]:
+    """The transactions that were committed as one version, in their order; one, as a rule."""
+    return [
+        Commit(
+            version,
+            part.tags[0] if part.tags else None,
+            part.message,
+            datetime.datetime.fromtimestamp(part.time, datetime.UTC),
+            part.tags,
+            part.transaction,
+            part.bytes_added,
+            {**part.facts, **record.facts},
+        )
+        for part in record.parts or (record,)
+    ]
 
 
 def _checked_tag(tag: str) -> str:

@@ -27,11 +27,12 @@ from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
+from tstore.commit_queue import Retry
 from tstore.errors import Conflict, Misuse
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, commit_group
 from tstore.kv.base import Durability
-from tstore.log import Log, Retry
+from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.staged_tree import StagedTree
@@ -244,7 +245,13 @@ class Transaction:
                 record = self._record(staged, version, await self._manifest(staged))
             return record
 
-        self.version = await self._log.append(record, validate, self._durability, self.retries.append)
+        self.version = await self._log.append(
+            record,
+            validate,
+            self._durability,
+            self.retries.append,
+            mine if self._isolation == "snapshot" else None,
+        )
 
     def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
         return Fragment(

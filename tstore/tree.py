@@ -164,11 +164,12 @@ class Changes(NamedTuple):
     @staticmethod
     def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """The changes that a committed record made."""
-        nodes = {
-            path: NodeChange(fresh, span.table.index[span.start : span.stop])
-            for manifest in manifests
-            for path, _, fresh, span in manifest.nodes()
-        }
+        nodes: dict[str, NodeChange] = {}
+        for path, _, fresh, span in (node for manifest in manifests for node in manifest.nodes()):
+            numbers = span.table.index[span.start : span.stop]
+            if path in nodes:  # transactions that were committed together wrote different chunks of it
+                fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
+            nodes[path] = NodeChange(fresh, numbers)
         return Changes(nodes, record.deleted, record.replaces, record.tags)
 
     def overlap(self, other: Changes) -> Overlap:
