@@ -70,6 +70,12 @@ async def created(tx: tstore.Transaction, path: str, size: int = 4) -> tstore.Tr
     return tx
 
 
+async def waiting(store: tstore.Store, commits: int) -> None:
+    """Returns once so many commits wait while another is in flight."""
+    while store.log.waiting < commits:  # noqa: ASYNC110 - nothing is told when one has come
+        await asyncio.sleep(0)
+
+
 async def together(
     url: str, store: tstore.Store, ready: list[tstore.Transaction], between: tstore.Transaction | None = None
 ) -> list[int | BaseException]:
@@ -82,8 +88,7 @@ async def together(
     await gate.reached()
     for number, tx in enumerate(ready, 1):
         tasks.append(asyncio.create_task(tx.commit()))
-        while store.log.waiting < number:  # so that they come in this order
-            await asyncio.sleep(0)
+        await waiting(store, number)  # so that they come in this order
     if between is not None:
         await between.commit()
     gate.release()
@@ -246,8 +251,7 @@ async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
     gate = faults.hold("create", "commits/*")
     tasks = [asyncio.create_task(tx.commit()) for tx in ready]
     await gate.reached()
-    while store.log.waiting < len(ready) - 1:
-        await asyncio.sleep(0)
+    await waiting(store, len(ready) - 1)
     gate.release()
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(f, (int, Conflict)) for f in found)
