@@ -4,8 +4,7 @@
 
 The data are 2^19 iid samples of the Gaussian, Laplace and Student-t(5) distributions. exmy_sqnr.txt holds figures
 that were computed without exmy, from the first draw here (NumPy's default_rng(0), one distribution after the
-other): with heavy tails they hang on the few largest samples. What ``choose`` finds is looked at in more draws; it
-sees an eighth of the samples, so it may miss the tail that decides.
+other): with heavy tails they hang on the few largest samples. What ``choose`` finds is looked at in more draws.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def choice_table(chosen: dict[str, dict[int, Chosen]]) -> Table:
     return out
 
 
-def bars(found: dict[str, dict[str, Found]]) -> list[Bar]:
+def bars(found: dict[str, dict[str, Found]], chosen: dict[str, dict[int, Chosen]]) -> list[Bar]:
     """The least margin of each promise over all formats that it is about."""
     out = []
 
@@ -170,6 +169,8 @@ def bars(found: dict[str, dict[str, Found]]) -> list[Bar]:
     best = {bits: [a for f, a in found["gauss"].items() if exmy.Format(f).bits == bits] for bits in WIDTHS}
     lead = {f"B={b}": max(a.sqnr["float scale"] for a in best[b]) - lloyd[b] for b in WIDTHS if b > 2}
     add("gauss: best format with a float scale − Lloyd-Max", -1.4, lead)
+    for name, widths in chosen.items():
+        add(f"{name}: choose − best format", -0.3, {f"B={b}": -at.lost for b, at in widths.items()})
     return out
 
 
@@ -184,7 +185,7 @@ def main(draws: int, json_file: Path | None) -> None:
     for name, figures in found.items():
         console.print(table(name, figures))
     console.print(choice_table(chosen))
-    margins = bars(found)
+    margins = bars(found, chosen)
     console.print(bar_table(margins))
     if json_file:
         data = {

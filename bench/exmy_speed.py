@@ -165,8 +165,10 @@ class Bench:
             }
             calls |= {"choose min_sqnr=30": lambda: exmy.choose(matrix, min_sqnr=30)}
             seconds = measure(calls, rounds)
-            for call in list(calls)[1:]:
-                self._row(title, call, matrix.nbytes, seconds, {"time ÷ max": 1 / ratio(seconds, call, "max")})
+            times_of = {call: 1 / ratio(seconds, call, "max") for call in list(calls)[1:]}
+            for call, times in times_of.items():
+                self._row(title, call, matrix.nbytes, seconds, {"time ÷ max": times})
+            self.bars.append(report.Bar("choose, slowest, time ÷ max", 2, max(times_of.values()), most=True))
 
     def _row(
         self,

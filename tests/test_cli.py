@@ -278,6 +278,40 @@ def test_verify(store: Path, call: Call) -> None:
     }
 
 
+def test_gc(store: Path, file: Path, call: Call) -> None:
+    for step in (5, 6):
+        call("import", file, store, "--step", step)
+    code, out, _ = call("gc", store, "--keep-last", 2, "--dry-run")
+    assert code == 0
+    assert "versions 1 (step/4) expire" in out
+    assert "would go" in out
+    assert json.loads(call("verify", store, "--json")[1])["versions"] == 3
+    code, out, _ = call("gc", store, "--keep-tag", "step/5", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["versions"], report["version"], report["dry_run"]) == ([1], 4, False)
+    assert "(expired)" in call("log", store)[1]
+    failed(call("ls", store, "--at", 1), "version 1 was removed by the garbage collection of version 4")
+    failed(call("gc", store, "--keep-best", "1:loss"), "no step has the metric 'loss'")
+    assert call("gc", store)[0] == 0
+    assert call("verify", store)[0] == 0
+
+
+@pytest.mark.parametrize("option", [["--keep-best", "loss"], ["--keep-last", "0"], ["--keep-days", "-1"]])
+def test_gc_misused(store: Path, call: Call, option: list[str]) -> None:
+    failed(call("gc", store, *option), option[0], code=2)
+
+
+def test_the_keep_options(tmp_path: Path, call: Call) -> None:
+    for step in range(6):
+        blocking.save(tmp_path / "s", {"x": step}, step, metrics={"loss": -step, "accuracy": step})
+    options = ["--keep-best", "1:accuracy:max", "--keep-best", "2:loss:max", "--keep-every", 3]
+    assert call("gc", tmp_path / "s", *options)[0] == 0
+    assert blocking.steps(tmp_path / "s") == [0, 1, 3, 5]
+    assert call("gc", tmp_path / "s", "--keep-days", 1)[0] == 0
+    assert blocking.steps(tmp_path / "s") == [0, 1, 3, 5]
+
+
 def test_the_real_weights(tmp_path: Path, call: Call) -> None:
     store, out = tmp_path / "store", tmp_path / "out.safetensors"
     assert call("import", real_weights(), store, "--step", 0)[0] == 0

@@ -23,7 +23,7 @@ def client() -> Iterator[Client]:
 
 
 async def test_a_cluster_quantizes(tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.quantization.work._BATCH", 100_000)
+    monkeypatch.setattr("tstore.quantization.work._TASK", 100_000)
     rng = np.random.default_rng(3)
     tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}
     await tstore.save(tmp_path, tree, 0)
@@ -37,4 +37,4 @@ async def test_a_cluster_quantizes(tmp_path: Path, client: Client, monkeypatch: 
     store = await tstore.open(tmp_path)
     assert (await store.verify()).ok
     packs = {key.rsplit("-", 1)[0] for key in await store.log.backend.list("txn/") if "pack-" in key}
-    assert len(packs) == 4  # of the save, and of three batches
+    assert len(packs) == 4  # of the save, and of three tasks

@@ -20,7 +20,19 @@ from hypothesis import strategies as st
 import tstore
 from tstore.chunks import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.manifest import Fragment, Manifest, ObjectRef, Part, Record, Root, decode, encode, reference
+from tstore.manifest import (
+    Alive,
+    Collection,
+    Fragment,
+    Manifest,
+    ObjectRef,
+    Part,
+    Record,
+    Root,
+    decode,
+    encode,
+    reference,
+)
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
@@ -62,6 +74,21 @@ SEVERAL = Record(
     bytes_added=9,
     parts=(Part("a", 1.5, "m", ("x",), 4, {"step": 1}), Part("b", 2.5, "", (), 5, {})),
 )
+REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
+GC = Record(
+    "gc-1",
+    9,
+    2.5,
+    "gc",
+    collected=4,
+    collection=Collection(
+        (Alive(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",)),),
+        (3, 5),
+        {"step/1": 3},
+        ("gone",),
+        ("txn/old/pack-2", "roots/00000000000000000000"),
+    ),
+)
 ROOT = Root(64, {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
@@ -86,14 +113,25 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "record of several transactions": (
         SEVERAL,
-        "baQlXa%EBhovL9jbZ=*6bZBLA2g^VN00000005wop?JcOlAWk+VQy(=Wpi|rs&sg6FJUimVPk8ck;DRNZjr<_dm?&aa&lj0Z*py6bRs%"
-        "4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR9100000#25eo000"
-        "000006200000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A000000ssI2000000RRvH00"
-        "000#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBTa0ZDDR{W@U49lB#rgZ"
-        "ZBakaA9L>ppnD^X>O6kHG3j@VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOlccXSMV#Ejl00000"
-        "0002Q0s#QT5CQ-I0000000961000000K^yo00000000020000000007000000002Q3;+NC00961000000K^yo0000000000000000000"
-        "A000000002Q7zzLY0000000IC2000000096H000000K`BrFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=YRGBPqUGBPqUGBPqUGBP"
-        "qUGBPqUGBPqUGBPqUGBPp=!hpk)mZ4$GKllIu00000p>2_&cm#o@b97~J0hXa+%RmGG000000HBZsfLGtlG3E3}1E0jklx30{cm",
+        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO`ksBK|xX=Y_}bdsuccy2FYFK}UFYoL+D0%>lM#5H>&dSP;MUuJJ|ZDDj"
+        "GIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o000"
+        "00000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y000000006200000000315C"
+        "8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUov3YLZfRy^b99obb"
+        "a-wrVJ~oDV{4$1!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8"
+        "000000K@_T0K^ai0000000001000000002Q7ytkO0000000IC20000000#g7000000K^Oc00001000000002Q7ytkO00000000000000"
+        "0015yA000000K^yy0000000002000000000101yBG0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBP"
+        "qUGBPqUGBPqUGBPqUGBPqUG6}+f!vK)Ll9r)i%Rl%4000000HJM>p?Cy=q;qs-Z~>N~V#`1T00000005wn1%S{)bxgeR@~~jK0?oDI#g"
+        "G",
+    ),
+    "record of a re-use": (
+        REUSE,
+        "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~ACjJS#TFzI%R3Qgj3j{LK",
+    ),
+    "gc": (
+        GC,
+        "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={_2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
+        "0001yu5@^AFK=vQFK}UFYb`O70|kMmb97~JFEIm=q-Sq#Ws<IRcy2FmY-BHRVPk78GP-haZ*+4nFfcGMFfcGMFfcGMFfcGMFfcGM"
+        "2Hdmheda}Z_TNU!q7^l6",
     ),
     "fragment": (
         FRAGMENT,
@@ -119,6 +157,10 @@ def test_golden_bytes(name: str) -> None:
     data = base64.b85decode(golden)
     assert encode(body) == data
     assert decode(data, type(body)) == body
+
+
+def test_an_older_tstore_does_not_read_past_a_gc() -> None:
+    assert [encode(body)[7] for body in (RECORD, REUSE, GC)] == [1, 1, 2]
 
 
 def test_the_frame_is_what_the_documentation_says() -> None:
@@ -152,8 +194,8 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 2"):
-        decode(frame(b"R", 2, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 3"):
+        decode(frame(b"R", 3, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(

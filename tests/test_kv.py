@@ -317,3 +317,34 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(Denied, match="permission"):
         await getattr(backend, call)("d/x")
+
+
+async def test_folders_and_what_is_in_them(backend: Backend) -> None:
+    assert await backend.folders("txn/") == []
+    for key in ("txn/b/pack", "txn/a/one", "txn/a/two", "txn/plain", "other/c/x"):
+        await backend.create(key, b"x", NONE)
+    assert await backend.folders("txn/") == ["a", "b"]
+    age = await backend.age("txn/a")
+    assert age is not None
+    assert -1 < age < 100
+    assert await backend.age("txn/nothing") is None
+    for key in ("txn/a/one", "txn/a", "txn/a/two"):
+        await backend.delete(key)
+        assert await backend.list("txn/b") == ["txn/b/pack"]
+    assert await backend.list("txn/a/") == []
+    await backend.delete("txn/a")
+    assert await backend.folders("txn/") == ["b"]
+
+
+async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> None:
+    backend = connect(tmp_path)
+    await backend.create("txn/a/one", b"x", NONE)
+    (tmp_path / "txn/a/.left.tmp").write_bytes(b"")  # by a create that was killed
+    os.utime(tmp_path / "txn/a/one", (0, 0))
+    await backend.delete("txn/a")
+    assert await backend.get("txn/a/one") == b"x"
+    await backend.delete("txn/a/one")
+    await backend.delete("txn/a")
+    assert os.listdir(tmp_path / "txn") == []
+    await backend.create("txn/a/one", b"y", FSYNC)
+    assert await backend.get("txn/a/one") == b"y"

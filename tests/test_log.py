@@ -205,6 +205,31 @@ async def test_when_nothing_can_be_learned_the_outcome_is_unknown(landed: bool, 
     assert await messages(url) == (["m1", "mine"] if landed else ["m1"])
 
 
+async def test_a_commit_that_landed_but_could_not_be_settled_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.lose_reply("create", "commits/*")
+    faults.fail("settle", "commits")
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await tx.commit()
+    assert await store.outcome(tx.id) == 2
+
+
+async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    void = faults.hold("create", "commits/*")
+    faults.fail("get", commit_key(2), nth=3)
+    commit = asyncio.create_task(tx.commit())
+    await void.reached()
+    assert await faults.land() == [None]
+    void.release()
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await commit
+    assert await store.outcome(tx.id) == 2
+
+
 async def test_a_failed_create_is_an_error_and_leaves_nothing() -> None:
     url = anew()
     store, faults, tx = await started(url)
@@ -314,6 +339,26 @@ async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
     assert commit_key(hole) in report.faults[0]
 
 
+async def test_what_is_committed_while_a_store_is_verified_is_no_fault() -> None:
+    url = anew()
+    await fill(url, 3)
+    store, faults = await open_faulty(url)
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 2)
+    listing.release()
+    assert (await verified).faults == []
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 3)
+    await faults.inner.delete(commit_key(7))
+    listing.release()
+    [fault] = (await verified).faults
+    assert commit_key(7) in fault
+
+
 async def test_a_damaged_record_stops_what_needs_it_and_no_more() -> None:
     url = anew()
     await fill(url, 5)
@@ -354,3 +399,21 @@ async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
     assert not hole.exists()
     hole.write_bytes(record)
     assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
+
+
+async def test_a_tree_that_is_let_go_of_while_a_root_is_asked_for() -> None:
+    """Readers of one store look at many versions at once; only the newest few trees are kept."""
+    url = f"memory://{uuid.uuid4()}"
+    store, faults = await open_faulty(url)
+    for step in range(ROOT_EVERY + 2):
+        await tstore.save(store, {"x": step}, step)
+    await store.log.backend.delete(root_key(ROOT_EVERY))
+    reader, faults = await open_faulty(url, "r")
+    await reader.log.tree(1)
+    gate = faults.hold("get", root_key(ROOT_EVERY))
+    late = asyncio.create_task(reader.log.tree(ROOT_EVERY + 1))
+    await gate.reached()
+    for version in range(2, 8):
+        await reader.log.tree(version)
+    gate.release()
+    assert (await late).version == ROOT_EVERY + 1

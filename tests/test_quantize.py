@@ -146,6 +146,7 @@ async def test_packed_leaves_what_is_not_in_exmy(tmp_path: Path) -> None:
 async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 14)
     monkeypatch.setattr("tstore.quantization.encoding.SLAB", 1 << 14)
     x = values(300, 100)
     x[211, 5] = 300.0  # an outlier in one of the later slabs
@@ -427,7 +428,7 @@ def executors() -> list[Any]:
 
 @pytest.mark.parametrize("make", executors())
 async def test_an_executor_does_the_same_work(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.quantization.work._BATCH", 30_000)
+    monkeypatch.setattr("tstore.quantization.work._TASK", 30_000)
     tree = {f"w{i}": values(60, 50 + i, scale=1 / (i + 1)) for i in range(7)}
     await tstore.save(tmp_path, tree, 0)
     with make() as executor:
@@ -464,7 +465,7 @@ class Failing(ThreadPoolExecutor):
 
 
 async def test_a_failing_worker_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.quantization.work._BATCH", 1)
+    monkeypatch.setattr("tstore.quantization.work._TASK", 1)
     await tstore.save(tmp_path, {f"w{i}": values(60, 50) for i in range(4)}, 0)
     with Failing(2) as executor, pytest.raises(OSError, match="the worker is gone"):
         await tstore.quantize(tmp_path, "e4m3", executor=executor)

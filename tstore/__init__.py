@@ -8,11 +8,13 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
+from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
 from tstore.diff import ArrayDiff, Diff
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
+from tstore.retention import Keep
 from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
@@ -22,8 +24,10 @@ __all__ = [
     "Array",
     "ArrayDiff",
     "Bits",
+    "CollectReport",
     "Commit",
     "Diff",
+    "Keep",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",

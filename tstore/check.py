@@ -1,4 +1,4 @@
-"""Verification of a whole store: every record, root, manifest and chunk of every version."""
+"""Verification of a whole store: every record and root, and the manifests and chunks of every living version."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from tstore.chunk_reader import pack_reader
 from tstore.chunks import BLOCK, ChunkRow, block_checks
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.expiry import living
 from tstore.kv.base import Backend
 from tstore.log import ROOT_EVERY, Log, commit_key, root_key
 from tstore.manifest import Manifest, Record, Root
@@ -35,28 +36,56 @@ class VerifyReport(NamedTuple):
 
 
 async def verify_store(log: Log) -> VerifyReport:
-    """Reads everything that any version refers to; each chunk once, however many versions share it."""
+    """Reads everything that any living version refers to; each chunk once, however many versions share it."""
+    while True:
+        report, gc = await _verify(log)
+        if report.ok or gc == (await _living(log, await log.newest()))[1]:
+            return report  # else a gc removed meanwhile what was missed
+
+
+async def _verify(log: Log) -> tuple[VerifyReport, int]:
     faults: list[str] = []
     wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
     arrays: set[str] = set()
     newest = await log.newest()
+    alive, gc = await _living(log, newest)
+    orphaned = False  # whether the version below expired, so that its chunks were not looked at
     for version in range(1, newest + 1):
+        if version % ROOT_EVERY == 0:
+            await _check_root(log, version, faults)
         try:
             record = await log.read(commit_key(version), Record)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             faults.append(str(error))
+            continue
+        if record.void or record.collection is not None:
+            continue
+        if version <= gc and version not in alive:
+            orphaned = True
             continue
         for where in record.manifests:
             try:
                 _collect(await log.manifest(where), version, wanted, arrays, faults)
             except (Corrupt, NotFound, UnsupportedFormat) as error:
                 faults.append(f"version {version}: {error}")
-        if version % ROOT_EVERY == 0:
-            await _check_root(log, version, faults)
+        if orphaned and not record.replaces:
+            try:
+                _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
+            except (Corrupt, NotFound, UnsupportedFormat) as error:
+                faults.append(f"version {version}, of what older ones wrote: {error}")
+        orphaned = False
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.backend, wanted.values(), faults)
     size = sum(row.length for row, _ in wanted.values())
-    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults))
+    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults)), gc
+
+
+async def _living(log: Log, newest: int) -> tuple[frozenset[int], int]:
+    """What `living` tells; where the log is too damaged to tell, every version counts as living."""
+    try:
+        return await living(log, newest)
+    except (Corrupt, NotFound, UnsupportedFormat):
+        return frozenset(), 0
 
 
 def _collect(
@@ -87,9 +116,13 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
     if not log.backend.capabilities.listing:
         return
     beyond = [k for k in await log.backend.list("commits/") if k > commit_key(newest)]
+    absent = newest + 1
+    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
+        beyond = [k for k in beyond if k > commit_key(absent)]
+        absent += 1
     if beyond:
         faults.append(
-            f"{log.backend.url}: {commit_key(newest + 1)} is missing, though {len(beyond)} later commits up to "
+            f"{log.backend.url}: {commit_key(absent)} is missing, though {len(beyond)} later commits up to "
             f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
         )
 

@@ -19,7 +19,7 @@ import xxhash
 
 from tstore.chunk_writer import WriteJob
 from tstore.codec import ArrayMeta, Codecs
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
 from tstore.grid import Selection, default_chunks
 from tstore.packed import is_packed
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
@@ -206,7 +206,10 @@ def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tu
 
 async def _newest_step(store: Store, tags: Mapping[str, int]) -> Snapshot | None:
     found = _steps(tags)
-    return await store.snapshot(step_tag(found[-1])) if found else None
+    try:
+        return await store.snapshot(step_tag(found[-1])) if found else None
+    except SnapshotExpired:  # a gc came between, and left a newer step
+        return None
 
 
 def _steps(tags: Mapping[str, int]) -> list[int]:

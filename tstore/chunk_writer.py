@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tstore import world
 from tstore.chunks import BLOCK, ChunkSource, Run, block_checks, digest
 from tstore.codec import ArrayMeta
 from tstore.errors import NotFinite
@@ -95,7 +95,7 @@ class PackSet:
         self._idle: list[PackWriter] = []
         self._all: list[PackWriter] = []
         self._lock = threading.Lock()
-        self._prefix = f"{folder}/pack-{secrets.token_hex(4)}"
+        self._prefix = f"{folder}/pack-{world.token(4)}"
         self._made = 0
         self._inline = 0
         self.bytes_written = 0

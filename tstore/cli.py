@@ -9,28 +9,29 @@ Exit codes: 0 fine; 1 failed, with one sentence on standard error (and, with `--
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import math
-import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import IO, Any, TypeAlias
+from collections.abc import Sequence
+from typing import IO, Any
 
 import click
 import exmy
 
 import tstore
+from tstore.console import INTERRUPTED, MISUSED, Document
+from tstore.console import fail as _fail
+from tstore.console import json_option as _json
+from tstore.console import run as _run
+from tstore.console import store_argument as _store
 from tstore.contents import contents
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
-from tstore.errors import TStoreError
+from tstore.gc_command import gc
 from tstore.policy import parse_policy
 from tstore.quantization.plot import check_plot, plot_report
 from tstore.tables import (
     Progress,
-    plain,
     show_demo,
     show_diff,
     show_exported,
@@ -42,11 +43,6 @@ from tstore.tables import (
 )
 
 __all__ = ["cli", "main"]
-
-Document: TypeAlias = dict[str, Any]
-Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document]]
-
-_FAILED, _MISUSED, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,44 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         name = context.command_path if context is not None else "tstore"
         said = f"{error.format_message().rstrip('.')}; see {name} --help"
-        return _fail("Misuse", said, as_json, _MISUSED)
+        return _fail("Misuse", said, as_json, MISUSED)
     except click.Abort:
-        return _fail("Interrupted", "interrupted", as_json, _INTERRUPTED)
+        return _fail("Interrupted", "interrupted", as_json, INTERRUPTED)
     return code if isinstance(code, int) else 0
-
-
-def _run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
-    """Does the work, prints its document and returns the exit code."""
-    try:
-        with Progress(facts and not as_json) as progress:
-            document = asyncio.run(work(progress))
-        if as_json:
-            print(json.dumps(document, indent=2, allow_nan=False))
-        else:
-            show(document)
-        sys.stdout.flush()
-    except TStoreError as error:
-        return _fail(type(error).__name__, str(error), as_json)
-    except KeyboardInterrupt:
-        said = "interrupted; what was committed before stays, and nothing was committed by halves"
-        return _fail("Interrupted", said, as_json, _INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
-        return _PIPE_CLOSED
-    except Exception as error:
-        if os.environ.get("TSTORE_TRACEBACK"):
-            raise
-        said = f"{type(error).__name__}: {error}; this is a fault of tstore's, TSTORE_TRACEBACK=1 shows where"
-        return _fail("InternalError", said, as_json)
-    return _FAILED if document.get("ok") is False else 0
-
-
-def _fail(kind: str, message: str, as_json: bool, code: int = _FAILED) -> int:
-    with contextlib.suppress(OSError):
-        if as_json:
-            print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
-        print(f"tstore: {plain(message)}", file=sys.stderr, flush=True)
-    return code
 
 
 def _version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
@@ -113,14 +75,12 @@ def _format(context: click.Context, parameter: click.Parameter, value: str | Non
         raise click.BadParameter(str(error)) from None
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 _at = click.option(
     "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest."
 )
 _at_step = click.option(
     "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest step."
 )
-_store = click.argument("store")
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,7 +91,7 @@ def cli(context: click.Context) -> int:
     if context.invoked_subcommand is not None:
         return 0
     click.echo(context.get_help(), err=True)
-    return _MISUSED
+    return MISUSED
 
 
 @cli.command("demo")
@@ -224,6 +184,7 @@ def _log(store: str, as_json: bool) -> int:
                     "bytes_added": c.bytes_added,
                     "message": c.message,
                     "facts": c.facts,
+                    "expired": c.expired,
                 }
                 async for c in opened.history()
             ]
@@ -383,6 +344,9 @@ def _verify(store: str, as_json: bool) -> int:
         return {"store": opened.url, "ok": report.ok, **report._asdict()}
 
     return _run(work, show_verified, as_json)
+
+
+cli.add_command(gc)
 
 
 def _with_decibel(row: Document) -> Document:

@@ -14,12 +14,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from tstore.errors import CommitOutcomeUnknown, TStoreError
+from tstore import world
+from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
 from tstore.manifest import Manifest, Part, Record
 from tstore.tree import Changes
 
-__all__ = ["CommitQueue", "Entry", "Retry", "Validate"]
+__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_pause"]
 
+SHORTEST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.5
 _MOST = 64
 
 Validate = Callable[[int, Record], Awaitable[Record]]
@@ -147,9 +150,11 @@ async def _append_together(entries: list[Entry], append: Append) -> None:
     async def validate(version: int, other: Record) -> Record:
         nonlocal going
         for entry in going:
-            if version > entry.record.base:
+            if version > entry.record.base and not entry.settled:
                 try:
                     entry.record = await entry.validate(version, other)
+                except NotFound:
+                    raise  # a gc came between, which the log finds out for all of them
                 except TStoreError as error:
                     entry.error = error
         going = [e for e in going if not e.settled and (len(entries) == 1 or e.keep_small())]
@@ -168,7 +173,7 @@ async def _append_together(entries: list[Entry], append: Append) -> None:
     except _NoneLeft:
         pass  # each has its error, or goes alone
     except BaseException as error:
-        for entry in going:
+        for entry in [e for e in going if not e.settled]:
             entry.error = error
             if isinstance(error, CommitOutcomeUnknown):
                 entry.error = CommitOutcomeUnknown(str(error), entry.record.transaction)
@@ -197,3 +202,9 @@ def _combined(transaction: str, entries: Sequence[Entry], going: Sequence[Entry]
 def _wake(entry: Entry) -> None:
     if not entry.woken.done():
         entry.woken.set_result(None)
+
+
+def next_pause(pause: float, tries: int) -> float:
+    """Seconds to wait after the `tries`-th create was lost and the pause before was that long."""
+    longest = max(SHORTEST_PAUSE, _LONGEST_PAUSE / tries)
+    return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

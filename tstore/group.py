@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from tstore import world
 from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.kv.base import Durability
@@ -99,7 +98,8 @@ async def commit_group(
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     if limit <= 0:
         raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
-    deadline = time.monotonic() + limit
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + limit
     await _deliver(log, member, fragment, durability)
     present = await _present(log, member)
     if len(present) == member.hosts:
@@ -112,10 +112,10 @@ async def commit_group(
             await log.backend.settle("commits", durability)  # its creator may not have got to it
             return version
         seen = max(seen, newest)
-        now = time.monotonic()
+        now = clock()
         if len(present) < member.hosts:
             present = await _present(log, member)
-            takeover = now + _GRACE * random.uniform(1, 2)
+            takeover = now + _GRACE * world.uniform(1, 2)
         elif now >= min(takeover, deadline):
             return await uncancelled(_finish(log, member, durability))
         if now >= deadline and len(present) < member.hosts:
@@ -126,7 +126,7 @@ async def commit_group(
                 "again with another attempt, or give them more time",
                 absent,
             )
-        await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(0.001, deadline - now)))
+        await asyncio.sleep(min(pause * world.uniform(0.5, 1), max(0.001, deadline - now)))
         pause = min(_POLL_MOST, pause * 1.5)
 
 
@@ -197,7 +197,7 @@ def _merged(
     record = Record(
         transaction=first.transaction,
         base=min(f.base for f in fragments),
-        time=time.time(),
+        time=world.now(),
         message=first.message,
         tags=first.tags,
         replaces=first.replaces,
@@ -210,6 +210,7 @@ def _merged(
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
     merged = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
     _check_chunks(member, tree, manifests, merged)
+    record = msgspec.structs.replace(record, reused=merged.reused(first.transaction))
     return _with_manifest(record, merged), merged
 
 

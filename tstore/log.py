@@ -7,8 +7,9 @@ Finding the newest version
 
 Appending a record (its data is durable already)
 1. Read every record above the one it was validated against. If one carries the same transaction id, that is
-   this very commit (a lost reply, or another finisher of the group): done. Otherwise validate against it: the
-   caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
+   this very commit (a lost reply, or another finisher of the group): done. If one is a gc's and condemned this
+   transaction or a pack that it re-uses: `Conflict`. Otherwise validate against each: the caller raises
+   `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
 2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
@@ -25,17 +26,18 @@ Appending a record (its data is durable already)
 from __future__ import annotations
 
 import asyncio
-import random
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from tstore.commit_queue import CommitQueue, Entry, Retry, Validate
+from tstore.commit_queue import SHORTEST_PAUSE, CommitQueue, Entry, Retry, Validate, next_pause
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
+    Conflict,
     Corrupt,
     Denied,
     NotFound,
@@ -46,6 +48,7 @@ from tstore.errors import (
 )
 from tstore.kv.base import Backend, Durability
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
+from tstore.retention import check_condemned
 from tstore.tree import Changes, Tree
 
 __all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
@@ -54,7 +57,6 @@ ROOT_EVERY = 64
 
 _HINT = "latest"
 _CACHED = 256
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
 
@@ -169,14 +171,14 @@ class Log:
         return tree
 
     async def _nearest_tree(self, version: int) -> Tree:
-        cached = max(v for v in self._trees if v <= version)
+        cached = self._trees[max(v for v in self._trees if v <= version)]  # held: others may evict it meanwhile
         rooted = version - version % ROOT_EVERY
-        while rooted > cached:
+        while rooted > cached.version:
             try:
                 return Tree.of(await self.read(root_key(rooted), Root))
             except NotFound:
                 rooted -= ROOT_EVERY
-        return self._trees[cached]
+        return cached
 
     async def append(
         self,
@@ -193,43 +195,90 @@ class Log:
         number, and one, is the fact "tries" of a record that needed more than one. A record whose `changes`
         are passed may go out together with others of this process, as `commit_queue` says.
         """
-
-        async def append(record: Record, validate: Validate, retried: Callable[[Retry], object]) -> int:
-            return await self._append(record, validate, durability, retried)
-
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
-        return await queue.append(Entry(record, validate, retried, changes), append)
+        entry = Entry(record, validate, retried, changes)
+        return await queue.append(entry, functools.partial(self._append, durability=durability))
 
     async def _append(
-        self, record: Record, validate: Validate, durability: Durability, retried: Callable[[Retry], object]
+        self, record: Record, validate: Validate, retried: Callable[[Retry], object], durability: Durability
     ) -> int:
-        seen, tries, pause = record.base, 1, _SHORTEST_PAUSE
+        seen, asked, tries = record.base, 0, 1  # asked: the number whose creation was last asked for
+        collected, pause = await self.collected(seen), SHORTEST_PAUSE
         while True:
-            while (other := await self._record_or_none(seen + 1)) is not None:
-                seen += 1
+            newer = await self._above(seen, record.transaction, asked)
+            for version, other in newer:
                 if other.transaction == record.transaction:
-                    await self.backend.settle("commits", durability)  # its creator may not have got to it
-                    return await self._appended(seen)
-                if not other.void:
-                    record = await validate(seen, other)
+                    await self._settle(version, record.transaction, durability)
+                    return await self._appended(version)
+                if other.collection is not None:
+                    check_condemned(self.backend.url, record, version, other.collection)
+                    collected = version
+            whole = max((version for version, other in newer if other.replaces), default=0)
+            try:
+                for version, other in newer:
+                    # the manifests below `whole` may be collected; it meets all that they could meet
+                    met = other if version >= whole else replace(other, manifests=())
+                    record = record if other.void else await validate(version, met)
+                    seen = version
+            except NotFound as error:
+                if await self._record_or_none(newer[-1][0] + 1) is not None:
+                    continue  # a gc that was committed meanwhile deleted what is validated against: look again
+                if collected <= seen:
+                    raise
+                raise Conflict(
+                    f"{self.backend.url}: version {seen + 1}, committed since then, was collected by version "
+                    f"{collected}, so that it can't be compared with this transaction; nothing of it was "
+                    "committed. Read again and repeat it",
+                    [],
+                ) from error
+            record = replace(record, collected=collected)
             await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
             tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
+            asked = seen + 1
             try:
-                await self.backend.create(commit_key(seen + 1), encode(tried), durability)
+                await self.backend.create(commit_key(asked), encode(tried), durability)
             except AlreadyExists:
-                retried(Retry(seen + 1, "another transaction became this version first"))
-                await asyncio.sleep(pause := _next_pause(pause, tries))
+                retried(Retry(asked, "another transaction became this version first"))
+                await asyncio.sleep(pause := next_pause(pause, tries))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
                 retried(Retry(seen + 1, f"no answer came to its creation: {error}"))
             except (Denied, StorageFull):
-                if await self._record_or_none(seen + 1) is None:
+                if await self._met(asked, record.transaction, asked) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
             tries += 1
+
+    async def _above(self, version: int, transaction: str, asked: int = 0) -> list[tuple[int, Record]]:
+        """The records above a version, with their versions, up to the transaction's own if it is there.
+
+        That of the version `asked` may be it.
+        """
+        found: list[tuple[int, Record]] = []
+        while (record := await self._met(version + 1, transaction, asked)) is not None:
+            version += 1
+            found.append((version, record))
+            if record.transaction == transaction:
+                break
+        return found
+
+    async def check_uncollected(self, transaction: str, base: int) -> None:
+        """Raises `Conflict` where a gc above `base` condemned a transaction that did not commit before."""
+        for version, other in await self._above(base, transaction):
+            if other.transaction == transaction:
+                return
+            if other.collection is not None:
+                check_condemned(self.backend.url, Record(transaction, base, 0.0), version, other.collection)
+
+    async def collected(self, version: int) -> int:
+        """The version of the newest gc up to a version, 0 where there is none."""
+        if version == 0:
+            return 0
+        record = await self.record(version)
+        return record.collected if record.collection is None else version
 
     async def _check_no_hole(self, version: int) -> None:
         """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
@@ -244,18 +293,44 @@ class Log:
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
-        void = Record(record.transaction + ".void", record.base, record.time, void=True, durable=False)
+        void = Record(
+            record.transaction + ".void",
+            record.base,
+            record.time,
+            void=True,
+            durable=False,
+            collected=record.collected,
+        )
         try:
             if await self._record_or_none(version) is None:
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)
         except AlreadyExists:
             return
         except Unavailable:
-            raise CommitOutcomeUnknown(
-                f"{self.backend.url}: no answer came to the creation of version {version} ({cause}), nor when "
-                f"asked again; nothing was deleted. Ask store.outcome({record.transaction!r}) later",
-                record.transaction,
-            ) from cause
+            raise self._unknown(version, record.transaction, cause) from cause
+
+    async def _met(self, version: int, transaction: str, asked: int) -> Record | None:
+        """The record of a version, if there is one; that of the version `asked` may be the transaction's own."""
+        try:
+            return await self._record_or_none(version)
+        except Unavailable as error:
+            if version == asked:
+                raise self._unknown(version, transaction, error) from error
+            raise
+
+    async def _settle(self, version: int, transaction: str, durability: Durability) -> None:
+        """Makes a commit durable that stands already; its creator may not have got to it."""
+        try:
+            await self.backend.settle("commits", durability)
+        except Unavailable as error:
+            raise self._unknown(version, transaction, error) from error
+
+    def _unknown(self, version: int, transaction: str, cause: Unavailable) -> CommitOutcomeUnknown:
+        return CommitOutcomeUnknown(
+            f"{self.backend.url}: no answer came to the creation of version {version} ({cause}), nor when "
+            f"asked again; nothing was deleted. Ask store.outcome({transaction!r}) later",
+            transaction,
+        )
 
     async def _appended(self, version: int) -> int:
         self._newest = max(self._newest, version)
@@ -322,9 +397,3 @@ class Log:
             known = ", ".join(sorted(tags)[-10:]) or "none"
             raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
         return tags[at]
-
-
-def _next_pause(pause: float, tries: int) -> float:
-    """Seconds to wait after the `tries`-th create was lost and the pause before was that long."""
-    longest = max(_SHORTEST_PAUSE, _LONGEST_PAUSE / tries)
-    return min(longest, random.uniform(_SHORTEST_PAUSE, 3 * pause))

@@ -4,7 +4,7 @@ Every metadata object is one frame:
 
     b"tstore"      6 bytes
     kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-    version        1 byte    of the format; 1 now
+    version        1 byte    of the format: 1; 2 of a record with a collection, which older tstores must not miss
     body           msgpack
     check          16 bytes  xxh3-128, big-endian, of all bytes before it
 
@@ -26,6 +26,8 @@ from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = [
     "INLINE_MANIFEST",
+    "Alive",
+    "Collection",
     "Fragment",
     "Manifest",
     "ObjectRef",
@@ -40,7 +42,7 @@ INLINE_MANIFEST = 16 << 10
 """A manifest of up to so many bytes travels in the record or fragment that refers to it."""
 
 _MAGIC = b"tstore"
-_VERSION = 1
+_VERSION, _COLLECTING = 1, 2
 _HEADER = len(_MAGIC) + 2
 
 T = TypeVar("T", bound="_Body")
@@ -113,6 +115,11 @@ class Manifest(_Body, tag="manifest", dict=True, frozen=True):
         )
         return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
 
+    def reused(self, transaction: str) -> tuple[str, ...]:
+        """The packs that it refers to and another transaction wrote."""
+        own = f"txn/{transaction}/"
+        return tuple(key for key in self.packs if key and not key.startswith(own))
+
     @staticmethod
     def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
         """The manifest of these nodes: path, document, fresh, and their chunks (later spans overlay)."""
@@ -146,13 +153,51 @@ class Part(_Body, frozen=True):
     facts: dict[str, Any]
 
 
+class Alive(_Body, frozen=True):
+    """What garbage collection must know of a version that lives.
+
+    `replaces` tells that nothing older than itself and `holds` is part of it. `holds` are the objects of other
+    transactions that the version needs, as far as no older version that lives wrote or holds them.
+    """
+
+    version: int
+    transaction: str
+    time: float
+    tags: tuple[str, ...]
+    replaces: bool
+    metrics: dict[str, float]
+    holds: tuple[str, ...]
+
+
+class Collection(_Body, dict=True, frozen=True):
+    """What a gc decided: the versions that live after it, and what it condemned.
+
+    `expired` are the versions that lived until then, `tags` those that named them. `transactions` are condemned
+    with all their objects, `objects` one by one. A condemned object may be deleted once the record stands; a
+    transaction that is condemned or re-uses a condemned pack can't be committed any more.
+    """
+
+    alive: tuple[Alive, ...]
+    expired: tuple[int, ...]
+    tags: dict[str, int]
+    transactions: tuple[str, ...]
+    objects: tuple[str, ...]
+
+    @functools.cached_property
+    def versions(self) -> frozenset[int]:
+        """The versions that live."""
+        return frozenset(a.version for a in self.alive)
+
+
 class Record(_Body, frozen=True):
-    """One commit. Its bytes do not depend on the version it becomes, so that a retry re-sends the same.
+    """One commit. Its bytes depend on the version it becomes only where a gc came between.
 
     `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
     nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
-    that it and every commit before it survive a power failure. `parts` are the transactions that it is made of,
-    where there are several; then its own id is no transaction's.
+    that it and every commit before it survive a power failure. `collected` is the version of the newest gc before
+    it, 0 for none; `reused` are the packs of other transactions that its manifests refer to. A record with a
+    `collection` is a gc's, and changes nothing but tags. `parts` are the
+    transactions that it is made of, where there are several; then its own id is no transaction's.
     """
 
     transaction: str
@@ -167,6 +212,9 @@ class Record(_Body, frozen=True):
     void: bool = False
     facts: dict[str, Any] = {}
     durable: bool = True
+    collected: int = 0
+    reused: tuple[str, ...] = ()
+    collection: Collection | None = None
     parts: tuple[Part, ...] = ()
 
     @property
@@ -175,7 +223,7 @@ class Record(_Body, frozen=True):
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
 
-_LATER: tuple[Any, ...] = ((),)
+_LATER = (0, (), None)
 """Defaults of the fields that records of the first stores do not have; at the end they are not written."""
 
 
@@ -210,10 +258,14 @@ _KINDS: dict[type[_Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F"
 
 def encode(body: _Body) -> bytes:
     """The frame of a record, manifest, fragment or root."""
-    fields = msgspec.structs.astuple(body) if isinstance(body, Record) else None
-    if fields is not None and fields[-len(_LATER) :] == _LATER:
-        fields = fields[: -len(_LATER)]
-    data = _MAGIC + _KINDS[type(body)] + bytes([_VERSION]) + msgspec.msgpack.encode(fields or body)
+    version, fields = _VERSION, None
+    if isinstance(body, Record):
+        version = _VERSION if body.collection is None else _COLLECTING
+        fields = msgspec.structs.astuple(body)
+        fields = fields if body.parts else fields[:-1]
+        if fields[-len(_LATER) :] == _LATER:
+            fields = fields[: -len(_LATER)]
+    data = _MAGIC + _KINDS[type(body)] + bytes([version]) + msgspec.msgpack.encode(fields or body)
     return data + digest(data)
 
 
@@ -224,9 +276,9 @@ def decode(data: bytes, kind: type[T]) -> T:
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
     found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
-    if version > _VERSION:
+    if version > _COLLECTING:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {_VERSION}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {_COLLECTING}: install a newer one"
         )
     if found != _KINDS[kind]:
         raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import exmy
 import numpy as np
@@ -21,7 +21,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.grid import Selection
 from tstore.kv.base import Backend
 
-__all__ = ["is_packed", "join_chunks", "packed_chunks", "read_packed"]
+__all__ = ["PackedChunks", "is_packed", "join_chunks", "packed_chunks", "read_packed"]
 
 Region = tuple[slice, ...]
 
@@ -31,28 +31,43 @@ def is_packed(meta: ArrayMeta) -> bool:
     return meta.chain.packed is not None
 
 
-async def packed_chunks(
-    backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource, numbers: range
-) -> list[exmy.Quantized]:
-    """The chunks with these numbers, read and verified; those at the array's edge are filled up."""
-    codec, size = meta.chain.packed, meta.encoded_bound
-    assert codec is not None
-    out = np.empty((len(numbers), size), np.uint8)
-    # To the reader they are the chunks of an array of bytes.
-    stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,))
-    wanted = Selection((range(numbers.start * size, numbers.stop * size),))
-    await read_chunks(backend, [ReadJob(path, stored, source, wanted, out.reshape(-1))])
-    try:
-        return [_standard(codec.quantized(chunk, meta.chunks, meta.dtype)) for chunk in out]
-    except exmy.ExmyError as error:
-        raise Corrupt(f"{path}: a chunk's header is not one of eXmY: {error}") from error
+class PackedChunks(NamedTuple):
+    """Some chunks of an array that are wanted as they are stored: those with these numbers."""
+
+    path: str
+    meta: ArrayMeta
+    source: ChunkSource
+    numbers: range
+
+
+async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+    """The chunks wanted, read in one call and verified; those at an array's edge are filled up."""
+    jobs, payloads = [], []
+    for path, meta, source, numbers in wanted:
+        size = meta.encoded_bound
+        out = np.empty((len(numbers), size), np.uint8)
+        # To the reader they are the chunks of an array of bytes.
+        stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,))
+        region = Selection((range(numbers.start * size, numbers.stop * size),))
+        jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))
+        payloads.append(out)
+    await read_chunks(backend, jobs)
+    found = []
+    for chunks, payload in zip(wanted, payloads, strict=True):
+        meta, codec = chunks.meta, chunks.meta.chain.packed
+        assert codec is not None
+        try:
+            found.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
+        except exmy.ExmyError as error:
+            raise Corrupt(f"{chunks.path}: a chunk's header is not one of eXmY: {error}") from error
+    return found
 
 
 async def read_packed(backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
     """The whole array as it is stored; `InvalidArgument` where it is in no eXmY format, or compressed too."""
     if not is_packed(meta):
         raise InvalidArgument(f"{path} is not stored in an eXmY format alone; read it decoded")
-    parts = await packed_chunks(backend, path, meta, source, range(meta.chunk_count))
+    [parts] = await packed_chunks(backend, [PackedChunks(path, meta, source, range(meta.chunk_count))])
     return join_chunks(path, meta, parts)
 
 

@@ -15,14 +15,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "WORKERS", "each", "run", "scratch", "uncancelled"]
+__all__ = ["BUDGET", "WORKERS", "each", "inline", "run", "scratch", "uncancelled"]
 
 T = TypeVar("T")
 
@@ -83,6 +84,21 @@ class _Threads:
 
 
 _threads = _Threads()
+_pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
+
+
+@contextlib.contextmanager
+def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Lets the running task, and all tasks that it starts inside, do without threads.
+
+    `run` and `each` then make their calls themselves, one after the other, and await `pause` before each: for
+    simulations, whose order of events must not depend on threads.
+    """
+    before = _pause.set(pause)
+    try:
+        yield
+    finally:
+        _pause.reset(before)
 
 
 def _after_fork() -> None:
@@ -96,6 +112,9 @@ if hasattr(os, "register_at_fork"):
 
 async def run(call: Callable[..., T], *args: Any) -> T:
     """The result of one blocking call, made in a control thread; cancelling waits for its end."""
+    if (pause := _pause.get()) is not None:
+        await pause()
+        return call(*args)
     return (await _settle([_threads.control.submit(call, *args)], threading.Event()))[0]
 
 
@@ -104,6 +123,11 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
 
     The first exception stops the drawing of further items and is raised once every worker has ended.
     """
+    if (pause := _pause.get()) is not None:
+        for item in items:
+            await pause()
+            call(item)
+        return
     source = iter(items)
     lock = threading.Lock()
     stop = threading.Event()

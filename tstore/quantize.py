@@ -92,7 +92,7 @@ async def quantize(
                     found = encoded.get(path)
                     rows.append(_row(path, arrays[path], plan, found))
                     if found is None or found.document is None:
-                        await tx.keep_array(path, node.meta, node.chunks)
+                        await tx.keep_array(path, node.meta, node.chunks, source.version)
                     else:
                         chunks = ChunkTable.overlay([ChunkTable.of(found.runs)])
                         await tx.adopt_array(path, ArrayMeta.parse(found.document), chunks)

@@ -12,6 +12,7 @@ from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.codec import ArrayMeta
 from tstore.errors import Misuse, NotFound
+from tstore.expiry import unexpired
 from tstore.grid import Selection, whole
 from tstore.log import Log
 from tstore.packed import read_packed
@@ -59,7 +60,7 @@ class Snapshot:
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out`, which has one axis per axis of the array."""
         node = array_node(self._tree, path, self._where())
-        await read_chunks(self._log.backend, [ReadJob(path, meta, node, selection, out)])
+        await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
         """Fills many arrays (path, selection or None for all of it, destination) in one call."""
@@ -68,13 +69,16 @@ class Snapshot:
             node = array_node(self._tree, path, self._where())
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
-        await read_chunks(self._log.backend, jobs)
+        await self._read(jobs)
+
+    async def _read(self, jobs: list[ReadJob]) -> None:
+        await unexpired(self._log, self.version, read_chunks(self._log.backend, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
         """An array of eXmY chunks as it is stored; `InvalidArgument` for any other, `NotFound`."""
         path = checked_path(path)
         node = array_node(self._tree, path, self._where())
-        return await read_packed(self._log.backend, path, node.meta, node)
+        return await unexpired(self._log, self.version, read_packed(self._log.backend, path, node.meta, node))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]

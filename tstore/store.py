@@ -6,13 +6,15 @@ import contextlib
 import datetime
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tstore import world
 from tstore.check import VerifyReport, verify_store
+from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
@@ -23,11 +25,13 @@ from tstore.errors import (
     NotFound,
     UnsupportedFormat,
 )
+from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
 from tstore.group import Membership
 from tstore.kv.base import Backend, Durability
 from tstore.kv.url import connect
 from tstore.log import Log
-from tstore.manifest import Record
+from tstore.manifest import Part, Record
+from tstore.retention import Keep
 from tstore.snapshot import Snapshot
 from tstore.transaction import Isolation, Transaction
 
@@ -50,6 +54,7 @@ class Commit(NamedTuple):
     transaction: str
     bytes_added: int
     facts: dict[str, Any]
+    expired: bool = False
 
 
 class _Format(msgspec.Struct):
@@ -123,8 +128,8 @@ async def _create(backend: Backend, mode: Mode) -> _Marker:
             f"{backend.url} holds other files and no {_MARKER}, so it is not made a store; choose an empty or "
             "a new folder"
         )
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    marker = _Marker(FORMAT_VERSION, str(uuid.uuid4()), now)
+    now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
+    marker = _Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now)
     try:
         await backend.create(_MARKER, msgspec.json.encode(marker), Durability.FSYNC)
     except AlreadyExists:
@@ -201,17 +206,27 @@ class Store:
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
         """The state as of a version, a tag, or a time; by default the newest.
 
-        Raises `NotFound` where there is no such version or tag, or nothing was committed by that time.
+        Raises `NotFound` where there is no such version or tag, or nothing was committed by that time, and
+        `SnapshotExpired`, one of its kind, where garbage collection removed it.
         """
         if at is None:
-            version = await self._log.newest()
-        elif isinstance(at, datetime.datetime):
+            return Snapshot(self._log, await newest_tree(self._log))
+        if isinstance(at, datetime.datetime):
             version = await self._version_at(at)
         elif isinstance(at, (int, str)) and not isinstance(at, bool):
-            version = await self._log.resolve(at)
+            version = await self._resolve(at)
         else:
             raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
-        return Snapshot(self._log, await self._log.tree(version))
+        await check_alive(self._log, version)
+        return Snapshot(self._log, await unexpired(self._log, version, self._log.tree(version)))
+
+    async def _resolve(self, at: int | str) -> int:
+        try:
+            return await self._log.resolve(at)
+        except NotFound:
+            if isinstance(at, str):
+                await check_tag(self._log, at)
+            raise
 
     async def _version_at(self, at: datetime.datetime) -> int:
         if at.tzinfo is None:
@@ -231,12 +246,26 @@ class Store:
         return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
 
     async def history(self) -> AsyncIterator[Commit]:
-        """Every commit, newest first; transactions that were committed together have one version."""
-        for version in range(await self._log.newest(), 0, -1):
+        """Every commit, newest first, also those whose version has expired.
+
+        Transactions that were committed together have one version.
+        """
+        newest = await self._log.newest()
+        alive, last = await living(self._log, newest)
+        same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
+        for version in range(newest, 0, -1):
             record = await self._log.record(version)
-            if not record.void:
-                for commit in reversed(_commits(version, record)):
-                    yield commit
+            if record.void:
+                continue
+            same.append((version, record))
+            if record.collection is None:
+                for number, found in same:
+                    for commit in _commits(number, found, expired=version <= last and version not in alive):
+                        yield commit
+                same = []
+        for number, found in same:
+            for commit in _commits(number, found, expired=False):
+                yield commit
 
     async def tags(self) -> dict[str, int]:
         """Every tag and the version it names."""
@@ -249,6 +278,26 @@ class Store:
     async def verify(self) -> VerifyReport:
         """Reads and checks every record, manifest and chunk of every version; the report lists each fault."""
         return await verify_store(self._log)
+
+    async def collect(
+        self,
+        keep: Keep | None = None,
+        *,
+        abandoned: datetime.timedelta = ABANDONED_AFTER,
+        dry_run: bool = False,
+    ) -> CollectReport:
+        """What garbage collection removed, or would remove: versions that no rule of `keep` keeps, and remains.
+
+        Without `keep` no version expires. Remains are what transactions left that never became a version and
+        that nobody has written to for the time `abandoned`; one that still goes on then can't be committed.
+        Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
+        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
+        """
+        if self.mode == "r" and not dry_run:
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a', or pass dry_run=True")
+        if keep is not None and not isinstance(keep, Keep):
+            raise InvalidArgument(f"keep={keep!r}: expected a tstore.Keep, as Keep(last=5), or None")
+        return await collect(self._log, keep, abandoned, dry_run=dry_run)
 
     async def close(self) -> None:
         """Releases open files; the store can still be used, and opens them again."""
@@ -266,8 +315,9 @@ class Store:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
 
 
-def _commits(version: int, record: Record) -> list[Commit]:
-    """The transactions that were committed as one version, in their order; one, as a rule."""
+def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
+    """The transactions that were committed as one version, the last first; one, as a rule."""
+    parts: Sequence[Part | Record] = record.parts or (record,)
     return [
         Commit(
             version,
@@ -278,8 +328,9 @@ def _commits(version: int, record: Record) -> list[Commit]:
             part.transaction,
             part.bytes_added,
             {**part.facts, **record.facts},
+            expired,
         )
-        for part in record.parts or (record,)
+        for part in reversed(parts)
     ]
 
 

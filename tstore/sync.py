@@ -22,8 +22,10 @@ import tstore as _async
 from tstore import (
     ArrayDiff,
     Bits,
+    CollectReport,
     Commit,
     Diff,
+    Keep,
     MinSqnr,
     QuantizedArray,
     QuantizeReport,
@@ -40,8 +42,10 @@ __all__ = [
     "Array",
     "ArrayDiff",
     "Bits",
+    "CollectReport",
     "Commit",
     "Diff",
+    "Keep",
     "MinSqnr",
     "QuantizeReport",
     "QuantizedArray",
@@ -238,6 +242,7 @@ class Store(_Twin):
     outcome = _blocking(_async.Store.outcome)
     diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)
+    collect = _blocking(_async.Store.collect)
 
     @functools.wraps(_async.Store.transaction)
     def transaction(self, *args: Any, **kwargs: Any) -> Transaction:

@@ -21,6 +21,7 @@ from rich.text import Text
 __all__ = [
     "Progress",
     "plain",
+    "show_collected",
     "show_demo",
     "show_diff",
     "show_exported",
@@ -94,7 +95,7 @@ def show_log(found: Document) -> None:
     rows = [
         [
             str(c["version"]),
-            ", ".join(c["tags"]),
+            ", ".join(c["tags"]) + " (expired)" * c["expired"],
             _local(c["time"]),
             sized(c["bytes_added"]),
             c["message"],
@@ -166,6 +167,19 @@ def show_verified(found: Document) -> None:
                 f"{found['chunks']} chunks, {sized(found['bytes'])} read and checked"
             )
         )
+
+
+def show_collected(found: Document) -> None:
+    """What was removed, or would be."""
+    would = "would go" if found["dry_run"] else "went"
+    if found["versions"]:
+        tags = f" ({', '.join(found['tags'])})" if found["tags"] else ""
+        print(plain(f"versions {', '.join(map(str, found['versions']))}{tags} expire"))
+    if found["abandoned"]:
+        print(plain(f"abandoned transactions: {', '.join(found['abandoned'])}"))
+    count = f"{len(found['versions'])} versions, {len(found['transactions'])} transactions"
+    by = "" if found["version"] is None else f", by version {found['version']}"
+    print(plain(f"{found['store']}: {count}, {found['objects']} objects, {sized(found['bytes'])} {would}{by}"))
 
 
 def show_imported(found: Document) -> None:

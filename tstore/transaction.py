@@ -13,8 +13,7 @@ The id of a transaction is never used again, so what an aborted one leaves under
 
 from __future__ import annotations
 
-import secrets
-import time
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -22,19 +21,22 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tstore import world
 from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
 from tstore.commit_queue import Retry
-from tstore.errors import Conflict, Misuse
+from tstore.errors import Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
+from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
+from tstore.staged_array import StagedArray
 from tstore.staged_tree import StagedTree
 from tstore.tree import Changes, Tree, checked_path
 
@@ -73,11 +75,13 @@ class Transaction:
         self._state: Literal["open", "committing", "committed", "aborted"] = "open"
         self._manifests_written = 0
         self._adopted = 0
-        self.id = secrets.token_hex(12) if member is None else member.transaction
+        self._reused: tuple[str, ...] = ()
+        self._sources: set[int] = set()
+        self.id = world.token(12) if member is None else member.transaction
         self.version: int | None = None
         self.retries: list[Retry] = []
         host = "" if member is None else f"{member.host:05d}-"
-        self._suffix = f"{host}{secrets.token_hex(4)}"
+        self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
 
     async def __aenter__(self) -> Transaction:
@@ -165,9 +169,16 @@ class Transaction:
         for job in listed:
             staged.wrote(job)
 
-    async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stages an array whose chunks are those of another version; no data is written."""
-        (await self._begin()).keep_array(path, meta, chunks)
+    async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
+        """Stages an array whose chunks are those of another version; no data is written.
+
+        Raises `SnapshotExpired` where that version does not live at this transaction's base.
+        """
+        staged = await self._begin()
+        if version not in self._sources:
+            await check_alive(self._log, version, staged.base.version)
+            self._sources.add(version)
+        staged.keep_array(path, meta, chunks)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stages an array whose chunks others wrote into packs of this transaction, durable already."""
@@ -181,9 +192,10 @@ class Transaction:
         if self._isolation == "serializable" and (own is None or not own.fresh):
             staged.reads.values(path, meta, selection)
         if own is not None:
-            await own.apply_patches(self._log.backend, self._packs, chunks)
+            await self._patch(staged, own)
             chunks = ChunkTable.overlay([chunks, own.written()])
-        await read_chunks(self._log.backend, [ReadJob(path, meta, chunks, selection, out)])
+        jobs = [ReadJob(path, meta, chunks, selection, out)]
+        await unexpired(self._log, staged.base.version, read_chunks(self._log.backend, jobs))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
@@ -210,13 +222,15 @@ class Transaction:
         staged = await self._begin()
         self._state = "committing"
         try:
-            for path, array in staged.arrays.items():
-                await array.apply_patches(self._log.backend, self._packs, staged.below(path))
+            for array in staged.arrays.values():
+                await self._patch(staged, array)
             await self._packs.settle()
             manifest = await self._manifest(staged)
-        except BaseException:
+        except BaseException as error:
             self._state = "aborted"
             await self._packs.discard()
+            if isinstance(error, NotFound):
+                await self._log.check_uncollected(self.id, staged.base.version)
             raise
         try:
             if self._member is None:
@@ -224,6 +238,9 @@ class Transaction:
             else:
                 fragment = self._fragment(self._member, staged, manifest)
                 self.version = await commit_group(self._log, self._member, fragment, self._durability, timeout)
+        except (NotFound, DeadlineExceeded):
+            await self._log.check_uncollected(self.id, staged.base.version)
+            raise
         finally:
             self._state = "aborted" if self.version is None else "committed"
         assert self.version is not None
@@ -274,7 +291,7 @@ class Transaction:
         return Record(
             transaction=self.id,
             base=base,
-            time=time.time(),
+            time=world.now(),
             message=self._message,
             tags=self._tags,
             replaces=staged.replaces,
@@ -283,7 +300,13 @@ class Transaction:
             bytes_added=self._packs.bytes_written + self._adopted,
             facts=self._facts,
             durable=self._durability is Durability.FSYNC,
+            reused=self._reused,
         )
+
+    async def _patch(self, staged: StagedTree, array: StagedArray) -> None:
+        below = staged.below(array.path)
+        work = array.apply_patches(self._log.backend, self._packs, below)
+        await unexpired(self._log, staged.base.version, work)
 
     async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
@@ -314,7 +337,9 @@ class Transaction:
         if redo:
             nodes = (await self._log.tree(version)).nodes
             for path, again in redo.items():
-                await staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], again)
+                work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], again)
+                with contextlib.suppress(SnapshotExpired):  # then a newer commit wrote the chunk, and is met next
+                    await unexpired(self._log, version, work)
             await self._packs.settle()
             self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(redo)}"))
         return bool(redo)
@@ -322,6 +347,7 @@ class Transaction:
     async def _manifest(self, staged: StagedTree) -> ObjectRef | Manifest:
         """The manifest of all that is staged: itself if it is small, else where it was written."""
         manifest = staged.manifest()
+        self._reused = manifest.reused(self.id)
         data = encode(manifest)
         if len(data) <= INLINE_MANIFEST:
             return manifest
@@ -334,7 +360,7 @@ class Transaction:
         if self._state != "open":
             raise Misuse(f"this transaction on {self._log.backend.url} is {self._state}; open a new one")
         if self._staged is None:
-            tree = await self._log.tree(await self._log.newest())
+            tree = await newest_tree(self._log)
             if self._staged is None:  # two first uses at once must see one base
                 self._staged = StagedTree(tree, f"{self._log.backend.url} at version {tree.version}")
         return self._staged

@@ -107,7 +107,10 @@ class Tree:
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
         """The tree that the commit makes of this one."""
         tags = {**self.tags, **dict.fromkeys(record.tags, version)} if record.tags else self.tags
-        if record.void:
+        if record.collection is not None:
+            gone = set(record.collection.expired)
+            tags = {tag: named for tag, named in tags.items() if named not in gone}
+        if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
         nodes = {} if record.replaces else dict(self.nodes)
         for top in record.deleted:

@@ -68,17 +68,17 @@ static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, ui
     return bad;
 }
 
-/* Histograms of the exponent fields, four at once: elements of one exponent follow each other so often that a
- * single counter would wait for its own last store. */
-#define DEFINE_FIELDS(BITS, MANTISSA, FIELDS)                                                                \
-    static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t (*bins)[2048])                \
+/* Histograms of the exponent fields, WAYS at once and side by side: elements of one exponent follow each other so
+ * often that a single counter would wait for its own last store, and counters 4 KiB apart for each other's. */
+#define DEFINE_FIELDS(BITS, MANTISSA, FIELDS, WAYS)                                                          \
+    static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t *bins)                        \
     {                                                                                                        \
         size_t i = 0;                                                                                        \
-        for (; i + 4 <= n; i += 4)                                                                           \
-            for (size_t j = 0; j < 4; j++)                                                                   \
-                bins[j][(src[i + j] >> MANTISSA) & (FIELDS - 1)]++;                                          \
+        for (; i + WAYS <= n; i += WAYS)                                                                     \
+            for (size_t j = 0; j < WAYS; j++)                                                                \
+                bins[((src[i + j] >> MANTISSA) & (FIELDS - 1)) * WAYS + j]++;                                \
         for (; i < n; i++)                                                                                   \
-            bins[0][(src[i] >> MANTISSA) & (FIELDS - 1)]++;                                                  \
+            bins[((src[i] >> MANTISSA) & (FIELDS - 1)) * WAYS]++;                                            \
     }                                                                                                        \
     /* What has the field 0: zeros, and subnormals by their true exponents. */                               \
     static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t *counts)                        \
@@ -95,16 +95,24 @@ static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, ui
             }                                                                                                \
         }                                                                                                    \
     }
-DEFINE_FIELDS(32, 23, 256)
-DEFINE_FIELDS(64, 52, 2048)
+DEFINE_FIELDS(32, 23, 256, 8)
+DEFINE_FIELDS(64, 52, 2048, 4)
 #undef DEFINE_FIELDS
+
+static uint64_t sum_of(const uint64_t *counters, size_t ways)
+{
+    uint64_t sum = 0;
+    for (size_t j = 0; j < ways; j++)
+        sum += counters[j];
+    return sum;
+}
 
 /* Adds to counts how often each exponent occurs; after those, how many zeros and how many not finite. */
 static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, int64_t *counts)
 {
-    uint64_t bins[4][2048] = {{0}};
+    uint64_t bins[2048 * 4] = {0};
     uint32_t middle[BLOCK];
-    const size_t size = kind_size(kind), fields = kind == FLOAT64 ? 2048 : 256;
+    const size_t size = kind_size(kind), fields = kind == FLOAT64 ? 2048 : 256, ways = kind == FLOAT64 ? 4 : 8;
     uint64_t small = 0;
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
@@ -117,7 +125,7 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
             fields64((const float64_bits *)from, m, bins);
         else
             fields32((const float32_bits *)from, m, bins);
-        const uint64_t now = bins[0][0] + bins[1][0] + bins[2][0] + bins[3][0];
+        const uint64_t now = sum_of(bins, ways);
         if (now > small && kind == FLOAT64)
             small64((const float64_bits *)from, m, counts);
         else if (now > small)
@@ -125,9 +133,8 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
         small = now;
     }
     for (size_t f = 1; f < fields; f++) {
-        const uint64_t found = bins[0][f] + bins[1][f] + bins[2][f] + bins[3][f];
         const size_t at = f == fields - 1 ? EXPONENTS + 1 : f - fields / 2 + 1 - LEAST;
-        counts[at] += (int64_t)found;
+        counts[at] += (int64_t)sum_of(bins + f * ways, ways);
     }
 }
 

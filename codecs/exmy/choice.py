@@ -55,9 +55,10 @@ def choose(
     expected to reach it, those of the fewest bits, and of these the one with the least error.  Exactly one of
     the two must be given.  FormatError for numbers out of range, and for an SQNR that no format reaches.
 
-    What is expected is the error on a sample (see `survey`), with the offsets or scales of `quantize` for axis,
-    block and scale.  Where the whole tensor shares an offset, the format has the bias that is best for the
-    sample; else it has its standard bias.  Of equal errors, the fewest exponent bits win; so an empty array
+    What is expected is the error that a sample promises (see `survey`), with the offsets or scales of `quantize`
+    for axis, block and scale.  Where the whole tensor shares an offset, the sample has its largest values, the
+    reason speaks of the exponents of them all, and the format has the bias that is best for the sample; with
+    rows and blocks it has its standard bias.  Of equal errors, the fewest exponent bits win; so an empty array
     or one of zeros gets the format without exponent bits.  NonFiniteError as in `survey`.
     """
     if (bits is None) == (min_sqnr is None):
@@ -133,7 +134,7 @@ def _decibels(candidate: Candidate) -> str:
 
 def _spread(sample: Sample, best: Candidate) -> str:
     """Return what the exponents look like, seen from the format chosen."""
-    h = sample.exponents()
+    h = sample.exponents
     said = f"The exponents lie in {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"
     if sample.groups.axis is None:
         f = best.format

@@ -20,6 +20,7 @@ from exmy.threads import run_parts
 
 __all__ = [
     "BIAS_LIMIT",
+    "CERTAIN",
     "REACH",
     "BiasFit",
     "FitMethod",
@@ -37,11 +38,13 @@ BIAS_LIMIT = 512
 REACH = 32
 """Offsets that are tried, from the largest that does not clip on."""
 
+CERTAIN = 2.001
+"""No larger offset is better than one whose error is this many times the least before: see _search.h."""
+
 _RUNS = 256  # of
 _RUN = 256  # elements make the sample
 _PART = 1 << 18  # elements whose errors are summed by themselves, counted from the tensor's first
 _MORE = 4  # biases above the window that the last pass tries
-_CERTAIN = 2.001  # see _search.h: no larger offset is better than one whose error is twice the least before
 
 
 def bias_that_holds(peak: float, layout: Layout) -> int:
@@ -162,10 +165,14 @@ class BiasFit:
         else:
             self.bias = self._floor = bias_that_holds(self._peak, self._layout)
             self._top = min(self._floor + REACH, BIAS_LIMIT + 1)
-            if self._scale == "search":
-                self._propose()
-            else:
+            if self._scale != "search":
                 self.done = True
+            elif self._run < self._count and self._nothing_gains():
+                self._top = self._floor + 1
+                self._window = range(self._floor, self._top)  # a pass for the noise, if it measures
+                self.done = not self._measures
+            else:
+                self._propose()
         self._sample = []
         if self.done:
             self._window = range(self.bias, self.bias + 1)  # of one more pass, made for the noise
@@ -224,6 +231,23 @@ class BiasFit:
         layout = self._layout._replace(bias=biases.start)
         return kernels.squared_errors(self._kind, layout, elements, len(biases))
 
+    def _nothing_gains(self) -> bool:
+        """Say whether the peak alone proves that no larger bias has less error than the one that holds.
+
+        A larger bias rounds what it does not clip to a grid that differs only below the smallest normal value, so
+        it gains at most the errors there, half the smallest step each.  What it clips has no less error than
+        before; the peak is at least as far off as from half the largest value, in place of half a step.  This
+        spares formats with many exponent bits the search.
+        """
+        exponent_bits, mantissa_bits, _ = self._layout
+        if exponent_bits == 0:
+            return False
+        top = math.ldexp(1.0, (1 << exponent_bits) - 1 - self._floor)  # the largest power of two
+        largest, half_step = 2 * top - math.ldexp(top, -mantissa_bits), math.ldexp(top, -mantissa_bits - 1)
+        gain = self._count * math.ldexp(1.0, -self._floor - mantissa_bits) ** 2
+        beyond = self._peak - largest / 2
+        return beyond > half_step and beyond**2 - half_step**2 > 1.001 * gain
+
     def _propose(self) -> None:
         """Decide by the sample: which biases to try on the whole, or which it is where the sample is all."""
         sample = np.concatenate(self._sample)
@@ -247,7 +271,7 @@ class BiasFit:
         tried, window = sorted(self._errors), self._window
         self.bias = min(tried, key=self._errors.__getitem__)
         lower, higher = range(self._floor, window.start), range(window.stop, min(self._top, window.stop + _MORE))
-        certain = self._errors[tried[-1]] >= _CERTAIN * min(self._errors[bias] for bias in tried[:-1] or tried)
+        certain = self._errors[tried[-1]] >= CERTAIN * min(self._errors[bias] for bias in tried[:-1] or tried)
         if self.passes == 2 and self.bias == window.start and lower:
             self._window = lower
         elif self.passes == 2 and self.bias == window[-1] and higher and not certain:

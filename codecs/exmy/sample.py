@@ -1,4 +1,4 @@
-"""Sample: some tens of thousands of elements that stand for an array, and the error of a format on them."""
+"""Sample: some tens of thousands of elements that stand for an array, and what a format makes of them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exmy import kernels
-from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, saturates
+from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, output_dtype, saturates
 from exmy.errors import FormatError, NonFiniteError
 from exmy.exponents import Exponents, exponents
-from exmy.fit import BIAS_LIMIT, REACH, encoding_scales
+from exmy.fit import BIAS_LIMIT, CERTAIN, REACH, encoding_scales, without_nonfinite
 from exmy.format import Format
 from exmy.groups import Groups
 from exmy.offsets import holding_offsets
 from exmy.quantizer import Scale
-from exmy.reference import clipping_limit, narrow, widen
+from exmy.reference import clipping_limit, widen
+from exmy.threads import PART
 
-__all__ = ["SAMPLE", "Fit", "Sample"]
+__all__ = ["RARE", "SAMPLE", "Fit", "Sample"]
 
 SAMPLE = 1 << 16
-"""Elements of a sample; arrays up to this size are taken whole."""
+"""Elements that are spread evenly over an array; arrays up to this size are taken whole."""
+
+RARE = 1 << 12
+"""The largest elements of a tensor that join its sample, at most."""
 
 _RUN = 256  # elements that are taken side by side
+_NEAR = 128  # elements that are looked at one by one where a rare one is among them
 _LONG = 4  # rows that are taken at least, and then only in parts
 _FLOAT_REACH = 125  # of offsets beside which float32 scales have normal reciprocals
 _OFFSETS = np.exp2(np.arange(REACH))
@@ -34,64 +39,52 @@ _OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How one format does on a sample."""
+    """How one format does on an array, as far as its sample says."""
 
     format: Format
     """With the bias that suits the sample, where all elements share an offset."""
     noise: float
-    """The sum of squared errors."""
+    """The sum of squared errors of the whole array."""
     clipped: float
     """The share of elements beyond the largest value of their group by more than half a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Groups of an array that stand for all of them."""
+    """Elements of an array that stand for all of them."""
 
     runs: Array
-    """One group a row; float64 or whatever the array has."""
+    """Rows of the array's elements; with groups, one group a row."""
+    magnitudes: NDArray[np.float64]
+    """Those of the elements of the rows."""
     kind: Kind
     groups: Groups
     """The groups of the whole array."""
+    weights: NDArray[np.float64]
+    """How many elements of the array each one of a row stands for."""
     peaks: NDArray[np.float64]
-    """The largest magnitude of each row."""
+    """The largest magnitude of the group that each row belongs to."""
+    exponents: Exponents
+    """The histogram of the exponents: of the whole array where that is one group, else of the sample."""
     signal: float
-    """The sum of squares."""
+    """The sum of squares of the whole array."""
 
     @staticmethod
     def of(x: Any, axis: int | None, block: int | None, nonfinite: NonFinite) -> Sample:
-        """Return the sample of an array: all of it up to SAMPLE elements, else parts spread evenly.
+        """Return the sample of an array: all of it up to SAMPLE elements.
 
-        Without groups these are runs of 256 elements; else whole groups, and parts of at least four groups
-        where they are long.  NonFiniteError as in `encode` for what the sample meets; where they saturate,
-        NaN and infinity count as zeros.
+        Of larger ones that share one offset: 256 runs of 256 elements spread evenly, and beside them the
+        largest elements of all, down to the lowest power of two that RARE of them at most reach, since a few
+        outliers can decide on the format.  Else: whole groups, or parts of at least four groups where they
+        are long.  NonFiniteError as in `encode` for what is met: everywhere with one offset, in the sample
+        with groups.  Where they saturate, NaN and infinity count as zeros.
         """
-        saturate = saturates(nonfinite)
+        saturates(nonfinite)
         elements, kind, shape = as_flat(x)
         groups = Groups.of(shape, axis, block)
-        runs = _runs(elements, groups)
-        peaks = np.zeros(len(runs))
-        if runs.size:
-            kernels.peaks(kind, runs, peaks)
-            if not np.isfinite(peaks).all():
-                if not saturate:
-                    _, bad, first = kernels.peak(kind, elements)
-                    raise NonFiniteError(bad, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-                wide = widen(runs, kind)
-                runs = narrow(np.where(np.isfinite(wide), wide, 0.0), kind)
-                kernels.peaks(kind, runs, peaks)
-        flat = widen(runs.reshape(-1), kind)
-        with np.errstate(over="ignore", under="ignore"):
-            return Sample(runs, kind, groups, peaks, float(flat @ flat))
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.runs.size
-
-    def exponents(self) -> Exponents:
-        """Return the histogram of exponents."""
-        return exponents(widen(self.runs, self.kind))
+        if groups.axis is None:
+            return _tensor_sample(elements, kind, groups, nonfinite)
+        return _group_sample(elements, kind, groups, nonfinite)
 
     def metadata(self, scale: Scale) -> float:
         """Return the bits that the offsets or scales of rows and blocks add to each element."""
@@ -126,8 +119,7 @@ class Sample:
         scales = encoding_scales(offsets, self.kind, layout)
         factors = np.ones(len(self.runs))
         if scale in {"none", "max"}:
-            noise = np.empty((len(self.runs), 1))
-            kernels.noise(self.kind, layout, self.runs, scales, np.ones(1), noise)
+            noise = self._noise(layout, scales, np.ones(1))[:, 0]
         else:
             tries = np.minimum(REACH, BIAS_LIMIT - layout.bias - offsets + 1)
             k, noise = self._least(layout, scales, _OFFSETS, tries, rising=True)
@@ -137,25 +129,128 @@ class Sample:
             k, noise = self._least(layout, scales, _OCTAVE, np.full(len(self.runs), _OCTAVE.size), rising=False)
             factors = _OCTAVE[k]
         with np.errstate(over="ignore", under="ignore"):
-            total = float(np.ldexp(noise.reshape(-1), -2 * offsets).sum())
+            total = float(self.weights @ np.ldexp(noise, -2 * offsets))
         clipped = self._clipped(np.ldexp(clipping_limit(layout) / factors, -offsets))
         if self.groups.axis is None and scale in {"search", "max"}:
             f = f.with_bias(f.bias + int(offsets[0]))
         return Fit(f, total, clipped)
 
+    def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
+        """Return the squared error of each row with each of the factors, in units of the row times both."""
+        out = np.empty((len(self.runs), factors.size))
+        kernels.noise(self.kind, layout, self.runs, scales, factors, out)
+        return out
+
     def _least(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return as `kernels.least` does; the error is in units of the row times its scale."""
+        """Return as `kernels.least` does, one factor for all rows where they are of one group.
+
+        The errors are in units of the row times its scale.
+        """
+        if self.groups.axis is None:
+            return self._least_of_all(layout, scales, factors[: tries[0]], rising=rising)
         found, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
         kernels.least(self.kind, layout, self.runs, scales, factors, tries, found, error, rising=rising)
         return found, error
 
+    def _least_of_all(
+        self, layout: Layout, scales: Array, factors: Array, *, rising: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        best, least, errors = 0, math.inf, np.full(len(self.runs), math.inf)
+        for k, factor in enumerate(factors):
+            each = self._noise(layout, scales, factors[k : k + 1])[:, 0] / (factor * factor)
+            error = float(self.weights @ each)
+            if rising and error >= CERTAIN * least:
+                break
+            if error < least:
+                best, least, errors = k, error, each
+        return np.full(len(self.runs), best), errors
+
     def _clipped(self, limits: NDArray[np.float64]) -> float:
         """Return the share of elements beyond the limits of their rows."""
-        some = self.peaks > limits
-        magnitudes = np.abs(widen(self.runs[some], self.kind))
-        return int((magnitudes > limits[some, None]).sum()) / self.size
+        if not (self.peaks > limits).any():
+            return 0.0
+        beyond = np.count_nonzero(self.magnitudes > limits[:, None], axis=1)
+        return float(self.weights @ beyond) / math.prod(self.groups.shape)
+
+
+def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
+    typed = elements.view(output_dtype(kind.name.lower())).reshape(groups.shape)
+    histogram = exponents(typed, nonfinite=nonfinite)
+    size = elements.size
+    bad = size > histogram.count
+    if size <= SAMPLE:
+        runs = (without_nonfinite(elements, kind) if bad else elements).reshape(-1, max(size, 1))
+        peaks, weights = np.zeros(len(runs)), np.ones(len(runs))
+        if size:
+            kernels.peaks(kind, runs, peaks)
+        return _sample(runs, kind, groups, weights, peaks, histogram)
+    reached = histogram.counts[::-1].cumsum()
+    octaves = int(np.searchsorted(reached, RARE, "right"))
+    least = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
+    rare, peak = _rare(elements, kind, least)
+    starts = np.linspace(0, size - _RUN, SAMPLE // _RUN).astype(np.int64)
+    spread = elements[starts[:, None] + np.arange(_RUN)].reshape(-1)
+    if bad:
+        spread = without_nonfinite(spread, kind)
+    frequent = np.abs(widen(spread, kind)) < least
+    spread[~frequent] = 0  # the rare ones speak for themselves
+    runs = np.zeros((SAMPLE // RARE + 1, RARE), elements.dtype)
+    runs[:-1].reshape(-1)[:] = spread
+    runs[-1, : rare.size] = rare
+    weights = np.full(len(runs), (size - rare.size) / int(frequent.sum()))
+    weights[-1] = 1.0
+    return _sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
+
+
+def _rare(elements: Array, kind: Kind, least: float) -> tuple[Array, float]:
+    """Return the elements from a magnitude on, in order, and the largest magnitude; of those that are finite."""
+    found, peak = [], 0.0
+    for start in range(0, elements.size, PART):
+        part = elements[start : start + PART]
+        rows = part[: part.size // _NEAR * _NEAR].reshape(-1, _NEAR)
+        peaks = np.zeros(len(rows))
+        if rows.size:
+            kernels.peaks(kind, rows, peaks)
+        near = ~(peaks < least)  # which is so where a row is not finite
+        peak = max(peak, float(peaks[~near].max(initial=0.0)))
+        for some in (rows[near].reshape(-1), part[rows.size :]):
+            magnitudes = np.abs(widen(some, kind))
+            finite = np.isfinite(magnitudes)
+            found.append(some[finite & (magnitudes >= least)])
+            peak = max(peak, float(magnitudes[finite].max(initial=0.0)))
+    return np.concatenate(found), peak
+
+
+def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
+    runs = _runs(elements, groups)
+    peaks = np.zeros(len(runs))
+    if runs.size:
+        kernels.peaks(kind, runs, peaks)
+        if not np.isfinite(peaks).all():
+            if not saturates(nonfinite):
+                _, bad, first = kernels.peak(kind, elements)
+                index = tuple(int(i) for i in np.unravel_index(first, groups.shape))
+                raise NonFiniteError(bad, elements.size, index)
+            runs = without_nonfinite(runs, kind)
+            kernels.peaks(kind, runs, peaks)
+    weights = np.full(len(runs), elements.size / max(runs.size, 1))
+    return _sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)))
+
+
+def _sample(
+    runs: Array,
+    kind: Kind,
+    groups: Groups,
+    weights: NDArray[np.float64],
+    peaks: NDArray[np.float64],
+    histogram: Exponents,
+) -> Sample:
+    magnitudes = np.abs(widen(runs, kind))
+    with np.errstate(over="ignore", under="ignore"):
+        signal = float(weights @ np.einsum("ij,ij->i", magnitudes, magnitudes))
+    return Sample(runs, magnitudes, kind, groups, weights, peaks, histogram, signal)
 
 
 def _runs(elements: Array, groups: Groups) -> Array:
@@ -165,7 +260,7 @@ def _runs(elements: Array, groups: Groups) -> Array:
         if not elements.size:
             return elements.reshape(0, 1)
         return groups.runs(elements, 0, count)
-    if groups.axis is None or length > SAMPLE // _LONG:
+    if length > SAMPLE // _LONG:
         rows = min(count, _LONG)
         starts = np.linspace(0, length - _RUN, SAMPLE // _RUN // rows).astype(np.int64)
         along = (starts[:, None] + np.arange(_RUN)).reshape(-1)

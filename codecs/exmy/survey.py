@@ -1,4 +1,4 @@
-"""Survey: what every format of some widths would make of an array, by a sample of it."""
+"""Survey: what every format of some widths would make of an array, as far as a sample says."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Candidate:
     bits_per_value: float
     """Its width, and what the offsets or scales of rows and blocks add to each element."""
     signal: float
-    """The sum of squares of the sample."""
+    """The sum of squares of the whole array, as far as the sample says."""
     noise: float
-    """The sum of squared errors of the sample."""
+    """The sum of squared errors of the whole array, likewise."""
     clipped: float
-    """The share of the sample beyond the largest value of its group by more than half a step."""
+    """The share of elements beyond the largest value of their group by more than half a step, likewise."""
 
     @property
     def sqnr(self) -> float:
@@ -49,10 +49,13 @@ def survey(
     """Return what each format of the widths would make of x, in the order of `exmy.formats`.
 
     Every format is tried with the offsets or scales that suit it (axis, block and scale as in `quantize`),
-    on x itself up to 65,536 elements, else on as many spread evenly over it, so the time does not grow with
-    x.  An empty array and one of zeros have no noise in any format.  Left out are formats that hold the values
-    with no bias of -512 ... 512; FormatError where none is left.  NonFiniteError as in `encode` for NaN and
-    infinity that the sample meets; where they saturate, they count as zeros.
+    on x itself up to 65,536 elements, else on as many spread evenly over it.  Where all elements share an
+    offset, up to 4,096 of the largest elements of x join these, which two passes over x find; all sums weigh
+    each element by how many it stands for, so they are estimates for the whole of x.  With rows and blocks the
+    time does not grow with x.  An empty array and one of zeros have no noise in any format.  Left out are
+    formats that hold the values with no bias of -512 ... 512; FormatError where none is left.  NonFiniteError
+    as in `encode` for NaN and infinity, of which rows and blocks meet those of the sample only; where they
+    saturate, they count as zeros.
     """
     sample = Sample.of(x, axis, block, nonfinite)
     found = [candidate for bits in widths for candidate in candidates_of(sample, bits, scale)]

@@ -216,3 +216,103 @@ def test_bfloat16_without_a_copy_of_the_type():
     x = data((8, 32)).astype(ml_dtypes.bfloat16)
     assert exmy.exponents(x).count == 256
     assert "exponents lie in" in exmy.choose(x, bits=3).reason
+
+
+def best_of(bits, x, **options):
+    return max(achieved(x, f, **options) for f in exmy.formats(bits))
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["t", "laplace"])
+def test_rare_large_values_are_seen(name, seed, bits):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_t(5, 1 << 18) if name == "t" else rng.laplace(size=1 << 18)).astype(np.float32)
+    c = exmy.choose(x, bits=bits).candidates[0]
+    assert achieved(x, c.format) > best_of(bits, x) - 0.1
+    assert achieved(x, c.format) == pytest.approx(c.sqnr, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("scale", "at"), [("search", 123_457), ("max", -1), ("none", 123_457), ("float", -1)])
+def test_one_gigantic_value_is_seen(dtype, scale, at):
+    x = np.random.default_rng(0).standard_normal(200_001).astype(exmy.elements.output_dtype(dtype))
+    x[at] = -30_000.0
+    for c in exmy.survey(x, [5, 8], scale=scale):
+        assert achieved(x, c.format, scale=scale) == pytest.approx(c.sqnr, abs=0.15), c
+    assert achieved(x, exmy.choose(x, 8, scale=scale), scale=scale) > best_of(8, x, scale=scale) - 0.1
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.random.default_rng(0).uniform(-1, 1, 200_000),  # more large values than can join the sample
+        np.where(np.arange(200_000) == 130_000, 1.9999, 1.0),  # all but one the same
+        np.where(np.arange(200_000) % 100 == 99, np.random.default_rng(0).standard_t(3, 200_000), 0.0),
+    ],
+    ids=["crowded", "constant", "sparse"],
+)
+@pytest.mark.parametrize("scale", ["search", "max"])
+def test_whatever_the_largest_values_are(x, scale):
+    for c in exmy.survey(x, [2, 4, 7], scale=scale):
+        d = exmy.compare(x, exmy.quantize(x, c.format, scale=scale).dequantize("float64"))
+        assert c.noise == pytest.approx(d.noise, rel=0.03, abs=1e-5 * d.signal), c
+        assert c.signal == pytest.approx(d.signal, rel=0.01)
+        if scale == "max":
+            assert c.format == c.format.fit(x, "max")
+
+
+def test_few_values_besides_zeros_are_all_seen():
+    x = np.zeros(300_000, np.float32)
+    x[::100] = np.random.default_rng(0).standard_t(2, 3000)
+    for c in exmy.survey(x, [3, 6]):
+        d = exmy.compare(x, exmy.quantize(x, c.format).dequantize("float64"))
+        assert (c.noise, c.signal) == (pytest.approx(d.noise, rel=1e-9), pytest.approx(d.signal, rel=1e-9))
+        assert c.clipped * x.size == pytest.approx(exmy.quantize(x, c.format).clipped(x), abs=1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_noise_and_signal_are_those_of_the_whole_array(options):
+    x = np.random.default_rng(0).standard_normal((1500, 1024), dtype=np.float32)
+    for c in exmy.survey(x, [4], **options):
+        d = exmy.compare(x, exmy.quantize(x, c.format, **options).dequantize())
+        assert c.noise == pytest.approx(d.noise, rel=0.2), c
+        assert c.signal == pytest.approx(d.signal, rel=0.02), c
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_large_tensor_is_surveyed_the_same_at_every_level(dtype):
+    x = np.random.default_rng(0).standard_t(3, (70, 1001)).astype(exmy.elements.output_dtype(dtype))
+    found = set()
+    for level in exmy.kernels.levels():
+        with exmy.kernels.use(level):
+            found |= {exmy.survey(x, [3]), exmy.survey(np.asfortranarray(x), [3])}
+    assert len(found) == 1
+
+
+def test_what_is_not_finite_anywhere_in_a_large_tensor():
+    x = np.random.default_rng(0).standard_t(3, (400, 500))
+    x.flat[100_004] = 1000.0
+    zeroed = x.copy()
+    for i, value in ((0, np.inf), (777, -np.inf), (100_001, np.nan), (199_999, np.nan)):
+        x.flat[i], zeroed.flat[i] = value, 0
+        with pytest.raises(exmy.NonFiniteError, match="of 200000"):
+            exmy.choose(x, bits=8)
+        saturated = exmy.choose(x, bits=8, nonfinite="saturate")
+        assert saturated.candidates == exmy.choose(zeroed, bits=8).candidates
+    small = exmy.choose(x[:2], bits=8, nonfinite="saturate")
+    assert small.candidates == exmy.choose(zeroed[:2], bits=8).candidates
+    x = np.zeros(100_000)
+    x[5000] = np.nan
+    with pytest.raises(exmy.NonFiniteError, match=r"1 of 100000 .* \[5000\]"):
+        exmy.choose(x, bits=8)
+    assert exmy.choose(x, bits=8, nonfinite="saturate") == exmy.Format("e0m7")
+
+
+def test_the_reason_speaks_of_all_values():
+    x = np.random.default_rng(0).standard_normal(200_001)
+    x[123_457] = 40.0
+    f = exmy.choose(x, bits=8, scale="none")
+    h = exmy.exponents(x)
+    assert f"exponents lie in {h.lowest} … 5 (entropy {h.entropy:.2f} bits)" in f.reason
+    assert f"{h.below(f):.2%} of the values lie below" in f.reason

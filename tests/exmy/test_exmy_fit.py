@@ -162,3 +162,18 @@ def test_sqnr():
         exmy.sqnr(x, x[:1])
     with pytest.raises(exmy.DtypeError, match="expected real numbers"):
         exmy.sqnr(x, x.astype(complex))
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e3m2", "e3m4", "e4m3", "e4m0", "e5m2", "e6m1", "e8m2"])
+@pytest.mark.parametrize("tail", [0.0, 1.01, 1.2, 1.9])
+def test_the_peak_may_decide_only_where_the_search_would_too(native, name, tail):
+    x = np.random.default_rng(3).standard_t(4, 70_000).astype(np.float32)
+    x = np.clip(x, -8, 8) if tail else x
+    x[0] = 8 * tail or x[0]
+    f = exmy.Format(name)
+    holds = f.fit(x, "max")
+    errors = [
+        np.square(x - exmy.round(x, holds.with_bias(holds.bias + k)), dtype=np.float64).sum() for k in range(9)
+    ]
+    found = f.fit(x, "search")
+    assert errors[found.bias - holds.bias] == pytest.approx(min(errors), rel=1e-9)

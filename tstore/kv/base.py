@@ -113,8 +113,17 @@ class Backend(Protocol):
     async def list(self, prefix: str) -> Keys:
         """The keys that begin with the prefix, sorted."""
 
+    async def folders(self, prefix: str) -> Keys:
+        """The names that stand in front of the next `/` behind the prefix (which ends in `/`), sorted."""
+
+    async def age(self, prefix: str) -> float | None:
+        """Seconds since an object below the folder `prefix` was last written, by the store's clock.
+
+        None where nothing is there.
+        """
+
     async def delete(self, key: str) -> None:
-        """Removes the object; no error where it does not exist."""
+        """Removes the object, or a folder in which no object is left; no error where it does not exist."""
 
     async def settle(self, prefix: str, durability: Durability) -> None:
         """Makes the names of finished packs under the folder `prefix` durable, if asked."""

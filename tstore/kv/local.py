@@ -21,6 +21,7 @@ import errno
 import os
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -65,6 +66,12 @@ class LocalBackend:
 
     async def list(self, prefix: str) -> Keys:
         return await run(self._list, prefix)
+
+    async def folders(self, prefix: str) -> Keys:
+        return await run(self._folders, prefix)
+
+    async def age(self, prefix: str) -> float | None:
+        return await run(self._age, prefix)
 
     async def delete(self, key: str) -> None:
         await run(self._delete, key)
@@ -155,7 +162,42 @@ class LocalBackend:
     def _delete(self, key: str) -> None:
         path = self._path(key)
         with explained("delete", path), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            if os.path.isdir(path) and not os.path.islink(path):
+                self._delete_folder(path)
+            else:
+                os.unlink(path)
+
+    def _delete_folder(self, path: str) -> None:
+        """Removes a folder that holds no object, with what creates that never ended left in it."""
+        with os.scandir(path) as entries:
+            names = [e.name for e in entries]
+        if all(n.startswith(".") and n.endswith(".tmp") for n in names):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{path}/{name}")
+            with contextlib.suppress(OSError):  # an object came into it
+                os.rmdir(path)
+        self._durable_folders.discard(path)
+
+    def _folders(self, prefix: str) -> Keys:
+        top = self._path(prefix.rstrip("/"))
+        with explained("list", top):
+            try:
+                with os.scandir(top) as entries:
+                    return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            except FileNotFoundError:
+                return []
+
+    def _age(self, prefix: str) -> float | None:
+        top = self._path(prefix)
+        with explained("look at", top):
+            try:
+                with os.scandir(top) as entries:
+                    written = [e.stat().st_mtime for e in entries]
+                written.append(os.stat(top).st_mtime)
+            except FileNotFoundError:
+                return None  # deleted meanwhile
+        return time.time() - max(written)
 
     def _settle(self, prefix: str) -> None:
         folder = self._path(prefix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
@@ -16,12 +17,14 @@ class MemoryBackend:
     capabilities = Capabilities(conditional_create=True, listing=True, durable=False)
 
     _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
+    _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was made
     _lock = threading.Lock()
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
         with self._lock:
             self._objects = self._stores.setdefault(name, {})
+            self._times = self._written.setdefault(name, {})
 
     async def get(self, key: str) -> bytes:
         return bytes(self._find(key))
@@ -43,8 +46,19 @@ class MemoryBackend:
         with self._lock:
             return sorted(k for k in self._objects if k.startswith(prefix))
 
+    async def folders(self, prefix: str) -> Keys:
+        with self._lock:
+            below = [k[len(prefix) :] for k in self._objects if k.startswith(prefix)]
+        return sorted({k.partition("/")[0] for k in below if "/" in k})
+
+    async def age(self, prefix: str) -> float | None:
+        with self._lock:
+            written = [t for k, t in self._times.items() if k.startswith(f"{prefix}/") and k in self._objects]
+        return time.time() - max(written) if written else None
+
     async def delete(self, key: str) -> None:
         self._objects.pop(checked_key(key, self.url), None)
+        self._times.pop(key, None)
 
     async def settle(self, prefix: str, durability: Durability) -> None:
         return None
@@ -68,6 +82,7 @@ class MemoryBackend:
             if checked_key(key, self.url) in self._objects:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
             self._objects[key] = data
+            self._times[key] = time.time()
 
     def _find(self, key: str) -> bytes | bytearray:
         try:

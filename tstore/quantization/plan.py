@@ -13,16 +13,10 @@ from tstore.errors import InvalidArgument
 from tstore.grid import default_chunks
 from tstore.policy import Bits, MinSqnr, Rules, Target
 from tstore.quantization.allocation import Point, allocate
-from tstore.quantization.encoding import (
-    SMALLEST,
-    Choice,
-    Configuration,
-    Study,
-    encoded_meta,
-    nonfinite_reason,
-    stored_bytes,
-    study_values,
-)
+from tstore.quantization.encoding import SMALLEST, Choice
+from tstore.quantization.regrid import encoded_meta, stored_bytes
+from tstore.quantization.study import Configuration, Study, nonfinite_reason, study
+from tstore.quantization.values import Values, in_threads
 
 __all__ = ["WIDTHS", "Given", "Plan", "plan_by_rules", "plan_for", "rules_for"]
 
@@ -108,19 +102,19 @@ def plan_for(target: Target, plan: Plan, studies: Sequence[Study], arrays: Mappi
 def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, Given]) -> Plan:
     """For each studied array the smallest formats that are expected to keep an SQNR, the best few of them."""
     choices, kept = dict(plan.choices), dict(plan.kept)
-    for study in studies:
-        if study.nonfinite:
-            kept[study.path] = nonfinite_reason(study.nonfinite, arrays[study.path].meta.size)
+    for found in studies:
+        if found.nonfinite:
+            kept[found.path] = nonfinite_reason(found.nonfinite, arrays[found.path].meta.size)
             continue
-        most = arrays[study.path].size
-        allowed = study.signal * 10 ** (-(decibel + _MARGIN) / 10)
-        able = sorted((size, error, i) for i, (_, size, error) in enumerate(study.candidates) if error <= allowed)
+        most = arrays[found.path].size
+        allowed = found.signal * 10 ** (-(decibel + _MARGIN) / 10)
+        able = sorted((size, error, i) for i, (_, size, error) in enumerate(found.candidates) if error <= allowed)
         best = {size: i for size, _, i in reversed(able) if size < most}  # the least error of each size
-        tries = [study.candidates[i][0] for _, i in sorted(best.items())][:_TRIES]
+        tries = [found.candidates[i][0] for _, i in sorted(best.items())][:_TRIES]
         if tries:
-            choices[study.path] = Choice(tuple(tries), decibel)
+            choices[found.path] = Choice(tuple(tries), decibel)
         else:
-            kept[study.path] = f"no smaller format is expected to keep {decibel:g} dB"
+            kept[found.path] = f"no smaller format is expected to keep {decibel:g} dB"
     return Plan(choices, kept, {})
 
 
@@ -134,15 +128,15 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
     fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
     curves: list[list[Point[Configuration | None]]] = []
     studied = [s for s in studies if not s.nonfinite]
-    for study in studies:
-        size = arrays[study.path].size
-        if study.nonfinite:
-            kept[study.path] = nonfinite_reason(study.nonfinite, arrays[study.path].meta.size)
+    for found in studies:
+        size = arrays[found.path].size
+        if found.nonfinite:
+            kept[found.path] = nonfinite_reason(found.nonfinite, arrays[found.path].meta.size)
             fixed += size
         else:
             curve: list[Point[Configuration | None]] = [Point(size, 0.0, None)]
-            weight = target.weight(study.signal, arrays[study.path].meta.size)
-            curve += [Point(b, weight * e, c) for c, b, e in study.candidates if b < size]
+            weight = target.weight(found.signal, arrays[found.path].meta.size)
+            curve += [Point(b, weight * e, c) for c, b, e in found.candidates if b < size]
             curves.append(curve)
     values = sum(given.meta.size for given in arrays.values())
     budget = int(target.average * values / 8) - fixed
@@ -154,11 +148,11 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
             f"{len(kept)} arrays that stay as they are ({fixed:,} bytes with those that rules decide) and all "
             "others in their smallest format; allow more bits, or give the former a format by a rule"
         )
-    for study, point in zip(studied, allocate(curves, budget), strict=True):
+    for found, point in zip(studied, allocate(curves, budget), strict=True):
         if point.choice is None:
-            kept[study.path] = "the budget has room for all its bits"
+            kept[found.path] = "the budget has room for all its bits"
         else:
-            choices[study.path] = Choice((point.choice,))
+            choices[found.path] = Choice((point.choice,))
     return Plan(choices, kept, {})
 
 
@@ -169,6 +163,7 @@ async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> R
         meta = ArrayMeta.of(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
         arrays[path] = Given(meta, stored_bytes(meta))
     plan = plan_by_rules(arrays, None, {}, data=True)
-    studies = [await study_values(p, arrays[p].meta, leaves[p], r, WIDTHS) for p, r in plan.left.items()]
-    plan = plan_for(target, plan, studies, arrays)
-    return Rules.exact({path: choice.codecs[0] for path, choice in plan.choices.items()})
+    held = [Values.held(path, arrays[path].meta, leaves[path]) for path in plan.left]
+    studies = await in_threads(lambda v: study(v, plan.left[v.path], WIDTHS), held)
+    chosen = plan_for(target, plan, studies, arrays).choices
+    return Rules.exact({path: choice.codecs[0] for path, choice in chosen.items()})

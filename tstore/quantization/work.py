@@ -1,6 +1,6 @@
-"""Work on many arrays of a version at once: in this process, or in batches by the workers of an executor.
+"""Work on many arrays of a version at once: in this process, or in tasks by the workers of an executor.
 
-A batch goes to a worker as plain data (the store's URL, a version, paths), and what comes back is plain data too:
+A task goes to a worker as plain data (the store's URL, a version, paths), and what comes back is plain data too:
 studies, and references to the chunks that the worker wrote into packs of its own, durable already. The arrays
 themselves never pass through the executor.
 """
@@ -8,7 +8,7 @@ themselves never pass through the executor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,17 +16,18 @@ from tstore.chunk_writer import PackSet
 from tstore.errors import Unavailable
 from tstore.kv.base import Durability
 from tstore.pool import WORKERS
-from tstore.quantization.encoding import Choice, Configuration, Encoded, Study, encode_array, study_array
+from tstore.quantization.encoding import Choice, Encoded, encode_batch
+from tstore.quantization.study import Configuration, Study, study
+from tstore.quantization.values import batches, in_threads, read_batch
 from tstore.snapshot import Snapshot
 from tstore.store import Store, open
 
 __all__ = ["Progress", "Work"]
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 _AT_ONCE = min(WORKERS, 4)
-_BATCH = 64 << 20
+_TASK = 64 << 20
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of values done and in all."""
@@ -55,6 +56,7 @@ class Work:
     ) -> None:
         self._store = store
         self._source = source
+        self._metas = {path: source.tree.nodes[path].meta for path in source.paths()}
         self._place = _Place(store.url, source.version, f"txn/{transaction}", durability)
         self._executor = executor
         self._progress = progress
@@ -62,48 +64,37 @@ class Work:
     async def study(self, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
         """The studies of these arrays, in their order, each in its granularity and scale."""
         paths = list(recipes)
-
-        async def one(path: str) -> Study:
-            return await study_array(self._source, path, recipes[path], widths)
-
-        if self._executor is None:
-            return await _at_once(one, paths, self._counted(paths))
-        batches = self._batches(paths)
-        calls = [(_study_batch, self._place, {p: recipes[p] for p in batch}, widths) for batch in batches]
-        return await self._in_executor(calls, batches)
+        if self._executor is not None:
+            calls = [(_study_task, self._place, {p: recipes[p] for p in t}, widths) for t in self._tasks(paths)]
+            return await self._in_executor(calls)
+        return await self._at_once(lambda batch: _study_batch(self._source, batch, recipes, widths), paths)
 
     async def encode(self, choices: Mapping[str, Choice]) -> list[Encoded]:
         """What became of each array, its packs durable."""
         paths = list(choices)
         if self._executor is not None:
-            batches = self._batches(paths)
-            calls = [(_encode_batch, self._place, {p: choices[p] for p in batch}) for batch in batches]
-            return await self._in_executor(calls, batches)
-        backend = self._store.log.backend
+            calls = [(_encode_task, self._place, {p: choices[p] for p in t}) for t in self._tasks(paths)]
+            return await self._in_executor(calls)
+        backend, source = self._store.log.backend, self._source
         packs = PackSet(backend, self._place.folder, self._place.durability)
-
-        async def one(path: str) -> Encoded:
-            return await encode_array(backend, packs, self._source, path, choices[path])
-
         try:
-            encoded = await _at_once(one, paths, self._counted(paths))
+            found = await self._at_once(lambda batch: encode_batch(backend, packs, source, batch, choices), paths)
             await packs.settle()
         except BaseException:
             await packs.discard()
             raise
-        return encoded
+        return found
 
-    async def _in_executor(self, calls: Sequence[tuple[Any, ...]], batches: Sequence[Sequence[str]]) -> list[Any]:
+    async def _in_executor(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         assert self._executor is not None
-        count = self._counted([path for batch in batches for path in batch])
+        count = self._counted([path for call in calls for path in call[2]])
         futures: list[asyncio.Future[Any]] = []
         try:
             for call in calls:
                 futures.append(asyncio.wrap_future(self._executor.submit(*call)))
-            for future, batch in zip(futures, batches, strict=True):
+            for future, call in zip(futures, calls, strict=True):
                 await future
-                for path in batch:
-                    count(path)
+                count(call[2])
         except BrokenExecutor as error:
             raise Unavailable(
                 f"{self._place.url}: the executor broke, as when one of its workers is killed ({error}); nothing "
@@ -115,76 +106,85 @@ class Work:
             await asyncio.gather(*futures, return_exceptions=True)
         return [result for future in futures for result in future.result()]
 
-    def _bytes(self, path: str) -> int:
-        return self._source.tree.nodes[path].meta.nbytes
+    async def _at_once(
+        self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
+    ) -> list[R]:
+        """The results of all batches, in their order, a few of them going on at a time."""
+        listed, count = batches(self._metas, paths), self._counted(paths)
+        results: dict[int, list[R]] = {}
+        source = iter(enumerate(listed))
 
-    def _batches(self, paths: Sequence[str]) -> list[list[str]]:
-        """The paths in batches of some bytes, so that opening the store costs each worker little."""
-        batches: list[list[str]] = []
+        async def draw() -> None:
+            for i, batch in source:
+                results[i] = await call(batch)
+                count(batch)
+
+        tasks = [asyncio.ensure_future(draw()) for _ in range(min(_AT_ONCE, len(listed)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [result for i in range(len(listed)) for result in results[i]]
+
+    def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
+        """The paths in tasks of some bytes, so that opening the store costs each worker little."""
+        tasks: list[list[str]] = []
         room = 0
         for path in paths:
             if room <= 0:
-                batches.append([])
-                room = _BATCH
-            batches[-1].append(path)
-            room -= self._bytes(path)
-        return batches
+                tasks.append([])
+                room = _TASK
+            tasks[-1].append(path)
+            room -= self._metas[path].nbytes
+        return tasks
 
-    def _counted(self, paths: Sequence[str]) -> Callable[[str], None]:
-        """Tells the progress of one more path done."""
-        total, done = sum(map(self._bytes, paths)), 0
+    def _counted(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
+        """Tells the progress of some more paths done."""
+        total, done = sum(self._metas[path].nbytes for path in paths), 0
 
-        def count(path: str) -> None:
+        def count(some: Iterable[str]) -> None:
             nonlocal done
-            done += self._bytes(path)
+            done += sum(self._metas[path].nbytes for path in some)
             if self._progress is not None:
                 self._progress(done, total)
 
         return count
 
 
-async def _at_once(
-    call: Callable[[T], Coroutine[Any, Any, R]], items: Sequence[T], count: Callable[[T], None]
-) -> list[R]:
-    """The results of the call for all items, in their order, a few of them going on at a time."""
-    results: dict[int, R] = {}
-    source = iter(enumerate(items))
-
-    async def draw() -> None:
-        for i, item in source:
-            results[i] = await call(item)
-            count(item)
-
-    tasks = [asyncio.ensure_future(draw()) for _ in range(min(_AT_ONCE, len(items)))]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [results[i] for i in range(len(items))]
+async def _study_batch(
+    source: Snapshot, batch: Sequence[str], recipes: Mapping[str, Configuration], widths: range
+) -> list[Study]:
+    return await in_threads(lambda v: study(v, recipes[v.path], widths), await read_batch(source, batch))
 
 
-def _study_batch(place: _Place, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
+def _study_task(place: _Place, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(place.url, "r") as store:
             source = await store.snapshot(place.version)
-            return [await study_array(source, path, recipe, widths) for path, recipe in recipes.items()]
+            metas = {path: source.tree.nodes[path].meta for path in recipes}
+            found = [await _study_batch(source, b, recipes, widths) for b in batches(metas, list(recipes))]
+            return [one for some in found for one in some]
 
     return asyncio.run(work())
 
 
-def _encode_batch(place: _Place, choices: Mapping[str, Choice]) -> list[Encoded]:
+def _encode_task(place: _Place, choices: Mapping[str, Choice]) -> list[Encoded]:
     async def work() -> list[Encoded]:
         async with await open(place.url, "r") as store:
             source, backend = await store.snapshot(place.version), store.log.backend
+            metas = {path: source.tree.nodes[path].meta for path in choices}
             packs = PackSet(backend, place.folder, place.durability)
             try:
-                found = [await encode_array(backend, packs, source, p, choice) for p, choice in choices.items()]
+                found = [
+                    await encode_batch(backend, packs, source, batch, choices)
+                    for batch in batches(metas, list(choices))
+                ]
                 await packs.settle()
             except BaseException:
                 await packs.discard()
                 raise
-            return found
+            return [one for some in found for one in some]
 
     return asyncio.run(work())

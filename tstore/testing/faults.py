@@ -162,6 +162,14 @@ class FaultyBackend:
         """See `Backend.list`."""
         return await self._do("list", prefix, lambda: self.inner.list(prefix))
 
+    async def folders(self, prefix: str) -> Keys:
+        """See `Backend.folders`."""
+        return await self._do("folders", prefix, lambda: self.inner.folders(prefix))
+
+    async def age(self, prefix: str) -> float | None:
+        """See `Backend.age`."""
+        return await self._do("age", prefix, lambda: self.inner.age(prefix))
+
     async def delete(self, key: str) -> None:
         """See `Backend.delete`."""
         await self._do("delete", key, lambda: self.inner.delete(key))

@@ -1,0 +1,228 @@
+"""The protocol in a simulation where everything goes wrong that may, and that simulation itself under test.
+
+Each of these faults, put into the protocol on purpose, is found within a few hundred runs (`MUTATIONS` holds
+the edits):
+
+    fault                                        what it would break
+    ------------------------------------------   ------------------------------------------------------------
+    conflict check skipped                       lost updates
+    chunks written by both pass                  lost updates
+    nodes created by both pass                   one array in place of another
+    writes below a deletion pass                 chunks of an array that is gone
+    tags set by both pass                        a step that is saved twice
+    writes over a replaced tree pass             parts of an old tree in a new checkpoint
+    own lost reply taken for another's commit    one transaction committed twice
+    another's record taken for the own           an acknowledged commit that is not there
+    no answer taken for a failure                a failed commit that is there
+    void record left out                         a failed commit that lands late
+    next number without a void record            a hole, or one transaction committed twice
+    outcome unknown told as a failure            a failed commit that is there
+    create that overwrites                       acknowledged commits lost
+    the hint is trusted                          readers that miss acknowledged commits
+    the hint need not exist                      readers of versions that are not there
+    patches not applied again                    updates of parts of a chunk lost
+    patches applied again on the old version     updates of parts of a chunk lost
+    packs not finished before the record         commits that refer to data that never appears
+    fragment check off by one                    a checkpoint without the part of one host
+    finisher does not scan from the base         one transaction committed twice
+    finisher scans from the highest base         lost updates
+    the attempt is not in the id                 two starts of a job mixed in one checkpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mutation import Edit
+
+import tstore
+from tstore import pool
+from tstore.testing import simulation
+from tstore.testing.simulation import simulate, simulate_many
+from tstore.testing.virtual import Stuck, VirtualLoop
+
+RUNS = 2000
+MOST = 600
+"""Runs within which a mutation must be found."""
+
+LOG, GROUP, TREE = "tstore.log:Log.", "tstore.group:", "tstore.tree:Changes."
+TX, STORAGE = "tstore.transaction:Transaction.", "tstore.testing.storage:Storage."
+DECIDE = "await self._decide(seen + 1, record, error)"
+
+MUTATIONS: dict[str, list[Edit]] = {
+    "conflict check skipped": [Edit(TREE + "overlap", "return Overlap(fatal, chunks)", "return Overlap([], {})")],
+    "chunks written by both pass": [Edit(TREE + "overlap", "if len(both):", "if False:")],
+    "nodes created by both pass": [Edit(TREE + "overlap", "if mine.fresh or theirs.fresh:", "if False:")],
+    "writes below a deletion pass": [
+        Edit(TREE + "overlap", "for p in self.nodes if any(is_below(p, d) for d in other.deleted)", "for p in ()"),
+    ],
+    "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags", "if False")],
+    "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
+    "own lost reply taken for another's commit": [
+        Edit(LOG + "append", "if other.transaction == record.transaction:", "if False:")
+    ],
+    "another's record taken for the own": [
+        Edit(LOG + "append", "tries += 1", "return await self._appended(asked)")
+    ],
+    "no answer taken for a failure": [Edit(LOG + "append", DECIDE, "raise")],
+    "void record left out": [
+        Edit(LOG + "append", DECIDE, "if await self._record_or_none(asked) is None: raise"),
+    ],
+    "next number without a void record": [Edit(LOG + "append", DECIDE, "seen += 1")],
+    "outcome unknown told as a failure": [Edit(LOG + "_met", "if version == asked:", "if False:")],
+    "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
+    "the hint is trusted": [
+        Edit(LOG + "newest", "step = 1\n", "return low\n"),
+    ],
+    "the hint need not exist": [Edit(LOG + "_hinted", "and await self._exists(version) ", "")],
+    "patches not applied again": [Edit(TX + "_redo", "if redo:", "if False:")],
+    "patches applied again on the old version": [
+        Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")
+    ],
+    "packs not finished before the record": [Edit(TX + "commit", "await self._packs.settle()", "pass")],
+    "fragment check off by one": [Edit(GROUP + "_finish", "range(member.hosts)", "range(member.hosts - 1)")],
+    "finisher does not scan from the base": [
+        Edit(
+            GROUP + "_finish",
+            "return await log.append(",
+            "record = msgspec.structs.replace(record, base=await log.newest())\n    return await log.append(",
+        )
+    ],
+    "finisher scans from the highest base": [Edit(GROUP + "_merged", "base=min(", "base=max(")],
+    "the attempt is not in the id": [
+        Edit(GROUP + "Membership.of", "{_slug(name)}.{_slug(token)}.{unique}", "{_slug(name)}")
+    ],
+}
+
+
+@pytest.mark.timeout(600)
+def test_thousands_of_runs_keep_every_promise() -> None:
+    tallies = list(simulate_many(range(RUNS), processes=2))
+    broken = {o.seed: o.violations for t in tallies for o in t.broken}
+    assert not broken, f"replay with python -m tstore.testing.simulation --seed N --story: {broken}"
+    assert sum(t.runs for t in tallies) == RUNS
+    assert sum(t.commits for t in tallies) > 5 * RUNS
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_in_the_protocol_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(0)  # what runs begin with is made by the sound protocol
+    for edit in MUTATIONS[name]:
+        edit.apply(monkeypatch)
+    assert any(simulate(seed).violations for seed in range(MOST))
+
+
+def test_the_table_above_lists_the_faults() -> None:
+    assert __doc__ is not None
+    rows = [line[4:48].strip() for line in __doc__.splitlines() if line.startswith("    ")]
+    assert rows[2:] == list(MUTATIONS)
+
+
+# ---- a seed is a run
+
+
+def fingerprint(seeds: range) -> str:
+    """A digest of the stories of some runs."""
+    outcomes = [simulate(seed) for seed in seeds]
+    return hashlib.sha256(repr(outcomes).encode()).hexdigest()
+
+
+def test_a_seed_replays_exactly_in_any_process() -> None:
+    seeds = range(40, 60)
+    mine = fingerprint(seeds)
+    assert mine == fingerprint(seeds)
+    code = f"""
+import hashlib
+from tstore.testing.simulation import simulate
+outcomes = [simulate(seed) for seed in {seeds}]
+print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
+"""
+    others = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": number},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout.strip()
+        for number in ("1", "2")
+    ]
+    assert others == [mine, mine]
+
+
+def test_the_command_tells_the_story_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulation.main(["--seed", "7", "--story"]) == 0
+    told = capsys.readouterr().out
+    assert "starts at version" in told
+    assert "creates commits/" in told
+    assert told.endswith("0 violations\n")
+
+
+def test_the_command_names_the_seeds_that_broke_a_promise(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(0)
+    for edit in MUTATIONS["conflict check skipped"]:
+        edit.apply(monkeypatch)
+    seed = next(s for s in range(MOST) if simulate(s).violations)
+    assert simulation.main(["--seed", str(seed)]) == 1
+    assert "both changed" in capsys.readouterr().out
+
+
+def test_the_runs_meet_all_that_may_go_wrong() -> None:
+    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "stands still"}
+    ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
+    missing = faults | ends
+    for seed in range(MOST):
+        told = "\n".join(simulate(seed).story)
+        missing = {what for what in missing if what not in told}
+        if not missing:
+            break
+    assert not missing
+
+
+# ---- what it stands on
+
+
+def test_virtual_time_passes_at_once_and_in_order() -> None:
+    order = []
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        order.append((seconds, asyncio.get_running_loop().time()))
+
+    async def several() -> None:
+        await asyncio.gather(*[wait(s) for s in (1e6, 3, 0, 20)])
+
+    loop = VirtualLoop()
+    loop.run_until_complete(several())
+    assert [s for s, _ in order] == [0, 3, 20, 1e6]
+    assert all(at == pytest.approx(s) for s, at in order)
+    with pytest.raises(Stuck):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+async def test_inline_work_needs_no_thread_and_pauses_before_each_item() -> None:
+    pauses: list[int] = []
+    done: list[int] = []
+
+    async def pause() -> None:
+        pauses.append(len(done))
+
+    with pool.inline(pause):
+        assert await pool.run(lambda: 5) == 5
+        await pool.each(done.append, range(3))
+        url = "memory://inline"
+        await tstore.save(url, {"x": np.arange(5)}, 1)
+    assert done == [0, 1, 2]
+    assert pauses[:4] == [0, 0, 1, 2]
+    assert len(pauses) > 4
+    assert (await tstore.restore(url))["x"].tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,308 @@
+"""Garbage collection: versions that no rule keeps, and transactions that never became one.
+
+1. Read the ledger of living versions: the newest gc's record has it as of then, newer records are added.
+2. Choose the versions to expire. Each gives up what it alone needed: the objects that its transaction wrote and
+   those of others that it holds. What the next living version is still made of, that version holds from now on.
+   An object is dead once its transaction has no living version and no living version holds it.
+3. Add the transactions under `txn/` that became no version and were not written to for a while.
+4. Append a record that carries the new ledger and condemns all this. A newer record met on the way becomes part
+   of the ledger, and what it re-uses, and itself if it was taken for abandoned, is spared. If it is another gc's,
+   begin again.
+5. Only then delete. A gc that finds objects condemned by the one before it deletes them first; a record that it
+   writes condemns them again, so that no death of a gc leaves anything for good.
+
+A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log`). So nothing
+here rests on a clock: ages only decide what is worth condemning.
+
+Cost: the records since the last gc; one listing of the names under `txn/`; for each version or transaction that
+goes one listing, and the size and the deletion of each of its objects; for each run of expired versions without a
+whole save behind it, the tree of the next living version. The ledger has about 100 bytes for each living version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from tstore import world
+from tstore.errors import InvalidArgument, NotFound
+from tstore.expiry import living
+from tstore.kv.base import Durability
+from tstore.log import ROOT_EVERY, Log, root_key
+from tstore.manifest import Collection, ObjectRef, Record
+from tstore.pool import uncancelled
+from tstore.retention import Keep, Ledger
+from tstore.tree import Tree
+
+__all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]
+
+ABANDONED_AFTER = datetime.timedelta(days=7)
+
+_AT_ONCE = 64
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class CollectReport(NamedTuple):
+    """What a gc removed, or would remove (`dry_run`).
+
+    `version` is its own commit, None where nothing new was condemned. `versions` expired, with their `tags`.
+    `transactions` went with all their objects: those of expired versions, and abandoned ones (`abandoned`).
+    `packs` went one by one, of transactions of which others are still needed. `bytes` and `objects` count all
+    that was deleted, also what an earlier gc had condemned and left.
+    """
+
+    version: int | None
+    versions: list[int]
+    tags: list[str]
+    transactions: list[str]
+    abandoned: list[str]
+    packs: list[str]
+    objects: int
+    bytes: int
+    dry_run: bool
+
+
+async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
+    """Removes what no rule of `keep` keeps (None keeps every version) by the steps at the top of this file."""
+    if abandoned < datetime.timedelta(0):
+        raise InvalidArgument(f"abandoned={abandoned}: expected no time below zero")
+    while True:
+        base = await log.newest()
+        try:
+            plan = await _plan(log, base, keep, abandoned)
+            sizes = await _sizes(log, plan)
+        except NotFound:
+            if await log.newest() == base:
+                raise
+            continue  # another gc deleted what was looked at
+        if dry_run or not plan.condemns:
+            version = None
+        else:
+            try:
+                version = await uncancelled(_append(log, plan))
+            except _Overtaken:
+                continue
+        if not dry_run:
+            await _delete(log, plan.collection())
+        return plan.report(version, sizes, dry_run)
+
+
+class _Overtaken(Exception):
+    """Another gc was committed since this one was planned."""
+
+
+class _Plan:
+    """What is to be condemned as of `base`; `dead` are candidates by transaction, `left` of an earlier gc."""
+
+    def __init__(self, base: int, ledger: Ledger) -> None:
+        self.base = base
+        self.ledger = ledger
+        self.expired: list[int] = []
+        self.tags: dict[str, int] = {}
+        self.dead: dict[str, set[str]] = {}
+        self.listed: dict[str, Sequence[str]] = {}
+        self.roots: list[str] = []
+        self.abandoned: set[str] = set()
+        self.left_transactions: set[str] = set()
+        self.left_objects: set[str] = set()
+
+    @property
+    def condemns(self) -> bool:
+        """Whether there is more to condemn than a gc before has condemned."""
+        return bool(self.expired or self.abandoned)
+
+    def meet(self, version: int, other: Record) -> None:
+        """Takes in a commit that came after `base`: what it re-uses lives on."""
+        self.ledger.add(version, other)
+        self.abandoned.discard(other.transaction)
+
+    def collection(self) -> Collection:
+        """All that is condemned, and what lives."""
+        held, living = self.ledger.held, self.ledger.transactions
+        shared = {_owner(key) for key in held}
+        whole = self.abandoned | self.left_transactions
+        single = set(self.roots) | self.left_objects
+        for transaction, keys in self.dead.items():
+            if transaction in living:
+                continue
+            if transaction in shared:
+                single |= keys - held
+            else:
+                whole.add(transaction)
+        return Collection(
+            tuple(self.ledger.alive[v] for v in sorted(self.ledger.alive)),
+            tuple(self.expired),
+            self.tags,
+            tuple(sorted(whole - living)),
+            tuple(sorted(single - held)),
+        )
+
+    def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
+        """What goes, with the sizes by key of all that could go."""
+        gone = self.collection()
+        whole, single = set(gone.transactions), set(gone.objects)
+        counted = [size for key, size in sizes.items() if key in single or _owner(key) in whole]
+        return CollectReport(
+            version,
+            self.expired,
+            sorted(self.tags),
+            list(gone.transactions),
+            sorted(self.abandoned),
+            [key for key in gone.objects if key.rpartition("/")[2].startswith("pack-")],
+            len(counted),
+            sum(counted),
+            dry_run,
+        )
+
+
+async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
+    _, last = await living(log, base)
+    earlier = (await log.record(last)).collection if last else None
+    ledger = Ledger(earlier.alive if earlier is not None else ())
+    newer = range(last + 1, base + 1)
+    for version, record in zip(newer, await _all(log.record, newer), strict=True):
+        ledger.add(version, record)
+    kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
+    plan = _Plan(base, ledger)
+    plan.expired = sorted(set(ledger.alive) - kept)
+    plan.tags = {tag: v for v in plan.expired for tag in ledger.alive[v].tags}
+    for run, heir in _runs(ledger, kept):
+        await _give_up(log, plan, run, heir)
+    before, plan.ledger = ledger, ledger.without(plan.expired)
+    plan.roots = _roots(plan)
+    names = await log.backend.folders("txn/")
+    await _find_abandoned(log, plan, before, earlier, names, abandoned)
+    if earlier is not None:
+        plan.left_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
+        found = await _all(log.backend.size, earlier.objects)
+        plan.left_objects = {k for k, size in zip(earlier.objects, found, strict=True) if size is not None}
+    return plan
+
+
+def _runs(ledger: Ledger, kept: set[int]) -> list[tuple[list[int], int]]:
+    """The expired versions that follow each other, and the living one behind them."""
+    runs: list[tuple[list[int], int]] = []
+    run: list[int] = []
+    for version in sorted(ledger.alive):
+        if version not in kept:
+            run.append(version)
+        elif run:
+            runs.append((run, version))
+            run = []
+    return runs  # the newest version is kept, so no run is without a heir
+
+
+async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None:
+    """Adds what the versions of a run needed to what may be dead, and lets the heir hold what it still needs."""
+    entries = [plan.ledger.alive[v] for v in run]
+    written = await _all(lambda e: log.backend.list(f"txn/{e.transaction}/"), entries)
+    for entry, keys in zip(entries, written, strict=True):
+        for key in (*keys, *entry.holds):
+            plan.dead.setdefault(_owner(key), set()).add(key)
+        plan.dead.setdefault(entry.transaction, set())
+        plan.listed[entry.transaction] = keys
+    if plan.ledger.alive[heir].replaces:
+        return  # it is made of its own objects, and of those that its record names
+    first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
+    records = await _all(log.record, run[first:])
+    used = _packs(await log.tree(heir))
+    used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
+    used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
+    given = [key for e, keys in zip(entries, written, strict=True) for key in (*keys, *e.holds)]
+    plan.ledger.inherit(heir, [key for key in given if key in used], replaces=any(e.replaces for e in entries))
+
+
+def _roots(plan: _Plan) -> list[str]:
+    """The roots from which no living version and no new one is read."""
+    needed = {v // ROOT_EVERY for v in plan.ledger.alive} | {plan.base // ROOT_EVERY}
+    return [root_key(n * ROOT_EVERY) for n in sorted({v // ROOT_EVERY for v in plan.expired} - needed) if n]
+
+
+async def _find_abandoned(
+    log: Log,
+    plan: _Plan,
+    before: Ledger,
+    earlier: Collection | None,
+    names: Sequence[str],
+    limit: datetime.timedelta,
+) -> None:
+    """Adds the transactions that became no version and that nobody has written to for a while."""
+    known = before.transactions | {_owner(key) for key in before.held}
+    known |= set(earlier.transactions) if earlier is not None else set()
+    unknown = [name for name in names if name not in known]
+    ages = await _all(lambda name: log.backend.age(f"txn/{name}"), unknown)
+    for name, age in zip(unknown, ages, strict=True):
+        if age is not None and age >= limit.total_seconds():
+            plan.abandoned.add(name)
+
+
+async def _append(log: Log, plan: _Plan) -> int:
+    now, transaction = world.now(), f"gc-{world.token(12)}"
+
+    def record() -> Record:
+        count = len(plan.expired)
+        return Record(
+            transaction,
+            plan.base,
+            now,
+            f"gc: {count} version{'' if count == 1 else 's'} expired",
+            collection=plan.collection(),
+        )
+
+    async def validate(version: int, other: Record) -> Record:
+        if other.collection is not None:
+            raise _Overtaken
+        plan.meet(version, other)
+        return record()
+
+    return await log.append(record(), validate, Durability.FSYNC)
+
+
+async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
+    """The size of everything that may go, by key."""
+    whole = sorted({*plan.dead, *plan.abandoned, *plan.left_transactions})
+    new = [t for t in whole if t not in plan.listed]
+    for transaction, keys in zip(new, await _all(lambda t: log.backend.list(f"txn/{t}/"), new), strict=True):
+        plan.listed[transaction] = keys
+    keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.left_objects})
+    sizes = await _all(log.backend.size, keys)
+    return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
+
+
+async def _delete(log: Log, condemned: Collection) -> None:
+    """Deletes what stands condemned; what is gone already is no error."""
+    await _all(log.backend.delete, condemned.objects)
+    for transaction in condemned.transactions:
+        await _all(log.backend.delete, await log.backend.list(f"txn/{transaction}/"))
+        await log.backend.delete(f"txn/{transaction}")
+
+
+def _packs(tree: Tree) -> set[str]:
+    """The packs that a tree refers to."""
+    tables = [node.chunks for node in tree.nodes.values()]
+    used = [t.packs[p] for t in tables for p in np.unique(t.pack).tolist()]
+    return {key for key in used if isinstance(key, str)}
+
+
+def _owner(key: str) -> str:
+    """The transaction that wrote an object."""
+    return key.split("/")[1]
+
+
+def _is_manifest(key: str) -> bool:
+    return key.rpartition("/")[2].startswith("manifest")
+
+
+async def _all(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
+    """What the call returns for each item, some at once."""
+    found: list[V] = []
+    listed = list(items)
+    for i in range(0, len(listed), _AT_ONCE):
+        found += await asyncio.gather(*[call(item) for item in listed[i : i + _AT_ONCE]])
+    return found

@@ -1,0 +1,72 @@
+"""What every command does: work, print one document, and say in one sentence what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import click
+
+from tstore.errors import TStoreError
+from tstore.tables import Progress, plain
+
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "MISUSED",
+    "PIPE_CLOSED",
+    "Document",
+    "Work",
+    "fail",
+    "json_option",
+    "run",
+    "store_argument",
+]
+
+Document: TypeAlias = dict[str, Any]
+Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document]]
+
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+store_argument = click.argument("store")
+
+
+def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
+    """Does the work, prints its document and returns the exit code."""
+    try:
+        with Progress(facts and not as_json) as progress:
+            document = asyncio.run(work(progress))
+        if as_json:
+            print(json.dumps(document, indent=2, allow_nan=False))
+        else:
+            show(document)
+        sys.stdout.flush()
+    except TStoreError as error:
+        return fail(type(error).__name__, str(error), as_json)
+    except KeyboardInterrupt:
+        said = "interrupted; what was committed before stays, and nothing was committed by halves"
+        return fail("Interrupted", said, as_json, INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
+        return PIPE_CLOSED
+    except Exception as error:
+        if os.environ.get("TSTORE_TRACEBACK"):
+            raise
+        said = f"{type(error).__name__}: {error}; this is a fault of tstore's, TSTORE_TRACEBACK=1 shows where"
+        return fail("InternalError", said, as_json)
+    return FAILED if document.get("ok") is False else 0
+
+
+def fail(kind: str, message: str, as_json: bool, code: int = FAILED) -> int:
+    """Says in one sentence what went wrong and returns the exit code."""
+    with contextlib.suppress(OSError):
+        if as_json:
+            print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
+        print(f"tstore: {plain(message)}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,89 @@
+"""Whether a version still lives, or was removed by a gc.
+
+Every record names the newest gc before it, and a gc's record names all versions that live after it. So two small
+reads tell, whatever the length of the log.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError
+from tstore.log import Log
+from tstore.manifest import Record
+from tstore.tree import Tree
+
+__all__ = ["check_alive", "check_tag", "living", "newest_tree", "unexpired"]
+
+T = TypeVar("T")
+
+
+async def living(log: Log, at: int) -> tuple[frozenset[int], int]:
+    """The versions that a gc left alive as of version `at`, and the version of that gc; 0 where there is none.
+
+    What was committed after the gc lives too.
+    """
+    last = await log.collected(at)
+    collection = (await log.record(last)).collection if last else None
+    return (frozenset(), 0) if collection is None else (collection.versions, last)
+
+
+async def check_alive(log: Log, version: int, at: int | None = None) -> None:
+    """Raises `SnapshotExpired` where a gc up to version `at` (by default the newest) removed a version."""
+    alive, last = await living(log, await log.newest() if at is None else at)
+    state = version
+    while 0 < state <= last and _changes_nothing(await log.record(state)):
+        state -= 1  # what it shows is the state that an older version made
+    if 0 < state <= last and state not in alive:
+        while (found := (await log.record(last)).collection) and state not in found.expired:
+            last = (await log.record(last)).collected
+        raise await _expired(log, f"version {version}", last)
+
+
+async def check_tag(log: Log, tag: str) -> None:
+    """Raises `SnapshotExpired` where the version that had a tag was removed by a gc."""
+    last = await log.collected(await log.newest())
+    while last:
+        record = await log.record(last)
+        if record.collection is not None and tag in record.collection.tags:
+            raise await _expired(log, f"version {record.collection.tags[tag]}, tagged {tag!r},", last)
+        last = record.collected
+
+
+async def unexpired(log: Log, version: int, work: Awaitable[T]) -> T:
+    """The result of work on a version; `SnapshotExpired` where it failed because a gc removed that meanwhile."""
+    try:
+        return await work
+    except (Corrupt, NotFound) as error:
+        try:
+            await check_alive(log, version)
+        except SnapshotExpired as expired:
+            raise expired from error
+        except TStoreError:
+            pass  # the log is damaged too; what failed first tells more
+        raise
+
+
+async def newest_tree(log: Log) -> Tree:
+    """The tree of the newest version, however often a gc overtakes the reading."""
+    while True:
+        version = await log.newest()
+        try:
+            return await log.tree(version)
+        except NotFound:
+            if await log.newest() == version:
+                raise
+
+
+def _changes_nothing(record: Record) -> bool:
+    return record.void or record.collection is not None
+
+
+async def _expired(log: Log, what: str, gc: int) -> SnapshotExpired:
+    when = datetime.datetime.fromtimestamp((await log.record(gc)).time, datetime.UTC)
+    return SnapshotExpired(
+        f"{log.backend.url}: {what} was removed by the garbage collection of version {gc} at "
+        f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer one (tstore log shows which live)"
+    )

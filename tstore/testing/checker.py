@@ -1,0 +1,227 @@
+"""Whether the history of a simulation could have come from a store that keeps its promises.
+
+    dense          versions are numbered from 1 without a gap, and no transaction is there twice
+    acknowledged   a version that a host was told is that of its transaction
+    nothing else   an attempt that was given up, or failed with anything but "the outcome is unknown", is not there
+                   (a host of a group may fail where the others go on)
+    whole          every version has the state that its attempts, replayed on the model, give: no part of an
+                   attempt without the rest, no two attempts mixed, no update lost
+    isolated       no two commits that ran at once wrote the same chunk, node or tag (but for parts of a chunk)
+    readers        what was read is the state of the version that was read, and that was not older than what
+                   anybody had been told before
+    once           a step is saved by one attempt at most
+    told alike     `outcome` agrees with the log
+
+The model is `tstore.testing.history`; it knows nothing of chunks in packs, of records or of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tstore.errors import CommitOutcomeUnknown
+from tstore.manifest import Record
+from tstore.testing.history import (
+    Attempt,
+    Create,
+    Delete,
+    History,
+    Look,
+    Op,
+    Put,
+    Read,
+    Replace,
+    State,
+    apply,
+)
+
+__all__ = ["Committed", "violations"]
+
+
+class Committed(NamedTuple):
+    """A version as it stands in the end: its record, and its state as a reader finds it."""
+
+    record: Record
+    state: State
+    tags: Mapping[str, int]
+
+
+class _Touched(NamedTuple):
+    whole: dict[str, set[int]]
+    parts: dict[str, set[int]]
+    fresh: set[str]
+    deleted: set[str]
+    replaces: bool
+
+    @staticmethod
+    def by(ops: Iterable[Op]) -> _Touched:
+        touched = _Touched({}, {}, set(), set(), any(isinstance(op, Replace) for op in ops))
+        for op in ops:
+            match op:
+                case Create(path):
+                    touched.fresh.add(path)
+                case Delete(path):
+                    touched.deleted.add(path)
+                    touched.fresh.discard(path)
+                    touched.whole.pop(path, None)
+                    touched.parts.pop(path, None)
+                case Put(path):
+                    touched.whole.setdefault(path, set()).update(op.whole)
+                    touched.parts.setdefault(path, set()).update(op.touched - op.whole)
+        return touched
+
+    def nodes(self) -> set[str]:
+        return self.fresh | self.whole.keys() | self.parts.keys()
+
+    def meets(self, newer: _Touched, *, patched: bool) -> str | None:
+        """What this commit should have been refused for, as `newer` came before it; `patched`: parts may meet."""
+        if self.replaces:
+            return None
+        if newer.replaces:
+            return "the whole tree" if self.nodes() | self.deleted else None
+        nodes = (self.nodes() & (newer.fresh | newer.deleted)) | (newer.nodes() & (self.fresh | self.deleted))
+        if nodes:
+            return f"the nodes {sorted(nodes)}"
+        for path in self.nodes() & newer.nodes():
+            theirs = newer.whole.get(path, set()) | newer.parts.get(path, set())
+            whole, parts = self.whole.get(path, set()), self.parts.get(path, set())
+            both = (whole if patched else whole | parts) & theirs
+            if both:
+                return f"the chunks {sorted(both)} of {path}"
+        return None
+
+
+def violations(first: Committed, log: Mapping[int, Committed], history: History) -> list[str]:
+    """One sentence for each promise that was broken; `first` is the version from which the run began.
+
+    `log` holds every version above it, in order.
+    """
+    found = list(history.faults)
+    by_transaction = _committed(log, history, found)
+    states, tags = _replayed(first, log, history, found)
+    _check_told(by_transaction, history, found)
+    _check_isolation(log, history, found)
+    _check_steps(log, found)
+    for read in history.reads:
+        _check_read(read, states, tags, history.acknowledged, found)
+    for look in history.looks:
+        _check_look(look, states, history.acknowledged, found)
+    return found
+
+
+def _committed(log: Mapping[int, Committed], history: History, found: list[str]) -> dict[str, int]:
+    by_transaction: dict[str, int] = {}
+    for version, commit in log.items():
+        name = commit.record.transaction
+        if commit.record.void:
+            continue
+        if name in by_transaction:
+            found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
+        if name not in history.attempts:
+            found.append(f"version {version} is of transaction {name}, which nobody began")
+        by_transaction.setdefault(name, version)
+    return by_transaction
+
+
+def _replayed(
+    first: Committed, log: Mapping[int, Committed], history: History, found: list[str]
+) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
+    start = history.start
+    states: dict[int, State] = {start: first.state}
+    tags: dict[int, Mapping[str, int]] = {start: first.tags}
+    for version, commit in log.items():
+        state, names = states[version - 1], dict(tags[version - 1])
+        attempt = history.attempts.get(commit.record.transaction)
+        if attempt is not None and not commit.record.void:
+            state = apply(state, attempt.all_ops)
+            names.update(dict.fromkeys(attempt.tags, version))
+        if commit.state != state:
+            found.append(f"version {version} is {_short(commit.state)}, and should be {_short(state)}")
+        if commit.tags != names:
+            found.append(f"version {version} has the tags {commit.tags}, and should have {names}")
+        states[version], tags[version] = state, names
+    return states, tags
+
+
+def _check_told(by_transaction: Mapping[str, int], history: History, found: list[str]) -> None:
+    for name, attempt in history.attempts.items():
+        version = by_transaction.get(name)
+        if attempt.given_up and version is not None:
+            found.append(f"{name} was given up, and is version {version}")
+        for outcome in attempt.outcomes:
+            if isinstance(outcome, int) and outcome != version:
+                found.append(f"{name} was acknowledged as version {outcome}, and is {version} in the log")
+            failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
+            if failed and attempt.hosts == 1 and version is not None:
+                found.append(f"{name} failed with {type(outcome).__name__}, and is version {version}: {outcome}")
+        for told in history.told.get(name, ()):
+            if told != version and not (told is None and version is None):
+                found.append(f"the outcome of {name} was told as {told}, and is {version}")
+
+
+def _check_isolation(log: Mapping[int, Committed], history: History, found: list[str]) -> None:
+    touched: dict[int, tuple[Attempt, _Touched]] = {}
+    for version, commit in log.items():
+        attempt = history.attempts.get(commit.record.transaction)
+        if attempt is None or commit.record.void:
+            continue
+        mine = _Touched.by(attempt.all_ops)
+        base = min(attempt.bases.values(), default=version - 1)
+        for newer in range(base + 1, version):
+            other = touched.get(newer)
+            if other is None:
+                continue
+            both = mine.meets(other[1], patched=attempt.hosts == 1)
+            if set(attempt.tags) & set(other[0].tags):
+                both = f"the tags {attempt.tags}"
+            if both:
+                found.append(f"version {version}, based on {base}, and version {newer} both changed {both}")
+        touched[version] = (attempt, mine)
+
+
+def _check_steps(log: Mapping[int, Committed], found: list[str]) -> None:
+    steps = [t for c in log.values() for t in c.record.tags if t.startswith("step/")]
+    found += [f"{tag} was saved {steps.count(tag)} times" for tag in dict.fromkeys(steps) if steps.count(tag) > 1]
+
+
+def _check_read(
+    read: Read,
+    states: Mapping[int, State],
+    tags: Mapping[int, Mapping[str, int]],
+    acknowledged: Sequence[tuple[float, int, str]],
+    found: list[str],
+) -> None:
+    version = tags[max(tags)].get(read.tag) if read.tag is not None else read.version
+    if version is None or version not in states:
+        found.append(f"{read.host} read version {version} (tag {read.tag}), which is not there")
+        return
+    expected = apply(states[version], read.own)
+    seen = {p: expected.get(p) for p in read.state} if read.partly else expected
+    if read.state != seen:
+        found.append(
+            f"{read.host} read {_short(read.state)} at version {version} (with {list(read.own)} of its own), "
+            f"which is {_short(expected)}"
+        )
+    if read.newest:
+        _check_newest(read.host, version, read.after, acknowledged, found)
+
+
+def _check_look(
+    look: Look, states: Mapping[int, State], acknowledged: Sequence[tuple[float, int, str]], found: list[str]
+) -> None:
+    if look.paths != states.get(look.base, {}).keys():
+        found.append(f"{look.host} found the paths {sorted(look.paths)} at version {look.base}")
+    _check_newest(look.host, look.base, look.after, acknowledged, found)
+
+
+def _check_newest(
+    host: str, version: int, after: float, acknowledged: Sequence[tuple[float, int, str]], found: list[str]
+) -> None:
+    known = max((v for time, v, _ in acknowledged if time <= after), default=0)
+    if version < known:
+        found.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
+
+
+def _short(state: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f"{path}: {cells}" for path, cells in sorted(state.items())) + "}"
