@@ -26,6 +26,7 @@ from tstore.manifest import (
     Fragment,
     Manifest,
     ObjectRef,
+    Part,
     Record,
     Root,
     decode,
@@ -64,6 +65,15 @@ RECORD = Record(
     {"step": 1},
 )
 FRAGMENT = Fragment("t.1", 3, 8, 7, "m", ("step/1",), True, (), MANIFEST, 5, b"s", {"step": 1})
+SEVERAL = Record(
+    "a.together",
+    7,
+    2.5,
+    tags=("x",),
+    manifests=(MANIFEST, MANIFEST),
+    bytes_added=9,
+    parts=(Part("a", 1.5, "m", ("x",), 4, {"step": 1}), Part("b", 2.5, "", (), 5, {})),
+)
 REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
 GC = Record(
     "gc-1",
@@ -100,6 +110,18 @@ BODIES: dict[str, tuple[Any, str]] = {
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
         "baQlXa%EBhoUAZ0GBaUfV=i`YX=EwOKllIu00000ppe3lkO0Gg!x>o>m3x2}#M?9ZC0XyV@&",
+    ),
+    "record of several transactions": (
+        SEVERAL,
+        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO`ksBK|xX=Y_}bdsuccy2FYFK}UFYoL+D0%>lM#5H>&dSP;MUuJJ|ZDDj"
+        "GIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o000"
+        "00000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y000000006200000000315C"
+        "8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUov3YLZfRy^b99obb"
+        "a-wrVJ~oDV{4$1!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8"
+        "000000K@_T0K^ai0000000001000000002Q7ytkO0000000IC20000000#g7000000K^Oc00001000000002Q7ytkO00000000000000"
+        "0015yA000000K^yy0000000002000000000101yBG0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBP"
+        "qUGBPqUGBPqUGBPqUGBPqUG6}+f!vK)Ll9r)i%Rl%4000000HJM>p?Cy=q;qs-Z~>N~V#`1T00000005wn1%S{)bxgeR@~~jK0?oDI#g"
+        "G",
     ),
     "record of a re-use": (
         REUSE,
@@ -398,3 +420,22 @@ def test_the_golden_marker(tmp_path: Path) -> None:
     marker = json.loads((tmp_path / "tstore.json").read_bytes())
     assert set(marker) == {"format", "uuid", "created"}
     assert marker["format"] == 1
+
+
+TABLES = st.dictionaries(
+    st.integers(0, 9), st.sampled_from([(1, b"a"), (1, b"b"), (2, b"a"), (BLOCK + 1, b"ac"), (BLOCK + 1, b"ab")])
+)
+
+
+@given(TABLES, TABLES)
+def test_tables_differ_where_bytes_do(
+    mine: dict[int, tuple[int, bytes]], theirs: dict[int, tuple[int, bytes]]
+) -> None:
+    def table(chunks: dict[int, tuple[int, bytes]], pack: str) -> ChunkTable:
+        rows = [
+            (n, 0, n, length, b"".join(bytes([c]) * 16 for c in checks)) for n, (length, checks) in chunks.items()
+        ]
+        return ChunkTable.overlay([table_of((pack,), sorted(rows))])
+
+    found = table(mine, "a").differing(table(theirs, "b")).tolist()
+    assert found == sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))

@@ -70,16 +70,16 @@ MUTATIONS: dict[str, list[Edit]] = {
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own lost reply taken for another's commit": [
-        Edit(LOG + "append", "if other.transaction == record.transaction:", "if False:")
+        Edit(LOG + "_append", "if other.transaction == record.transaction:", "if False:")
     ],
     "another's record taken for the own": [
-        Edit(LOG + "append", "tries += 1", "return await self._appended(asked)")
+        Edit(LOG + "_append", "tries += 1", "return await self._appended(asked)")
     ],
-    "no answer taken for a failure": [Edit(LOG + "append", DECIDE, "raise")],
+    "no answer taken for a failure": [Edit(LOG + "_append", DECIDE, "raise")],
     "void record left out": [
-        Edit(LOG + "append", DECIDE, "if await self._record_or_none(asked) is None: raise"),
+        Edit(LOG + "_append", DECIDE, "if await self._record_or_none(asked) is None: raise"),
     ],
-    "next number without a void record": [Edit(LOG + "append", DECIDE, "seen += 1")],
+    "next number without a void record": [Edit(LOG + "_append", DECIDE, "seen += 1")],
     "outcome unknown told as a failure": [Edit(LOG + "_met", "if version == asked:", "if False:")],
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
     "the hint is trusted": [
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(GROUP + "Membership.of", "{_slug(name)}.{_slug(token)}.{unique}", "{_slug(name)}")
     ],
     "a condemned transaction commits": [
-        Edit(LOG + "_check_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit("tstore.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],

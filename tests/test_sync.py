@@ -43,7 +43,14 @@ def test_methods_have_the_same_signature(name: str) -> None:
     awaited, twin = getattr(tstore, name), getattr(blocking, name)
     assert inspect.getdoc(twin)
     public = {n for n in vars(twin) if not n.startswith("_")}
-    assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {"path", "uuid", "mode", "id", "version"}
+    assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {
+        "path",
+        "uuid",
+        "mode",
+        "id",
+        "version",
+        "retries",
+    }
     for method in public:
         theirs, ours = getattr(awaited, method, None), getattr(twin, method)
         assert inspect.getdoc(ours), method
@@ -57,8 +64,8 @@ USERS = {
     "Array": "path shape ndim size nbytes dtype chunks attributes dimension_names fill_value codecs "
     "read write resize",
     "Snapshot": "version tags paths attributes array",
-    "Store": "url mode uuid transaction snapshot history tags outcome verify close",
-    "Transaction": "version id create_array create_group array paths delete commit abort",
+    "Store": "url mode uuid transaction snapshot history tags diff outcome verify close",
+    "Transaction": "version id retries create_array create_group array paths delete commit abort",
 }
 
 
@@ -127,7 +134,9 @@ def test_it_works_from_several_threads(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
     assert (store.snapshot().array("w").read()[:, 0] == np.arange(64)).all()
-    assert store.snapshot().version == 65
+    commits = list(store.history())
+    assert len({c.transaction for c in commits}) == 65
+    assert commits[0].version <= 65  # those that waited for each other have one version
 
 
 def test_errors_come_through_as_they_are(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
 from tstore.collect import CollectReport
+from tstore.commit_queue import Retry
+from tstore.diff import ArrayDiff, Diff
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
@@ -21,14 +23,17 @@ from tstore.transaction import Transaction
 
 __all__ = [
     "Array",
+    "ArrayDiff",
     "Bits",
     "CollectReport",
     "Commit",
+    "Diff",
     "Keep",
     "MinSqnr",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
+    "Retry",
     "Shards",
     "Snapshot",
     "Store",

@@ -143,7 +143,8 @@ class Array:
     async def resize(self, shape: Sequence[int]) -> None:
         """Stages another shape with as many axes; chunks that fall outside are dropped.
 
-        What is added was never written: it reads as the fill value only where the array is sparse.
+        What is added was never written: it reads as the fill value only where the array is sparse, or where it
+        lies in a chunk that holds other values. What a smaller shape cut off is gone, also when it grows again.
         """
         if self._selection != whole(self._meta.shape):
             raise InvalidArgument(f"{self.path}: only a whole array can be resized, not a view of one")

@@ -211,6 +211,21 @@ class ChunkTable:
         at = np.minimum(np.searchsorted(self.index, numbers), len(self) - 1).astype(np.int64)
         return np.where(self.index[at] == numbers, at, -1)
 
+    def differing(self, other: ChunkTable) -> npt.NDArray[np.uint64]:
+        """The numbers of the chunks that only one of the tables has, or whose checks differ, sorted.
+
+        Both tables must be sorted by number. Equal bytes count as equal wherever they lie.
+        """
+        common, mine, theirs = np.intersect1d(self.index, other.index, assume_unique=True, return_indices=True)
+        alike = self.length[mine] == other.length[theirs]
+        a, b = self.take(mine[alike]), other.take(theirs[alike])
+        wrong = (a.checks != b.checks).any(axis=1)
+        owner = np.repeat(np.arange(len(a)), np.diff(a.blocks))
+        return np.union1d(
+            np.setxor1d(self.index, other.index, assume_unique=True),
+            np.concatenate([common[~alike], a.index[owner[wrong]]]),
+        )
+
     @staticmethod
     def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
         """All rows of the tables, one after the other; a pack that several use is named once."""

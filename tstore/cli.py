@@ -33,6 +33,7 @@ from tstore.quantization.plot import check_plot, plot_report
 from tstore.tables import (
     Progress,
     show_demo,
+    show_diff,
     show_exported,
     show_finished,
     show_imported,
@@ -235,6 +236,22 @@ def _finish(store: str, transaction: str, as_json: bool) -> int:
             }
 
     return _run(work, show_finished, as_json)
+
+
+@cli.command("diff")
+@_store
+@click.argument("before", callback=_version_or_tag, metavar="A")
+@click.argument("after", callback=_version_or_tag, metavar="B")
+@_json
+def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
+    """Show what changed from version or tag A to B: arrays, chunks, and how far float values went."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"comparing {before} and {after} of {store}")
+        async with await tstore.open(store, "r") as opened:
+            return {"store": opened.url, **(await opened.diff(before, after)).document()}
+
+    return _run(work, show_diff, as_json)
 
 
 @cli.command("quantize")

@@ -9,7 +9,7 @@ from tstore.errors import NotFound
 from tstore.snapshot import Snapshot
 from tstore.tree import Node, is_below
 
-__all__ = ["ArrayInfo", "contents", "listing"]
+__all__ = ["ArrayInfo", "array_info", "contents", "listing"]
 
 
 class ArrayInfo(NamedTuple):
@@ -40,7 +40,7 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
     """
     top = path.strip("/")
     nodes = snapshot.tree.nodes
-    found = [_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
+    found = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
     if not found and top and top not in nodes:
         names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
         shown = f"at its top are: {', '.join(names[:5])}" if names else "it holds no arrays"
@@ -77,7 +77,8 @@ def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
     }
 
 
-def _info(path: str, node: Node) -> ArrayInfo:
+def array_info(path: str, node: Node) -> ArrayInfo:
+    """What the array of a node is and what it costs."""
     meta = node.meta
     names = [c.get("configuration", {}).get("format", c["name"]) for c in meta.codecs]
     stored = int(node.chunks.length.sum())

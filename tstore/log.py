@@ -13,7 +13,9 @@ Appending a record (its data is durable already)
 2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
-3. If it exists by now, go to 1, after a back-off with jitter.
+3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
+   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves.
+   Commits of one process do not race: they take turns, or go out together (`commit_queue`).
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
    nothing can be learned, raise `CommitOutcomeUnknown` and delete nothing.
@@ -24,12 +26,14 @@ Appending a record (its data is durable already)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
-from tstore import world
+from tstore.commit_queue import SHORTEST_PAUSE, CommitQueue, Entry, Retry, Validate, next_pause
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -43,8 +47,9 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 from tstore.kv.base import Backend, Durability
-from tstore.manifest import Collection, Fragment, Manifest, ObjectRef, Record, Root, decode, encode
-from tstore.tree import Tree
+from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
+from tstore.retention import check_condemned
+from tstore.tree import Changes, Tree
 
 __all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
 
@@ -52,10 +57,8 @@ ROOT_EVERY = 64
 
 _HINT = "latest"
 _CACHED = 256
-_BACKOFF_BASE, _BACKOFF_CAP = 0.002, 0.5
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
-Validate = Callable[[int, Record], Awaitable[Record]]
 
 
 def commit_key(version: int) -> str:
@@ -76,6 +79,15 @@ class Log:
         self._newest = 0
         self._records: dict[int, Record] = {}
         self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
+        self._changes: dict[int, tuple[Record, Changes]] = {}
+        self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
+        self._queues = weakref.WeakKeyDictionary()  # a loop has its own; a forked child has another loop
+
+    @property
+    def waiting(self) -> int:
+        """How many commits of the running event loop wait while another is in flight."""
+        queue = self._queues.get(asyncio.get_running_loop())
+        return 0 if queue is None else len(queue)
 
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log."""
@@ -103,6 +115,16 @@ class Log:
             if len(self._records) > _CACHED:
                 del self._records[next(iter(self._records))]
         return found
+
+    async def changes(self, version: int, record: Record) -> Changes:
+        """What the record of a version changed; many transactions of a process validate against the same ones."""
+        known, changes = self._changes.get(version, (None, None))
+        if known is not record or changes is None:
+            changes = Changes.of(record, await self.manifests(record))
+            self._changes[version] = record, changes
+            if len(self._changes) > _CACHED:
+                del self._changes[next(iter(self._changes))]
+        return changes
 
     async def manifests(self, record: Record) -> list[Manifest]:
         """The manifests of a record, read where they do not travel in it."""
@@ -158,14 +180,30 @@ class Log:
                 rooted -= ROOT_EVERY
         return cached
 
-    async def append(self, record: Record, validate: Validate, durability: Durability) -> int:
+    async def append(
+        self,
+        record: Record,
+        validate: Validate,
+        durability: Durability,
+        retried: Callable[[Retry], object] = lambda retry: None,
+        changes: Changes | None = None,
+    ) -> int:
         """The version that the record became, by the steps at the top of this file.
 
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
-        or returns the record to go on with.
+        or returns the record to go on with. `retried` is told of every create that did not make it; their
+        number, and one, is the fact "tries" of a record that needed more than one. A record whose `changes`
+        are passed may go out together with others of this process, as `commit_queue` says.
         """
-        seen, asked, tries = record.base, 0, 0  # asked: the number whose creation was last asked for
-        collected = await self.collected(seen)
+        queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
+        entry = Entry(record, validate, retried, changes)
+        return await queue.append(entry, functools.partial(self._append, durability=durability))
+
+    async def _append(
+        self, record: Record, validate: Validate, retried: Callable[[Retry], object], durability: Durability
+    ) -> int:
+        seen, asked, tries = record.base, 0, 1  # asked: the number whose creation was last asked for
+        collected, pause = await self.collected(seen), SHORTEST_PAUSE
         while True:
             newer = await self._above(seen, record.transaction, asked)
             for version, other in newer:
@@ -173,13 +211,13 @@ class Log:
                     await self._settle(version, record.transaction, durability)
                     return await self._appended(version)
                 if other.collection is not None:
-                    self._check_condemned(record, version, other.collection)
+                    check_condemned(self.backend.url, record, version, other.collection)
                     collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
             try:
                 for version, other in newer:
                     # the manifests below `whole` may be collected; it meets all that they could meet
-                    met = other if version >= whole else msgspec.structs.replace(other, manifests=())
+                    met = other if version >= whole else replace(other, manifests=())
                     record = record if other.void else await validate(version, met)
                     seen = version
             except NotFound as error:
@@ -193,24 +231,26 @@ class Log:
                     "committed. Read again and repeat it",
                     [],
                 ) from error
-            record = msgspec.structs.replace(record, collected=collected)
+            record = replace(record, collected=collected)
             await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
+            tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
             asked = seen + 1
             try:
-                await self.backend.create(commit_key(asked), encode(record), durability)
+                await self.backend.create(commit_key(asked), encode(tried), durability)
             except AlreadyExists:
-                tries += 1
-                pause = min(_BACKOFF_CAP, _BACKOFF_BASE * 2**tries)
-                await asyncio.sleep(world.uniform(0, pause))
+                retried(Retry(asked, "another transaction became this version first"))
+                await asyncio.sleep(pause := next_pause(pause, tries))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
+                retried(Retry(seen + 1, f"no answer came to its creation: {error}"))
             except (Denied, StorageFull):
                 if await self._met(asked, record.transaction, asked) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
                 return await self._appended(seen + 1)
+            tries += 1
 
     async def _above(self, version: int, transaction: str, asked: int = 0) -> list[tuple[int, Record]]:
         """The records above a version, with their versions, up to the transaction's own if it is there.
@@ -225,30 +265,13 @@ class Log:
                 break
         return found
 
-    def _check_condemned(self, record: Record, version: int, collection: Collection) -> None:
-        """Raises `Conflict` where a gc condemned the transaction or what it re-uses."""
-        if record.transaction in collection.transactions:
-            raise Conflict(
-                f"{self.backend.url}: transaction {record.transaction} was taken for abandoned, and collected by "
-                f"version {version}; nothing of it was committed. Repeat it as a new one, with a new attempt",
-                [],
-            )
-        whole, single = set(collection.transactions), set(collection.objects)
-        gone = [key for key in record.reused if key in single or key.split("/")[1] in whole]
-        if gone:
-            raise Conflict(
-                f"{self.backend.url}: this transaction re-uses chunks that version {version}, a gc that was "
-                "committed since then, condemned; nothing of it was committed. Read again and repeat it",
-                gone,
-            )
-
     async def check_uncollected(self, transaction: str, base: int) -> None:
         """Raises `Conflict` where a gc above `base` condemned a transaction that did not commit before."""
         for version, other in await self._above(base, transaction):
             if other.transaction == transaction:
                 return
             if other.collection is not None:
-                self._check_condemned(Record(transaction, base, 0.0), version, other.collection)
+                check_condemned(self.backend.url, Record(transaction, base, 0.0), version, other.collection)
 
     async def collected(self, version: int) -> int:
         """The version of the newest gc up to a version, 0 where there is none."""
@@ -358,7 +381,7 @@ class Log:
         version = above
         while (record := await self._record_or_none(version + 1)) is not None:
             version += 1
-            if record.transaction == transaction:
+            if transaction in (record.transaction, *record.transactions):
                 return version
         return None
 

@@ -31,6 +31,7 @@ __all__ = [
     "Fragment",
     "Manifest",
     "ObjectRef",
+    "Part",
     "Record",
     "Root",
     "decode",
@@ -141,6 +142,17 @@ class Manifest(_Body, tag="manifest", dict=True, frozen=True):
         )
 
 
+class Part(_Body, frozen=True):
+    """One of several transactions that were committed as one record, as far as the record does not tell it."""
+
+    transaction: str
+    time: float
+    message: str
+    tags: tuple[str, ...]
+    bytes_added: int
+    facts: dict[str, Any]
+
+
 class Alive(_Body, frozen=True):
     """What garbage collection must know of a version that lives.
 
@@ -184,7 +196,8 @@ class Record(_Body, frozen=True):
     nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
     that it and every commit before it survive a power failure. `collected` is the version of the newest gc before
     it, 0 for none; `reused` are the packs of other transactions that its manifests refer to. A record with a
-    `collection` is a gc's, and changes nothing but tags.
+    `collection` is a gc's, and changes nothing but tags. `parts` are the
+    transactions that it is made of, where there are several; then its own id is no transaction's.
     """
 
     transaction: str
@@ -202,6 +215,12 @@ class Record(_Body, frozen=True):
     collected: int = 0
     reused: tuple[str, ...] = ()
     collection: Collection | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def transactions(self) -> tuple[str, ...]:
+        """The ids of all transactions that it commits."""
+        return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
 
 _LATER = (0, (), None)
@@ -243,6 +262,7 @@ def encode(body: _Body) -> bytes:
     if isinstance(body, Record):
         version = _VERSION if body.collection is None else _COLLECTING
         fields = msgspec.structs.astuple(body)
+        fields = fields if body.parts else fields[:-1]
         if fields[-len(_LATER) :] == _LATER:
             fields = fields[: -len(_LATER)]
     data = _MAGIC + _KINDS[type(body)] + bytes([version]) + msgspec.msgpack.encode(fields or body)

@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from tstore.errors import InvalidArgument, NotFound
-from tstore.manifest import Alive, Record
+from tstore.errors import Conflict, InvalidArgument, NotFound
+from tstore.manifest import Alive, Collection, Record
 
-__all__ = ["Best", "Keep", "Ledger", "step_of"]
+__all__ = ["Best", "Keep", "Ledger", "check_condemned", "step_of"]
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
@@ -146,3 +146,21 @@ class Ledger:
 
     def _put(self, entry: Alive, **changes: object) -> None:
         self.alive[entry.version] = msgspec.structs.replace(entry, **changes)
+
+
+def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
+    """Raises `Conflict` where the gc of a version condemned the record's transaction or what it re-uses."""
+    if record.transaction in collection.transactions:
+        raise Conflict(
+            f"{url}: transaction {record.transaction} was taken for abandoned, and collected by version "
+            f"{version}; nothing of it was committed. Repeat it as a new one, with a new attempt",
+            [],
+        )
+    whole, single = set(collection.transactions), set(collection.objects)
+    gone = [key for key in record.reused if key in single or key.split("/")[1] in whole]
+    if gone:
+        raise Conflict(
+            f"{url}: this transaction re-uses chunks that version {version}, a gc that was committed since then, "
+            "condemned; nothing of it was committed. Read again and repeat it",
+            gone,
+        )

@@ -127,7 +127,10 @@ class StagedArray:
         return ReadJob(f"{self.path} (chunk number {number})", meta, ChunkTable.of([run]), selection, out)
 
     def reshape(self, shape: tuple[int, ...], base: ChunkTable) -> None:
-        """Takes another shape: chunks keep their place in the grid or are dropped."""
+        """Takes another shape: chunks keep their place in the grid or are dropped.
+
+        What a new edge cuts off from within a chunk is patched with the fill value: no growing brings it back.
+        """
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
@@ -141,7 +144,15 @@ class StagedArray:
         kept, numbers = moved(before.index)
         self._whole, self._patched = [before.take(kept).renumbered(numbers)], []
         old = list(self.patches)
-        kept, numbers = moved(np.array(old, np.int64))
-        self.patches = {int(m): self.patches[old[k]] for k, m in zip(kept, numbers, strict=True)}
+        kept, still = moved(np.array(old, np.int64))
+        self.patches = {int(m): self.patches[old[k]] for k, m in zip(kept, still, strict=True)}
+        present = np.union1d(numbers, still).astype(np.int64)
+        for axis, (n, had, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
+            if n < had and n % chunk:
+                beyond = (slice(None),) * axis + (slice(n % chunk, None),)
+                fill = np.array(new.fill_value, new.dtype)
+                cut = np.unravel_index(present, counts)[axis] == counts[axis] - 1
+                for number in present[cut].tolist():
+                    self.patches.setdefault(number, []).append((beyond, fill))
         self._unapplied = set(self.patches)
         self.meta, self.fresh = new, True

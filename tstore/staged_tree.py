@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tstore.chunk_writer import WriteJob
 from tstore.chunks import ChunkTable, Run, Span
 from tstore.codec import ArrayMeta
 from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
+from tstore.read_set import ReadSet
 from tstore.snapshot import array_node
 from tstore.staged_array import StagedArray
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
@@ -28,6 +30,7 @@ class StagedTree:
         self.base = base
         self.where = where
         self.replaces = False
+        self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
@@ -44,6 +47,7 @@ class StagedTree:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
         path = checked_path(path) if path.strip("/") else ""
         if any(self._is_array(p) for p in (path, *parents(path))):
+            self.reads.names((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
         self._groups[path] = group_document(attributes)
         self._stands(path)
@@ -71,6 +75,7 @@ class StagedTree:
     def delete(self, path: str) -> None:
         """Stages the removal of all at and below a path; `NotFound` where nothing is."""
         path = checked_path(path)
+        self.reads.names([path])
         gone = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
         stored = [p for p in self._stored() if is_below(p, path)]
         if not gone and not stored:
@@ -87,6 +92,7 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
+        self.reads.node(path)
         node = array_node(self.base, path, self.where)
         if self.replaces or self._is_deleted(path):
             raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
@@ -108,6 +114,7 @@ class StagedTree:
 
     def paths(self) -> list[str]:
         """The paths of all arrays as the transaction sees them, sorted."""
+        self.reads.arrays()
         return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
@@ -123,6 +130,24 @@ class StagedTree:
         for path, staged in self.arrays.items():
             nodes[path] = NodeChange(staged.fresh, staged.written().index)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags)
+
+    def patched_again(
+        self, chunks: Mapping[str, npt.NDArray[np.uint64]]
+    ) -> tuple[dict[str, list[int]], list[str]]:
+        """Of chunks that a newer version wrote too: those that patches can be put over once more, by path, and
+        the names of those that were written whole, so that one of the two writes would be lost.
+        """
+        redo: dict[str, list[int]] = {}
+        lost = []
+        for path, numbers in chunks.items():
+            array = self.arrays[path]
+            for number in numbers.tolist():
+                if number in array.patches and array.whole.row(number) is None:
+                    redo.setdefault(path, []).append(number)
+                else:
+                    at = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
+                    lost.append(f"{path}, chunk {at}")
+        return redo, lost
 
     def _spans(self) -> dict[str, Span]:
         """The chunks of every staged array; arrays that were only written share one table."""
@@ -174,6 +199,7 @@ class StagedTree:
         below = self._standing.get(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
+            self.reads.names((path, *parents(path)))
             raise AlreadyExists(
                 f"{self.where}: {taken!r} stands in the way of an array at {path!r}; delete it first, "
                 "or choose another path"

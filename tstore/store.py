@@ -7,7 +7,7 @@ import datetime
 import os
 import uuid
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import msgspec
 from tstore import world
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
+from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -31,11 +32,11 @@ from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
 from tstore.kv.url import connect
 from tstore.log import Log
-from tstore.manifest import Record
+from tstore.manifest import Part, Record
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot
-from tstore.transaction import Transaction
+from tstore.transaction import Isolation, Transaction
 
 __all__ = ["FORMAT_VERSION", "Commit", "Mode", "Store", "open", "opened"]
 
@@ -164,7 +165,7 @@ class Store:
         self,
         message: str = "",
         tag: str | None = None,
-        isolation: Literal["snapshot"] = "snapshot",
+        isolation: Isolation = "snapshot",
         durability: Literal["fsync", "none"] = "fsync",
         *,
         move_tag: str | None = None,
@@ -177,15 +178,22 @@ class Store:
         """A new transaction; `async with` commits it on exit and aborts it on an exception.
 
         `tag` names the version it becomes; one that names another version is refused (`AlreadyExists`, by the
-        first use of the transaction), but `move_tag` takes its tag from whatever had it. `durability="none"`
-        gives up surviving a power failure. With `name`, `host`, `hosts` and `attempt` it is one host's part of
-        a cooperative transaction, which becomes one commit once all hosts have called `commit`.
+        first use of the transaction), but `move_tag` takes its tag from whatever had it.
+        `isolation="serializable"` also fails the commit with a `Conflict` where anything it has read through its
+        own arrays and paths has changed. `durability="none"` gives up surviving a power failure. With `name`,
+        `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which becomes one
+        commit once all hosts have called `commit`.
         Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit,
         `Misuse` where this host has the same transaction open already in this `Store`.
         """
         self._check_writable()
-        if isolation != "snapshot":
-            raise InvalidArgument(f"isolation {isolation!r} is not known: expected 'snapshot'")
+        if isolation not in ("snapshot", "serializable"):
+            raise InvalidArgument(f"isolation {isolation!r}: expected 'snapshot' or 'serializable'")
+        if isolation == "serializable" and name is not None:
+            raise InvalidArgument(
+                f"transaction {name!r} can't be serializable: a fragment does not carry what its host has read; "
+                "read and write in a transaction of one process, without a name"
+            )
         try:
             kept = Durability(durability)
         except ValueError:
@@ -203,6 +211,7 @@ class Store:
             message=message,
             tags=tuple(_checked_tag(t) for t in (tag, move_tag) if t is not None),
             moved=() if move_tag is None else (move_tag,),
+            isolation=isolation,
             durability=kept,
             member=member,
             facts=facts,
@@ -244,8 +253,20 @@ class Store:
                 return version
         raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
 
+    async def diff(
+        self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
+    ) -> Diff:
+        """How the arrays of one version differ from those of another, each named as for `snapshot`.
+
+        Only those chunks of float arrays are read that differ. Raises `NotFound` as `snapshot` does.
+        """
+        return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
+
     async def history(self) -> AsyncIterator[Commit]:
-        """Every commit, newest first, also those whose version has expired."""
+        """Every commit, newest first, also those whose version has expired.
+
+        Transactions that were committed together have one version.
+        """
         newest = await self._log.newest()
         alive, last = await living(self._log, newest)
         same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
@@ -256,10 +277,12 @@ class Store:
             same.append((version, record))
             if record.collection is None:
                 for number, found in same:
-                    yield _commit(number, found, expired=version <= last and version not in alive)
+                    for commit in _commits(number, found, expired=version <= last and version not in alive):
+                        yield commit
                 same = []
         for number, found in same:
-            yield _commit(number, found, expired=False)
+            for commit in _commits(number, found, expired=False):
+                yield commit
 
     async def tags(self) -> dict[str, int]:
         """Every tag and the version it names."""
@@ -331,18 +354,23 @@ class Store:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
 
 
-def _commit(version: int, record: Record, *, expired: bool) -> Commit:
-    return Commit(
-        version,
-        record.tags[0] if record.tags else None,
-        record.message,
-        datetime.datetime.fromtimestamp(record.time, datetime.UTC),
-        record.tags,
-        record.transaction,
-        record.bytes_added,
-        record.facts,
-        expired,
-    )
+def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
+    """The transactions that were committed as one version, the last first; one, as a rule."""
+    parts: Sequence[Part | Record] = record.parts or (record,)
+    return [
+        Commit(
+            version,
+            part.tags[0] if part.tags else None,
+            part.message,
+            datetime.datetime.fromtimestamp(part.time, datetime.UTC),
+            part.tags,
+            part.transaction,
+            part.bytes_added,
+            {**part.facts, **record.facts},
+            expired,
+        )
+        for part in reversed(parts)
+    ]
 
 
 def _checked_tag(tag: str) -> str:

@@ -20,14 +20,17 @@ import numpy as np
 
 import tstore as _async
 from tstore import (
+    ArrayDiff,
     Bits,
     CollectReport,
     Commit,
+    Diff,
     Keep,
     MinSqnr,
     PendingTransaction,
     QuantizedArray,
     QuantizeReport,
+    Retry,
     Shards,
     errors,
     sharding,
@@ -38,14 +41,17 @@ from tstore.store import Mode
 
 __all__ = [
     "Array",
+    "ArrayDiff",
     "Bits",
     "CollectReport",
     "Commit",
+    "Diff",
     "Keep",
     "MinSqnr",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
+    "Retry",
     "Shards",
     "Snapshot",
     "Store",
@@ -197,6 +203,9 @@ class Transaction(_Twin):
     version: int | None = property(  # type: ignore[assignment]
         lambda self: self._awaited.version, doc="The version it became, None before."
     )
+    retries: list[Retry] = property(  # type: ignore[assignment]
+        lambda self: self._awaited.retries, doc="What came in the way of the commit and was overcome."
+    )
     id: str = property(lambda self: self._awaited.id, doc="Its id in the log.")  # type: ignore[assignment]
 
     create_group = _blocking(_async.Transaction.create_group)
@@ -235,6 +244,7 @@ class Store(_Twin):
     outcome = _blocking(_async.Store.outcome)
     transactions = _blocking(_async.Store.transactions)
     finish = _blocking(_async.Store.finish)
+    diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)
     collect = _blocking(_async.Store.collect)
 

@@ -23,6 +23,7 @@ __all__ = [
     "plain",
     "show_collected",
     "show_demo",
+    "show_diff",
     "show_exported",
     "show_finished",
     "show_imported",
@@ -104,6 +105,30 @@ def show_log(found: Document) -> None:
         for c in found["commits"]
     ]
     _table(["version", "tag", "time", "added", "message"], rows, right={0, 3})
+
+
+def show_diff(found: Document) -> None:
+    """One row for each array that differs, and their number."""
+    rows = []
+    for a in found["arrays"]:
+        before, after = a["before"], a["after"]
+        what = a["change"]
+        if what == "changed":
+            parts = [_changed(field, before, after) for field in a["fields"]]
+            what = ", ".join(parts) or "values"
+        else:
+            info = before or after
+            what += f": {info['dtype']} {_shape(info['shape'])}, {sized(info['stored_bytes'])}"
+        row = [a["path"], what, str(a["chunks"])]
+        if a["values_compared"]:
+            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _ratio(a)]
+        rows.append([*row, *[""] * (5 - len(row))])
+    if rows:
+        _table(["path", "what", "chunks", "max difference", "SQNR"], rows, right={2, 3, 4})
+    changes = [a["change"] for a in found["arrays"]]
+    counts = ", ".join(f"{changes.count(c)} {c}" for c in ("added", "removed", "changed"))
+    groups = f"; groups: {', '.join(g or '/' for g in found['groups'])}" if found["groups"] else ""
+    print(plain(f"version {found['before']} → version {found['after']}: {counts}{groups}"))
 
 
 def show_ls(found: Document) -> None:
@@ -260,6 +285,21 @@ def _tensors(found: Document) -> str:
 
 def _decibel(sqnr: float | None) -> str:
     return "exact" if sqnr is None else f"{sqnr:.1f} dB"
+
+
+def _ratio(array: Document) -> str:
+    if array["largest"] == 0:
+        return "exact"
+    return "no signal" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
+
+
+def _changed(field: str, before: Document, after: Document) -> str:
+    """What became of one field of an array's metadata."""
+    if field in ("shape", "chunks"):
+        return f"{field} {_shape(before[field])} → {_shape(after[field])}"
+    if field == "codecs":
+        return f"codec {before['codec']} → {after['codec']}"
+    return f"{field} {before[field]} → {after[field]}" if field == "dtype" else field
 
 
 def _number(value: float | None) -> str:

@@ -5,6 +5,7 @@
 3. Commit applies the patches, makes the packs durable, writes the manifest, and appends the record (`log`).
 4. For every newer commit met on the way the write set is validated; one that wrote a chunk of which this
    transaction changed only a part has its version patched again, any other overlap is a `Conflict`.
+   A serializable transaction is validated too: what it has read must be the same in that version.
 5. A host of a group delivers its fragment instead of 4, and whoever sees all of them commits (`group`).
 
 The id of a transaction is never used again, so what an aborted one leaves under `txn/<id>/` harms nobody.
@@ -17,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 
 from tstore import world
@@ -26,6 +26,7 @@ from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
+from tstore.commit_queue import Retry
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.grid import Selection, default_chunks
@@ -39,13 +40,16 @@ from tstore.staged_array import StagedArray
 from tstore.staged_tree import StagedTree
 from tstore.tree import Changes, Tree, checked_path
 
-__all__ = ["Transaction"]
+__all__ = ["Isolation", "Transaction"]
+
+Isolation = Literal["snapshot", "serializable"]
 
 
 class Transaction:
     """Staged changes over a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version it became, None before.
+    `version` is the version it became, None before. `retries` tells what came in the way of the commit and was
+    overcome: versions that others took first, and those over which parts of chunks were written again.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Transaction:
         message: str = "",
         tags: Sequence[str] = (),
         moved: Sequence[str] = (),
+        isolation: Isolation = "snapshot",
         durability: Durability = Durability.FSYNC,
         member: Membership | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -63,6 +68,7 @@ class Transaction:
         self._message = message
         self._tags = tuple(tags)
         self._moved = frozenset(moved)
+        self._isolation = isolation
         self._durability = durability
         self._member = member
         self._facts = dict(facts or {})
@@ -75,6 +81,7 @@ class Transaction:
         self._sources: set[int] = set()
         self.id = world.token(12) if member is None else member.transaction
         self.version: int | None = None
+        self.retries: list[Retry] = []
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
@@ -148,7 +155,10 @@ class Transaction:
         (await self._begin()).delete(path)
 
     async def base(self) -> Tree:
-        """The tree this transaction is based on; the first use of the transaction fixes it."""
+        """The tree this transaction is based on; the first use of the transaction fixes it.
+
+        What is looked up in it does not count as read by a serializable transaction.
+        """
         return (await self._based()).base
 
     async def replace_all(self, structure: bytes) -> None:
@@ -188,6 +198,8 @@ class Transaction:
         """Fills `out` with what this transaction sees: its own writes over its base."""
         staged = await self._begin()
         chunks, own = staged.below(path), staged.arrays.get(path)
+        if self._isolation == "serializable" and (own is None or not own.fresh):
+            staged.reads.values(path, meta, selection)
         if own is not None:
             await self._patch(staged, own)
             chunks = ChunkTable.overlay([chunks, own.written()])
@@ -267,14 +279,21 @@ class Transaction:
 
     async def _append(self, staged: StagedTree, manifest: ObjectRef | Manifest) -> None:
         record = self._record(staged, staged.base.version, manifest)
+        mine = staged.changes(self._tags)
 
         async def validate(version: int, other: Record) -> Record:
             nonlocal record
-            if await self._redo(staged, version, other):
+            if await self._redo(staged, mine, version, other):
                 record = self._record(staged, version, await self._manifest(staged))
             return record
 
-        self.version = await self._log.append(record, validate, self._durability)
+        self.version = await self._log.append(
+            record,
+            validate,
+            self._durability,
+            self.retries.append,
+            mine if self._isolation == "snapshot" else None,
+        )
 
     def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
         return Fragment(
@@ -314,18 +333,19 @@ class Transaction:
         work = array.apply_patches(self._log.backend, self._packs, below)
         await unexpired(self._log, staged.base.version, work)
 
-    async def _redo(self, staged: StagedTree, version: int, other: Record) -> bool:
+    async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
-        overlap = staged.changes(self._tags).overlap(Changes.of(other, await self._log.manifests(other)))
-        fatal, redo = list(overlap.fatal), dict[str, list[int]]()
-        for path, numbers in overlap.chunks.items():
-            array = staged.arrays[path]
-            for number in numbers.tolist():
-                if number in array.patches and array.whole.row(number) is None:
-                    redo.setdefault(path, []).append(number)
-                else:
-                    at = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
-                    fatal.append(f"{path}, chunk {at}")
+        if self._isolation == "serializable":
+            changed = staged.reads.changed(staged.base, await self._log.tree(version))
+            if changed:
+                raise Conflict(
+                    f"{staged.where}: version {version}, committed since then, changed what this serializable "
+                    "transaction has read; nothing of it was committed. Read again and repeat it",
+                    changed,
+                )
+        overlap = mine.overlap(await self._log.changes(version, other))
+        redo, lost = staged.patched_again(overlap.chunks)
+        fatal = [*overlap.fatal, *lost]
         if fatal:
             raise Conflict(
                 f"{staged.where}: version {version}, committed since then, changed the same as this "
@@ -339,6 +359,7 @@ class Transaction:
                 with contextlib.suppress(SnapshotExpired):  # then a newer commit wrote the chunk, and is met next
                     await unexpired(self._log, version, work)
             await self._packs.settle()
+            self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(redo)}"))
         return bool(redo)
 
     async def _manifest(self, staged: StagedTree) -> ObjectRef | Manifest:

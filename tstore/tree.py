@@ -1,8 +1,24 @@
 """The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
 
-Two commits overlap where both wrote the same chunk, where one changed the metadata of a node that the other
-touched, where one deleted what the other touched, or where both set one tag. A commit that replaces the whole
-tree (a checkpoint) rests on nothing that was there, so it overlaps with another only in its tags.
+What becomes of a commit that meets a newer one, committed since its base:
+
+    it …                           and the newer one …                            outcome
+    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both stay
+    wrote a whole chunk            wrote that chunk, in part or whole             Conflict
+    wrote chunks                   wrote other chunks                             both stay
+    wrote or resized an array      resized, deleted or created it anew            Conflict
+    resized an array               wrote any chunk of it                          Conflict
+    deleted a node                 wrote, resized or created at or below it       Conflict
+    deleted a node                 deleted it too, above it, or below it          both stay
+    created a node                 created one there, above it or below it        Conflict
+    created a node                 deleted a node above it                        Conflict
+    created a node                 created one elsewhere, in one new group too    both stay
+    set a tag                      set the same tag                               Conflict
+    touched any node               replaced the whole tree (a checkpoint)         Conflict
+    replaced the whole tree        did anything but set the same tag              replaces that too
+    read (serializable)            changed what was read                          Conflict (`read_set`)
+
+A commit that replaces the whole tree rests on nothing that was there.
 """
 
 from __future__ import annotations
@@ -151,11 +167,12 @@ class Changes(NamedTuple):
     @staticmethod
     def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """The changes that a committed record made."""
-        nodes = {
-            path: NodeChange(fresh, span.table.index[span.start : span.stop])
-            for manifest in manifests
-            for path, _, fresh, span in manifest.nodes()
-        }
+        nodes: dict[str, NodeChange] = {}
+        for path, _, fresh, span in (node for manifest in manifests for node in manifest.nodes()):
+            numbers = span.table.index[span.start : span.stop]
+            if path in nodes:  # transactions that were committed together wrote different chunks of it
+                fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
+            nodes[path] = NodeChange(fresh, numbers)
         return Changes(nodes, record.deleted, record.replaces, record.tags)
 
     def overlap(self, other: Changes) -> Overlap:

@@ -1,0 +1,331 @@
+"""Many independent writers: every one gets through, and is told what came in its way."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore.errors import CommitOutcomeUnknown, Conflict
+from tstore.testing.faults import FaultyBackend, open_faulty
+
+WRITERS = 64
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
+
+
+async def make(url: str, cells: int, chunk: int = 1) -> None:
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (cells,), "int64", (chunk,))).write(-1)
+
+
+async def set_cell(store: tstore.Store, cell: int) -> tstore.Transaction:
+    tx = store.transaction(f"cell {cell}", durability="none")
+    await (await tx.array("w"))[cell].write(cell)
+    return tx
+
+
+async def values(url: str) -> list[int]:
+    snapshot = await (await tstore.open(url, "r")).snapshot()
+    return [int(v) for v in await (await snapshot.array("w")).read()]
+
+
+async def test_the_slowest_of_many_processes_gets_through(url: str) -> None:
+    """Each loses at most once to each of the others: a try fails only where another succeeded."""
+    await make(url, WRITERS)
+    ready = [await set_cell(await tstore.open(url), i) for i in range(WRITERS)]
+    versions = await asyncio.gather(*[tx.commit() for tx in ready])
+    assert sorted(versions) == list(range(2, WRITERS + 2))
+    assert await values(url) == list(range(WRITERS))
+    store = await tstore.open(url, "r")
+    told = {c.version: c.facts.get("tries", 1) async for c in store.history()}
+    for tx in ready:
+        assert len(tx.retries) < WRITERS
+        assert told[tx.version or 0] == len(tx.retries) + 1
+        lost = [r.version for r in tx.retries]
+        assert lost == sorted(set(lost))
+        assert not {tx.version} & set(lost)
+
+
+async def test_the_commits_of_one_process_do_not_race_each_other(url: str) -> None:
+    await make(url, WRITERS)
+    store = await tstore.open(url)
+    ready = [await set_cell(store, i) for i in range(WRITERS)]
+    await asyncio.gather(*[tx.commit() for tx in ready])
+    assert [tx.retries for tx in ready] == [[]] * WRITERS
+    assert await values(url) == list(range(WRITERS))
+
+
+async def created(tx: tstore.Transaction, path: str, size: int = 4) -> tstore.Transaction:
+    await (await tx.create_array(path, (size,), "uint8", (size,))).write(7)
+    return tx
+
+
+async def waiting(store: tstore.Store, commits: int) -> None:
+    """Returns once so many commits wait while another is in flight."""
+    while store.log.waiting < commits:  # noqa: ASYNC110 - nothing is told when one has come
+        await asyncio.sleep(0)
+
+
+async def together(
+    url: str, store: tstore.Store, ready: list[tstore.Transaction], between: tstore.Transaction | None = None
+) -> list[int | BaseException]:
+    """What becomes of transactions that are committed while the create of another is held back."""
+    faults = store.log.backend
+    assert isinstance(faults, FaultyBackend)
+    first = await created(store.transaction("first"), "first")
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(first.commit())]
+    await gate.reached()
+    for number, tx in enumerate(ready, 1):
+        tasks.append(asyncio.create_task(tx.commit()))
+        await waiting(store, number)  # so that they come in this order
+    if between is not None:
+        await between.commit()
+    gate.release()
+    return (await asyncio.gather(*tasks, return_exceptions=True))[1:]
+
+
+async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
+    await make(url, 4)
+    async with (await tstore.open(url)).transaction() as tx:
+        await created(tx, "old")
+    store, faults = await open_faulty(url)
+    ready = [store.transaction(f"m{i}", tag=f"t{i}" if i % 2 else None, facts={"i": i}) for i in range(5)]
+    for i in range(3):
+        await (await ready[i].array("w"))[i].write(i)
+    await created(ready[3], "new/a")
+    await ready[3].delete("old")
+    await created(ready[4], "new/b")
+    assert await together(url, store, ready) == [4] * 5
+    assert faults.count("create", "commits/*") == 2
+    assert [tx.version for tx in ready] == [4] * 5
+    assert await values(url) == [0, 1, 2, -1]
+    other = await tstore.open(url, "r")
+    snapshot = await other.snapshot()
+    assert snapshot.paths() == ["first", "new/a", "new/b", "w"]
+    assert snapshot.tags == {"t1": 4, "t3": 4}
+    told = [c async for c in other.history()][:6][::-1]
+    assert [(c.version, c.message, c.tag, c.facts) for c in told] == [
+        (3, "first", None, {}),
+        *[(4, f"m{i}", f"t{i}" if i % 2 else None, {"i": i}) for i in range(5)],
+    ]
+    assert [await other.outcome(tx.id) for tx in ready] == [4] * 5
+    assert [c.transaction for c in told[1:]] == [tx.id for tx in ready]
+    assert all(c.bytes_added for c in told)
+    assert (await other.verify()).ok
+
+
+async def test_what_meets_waits_for_the_next_record(url: str) -> None:
+    await make(url, 8, chunk=4)
+    store, _faults = await open_faulty(url)
+    ready = [store.transaction(tag=tag) for tag in (None, None, "x", "x", None)]
+    for i, tx in enumerate(ready[:2]):
+        await (await tx.array("w"))[i].write(i)  # parts of one chunk
+    for i, tx in enumerate(ready[2:]):
+        await created(tx, f"new{i}")
+    found = await together(url, store, ready)
+    assert found[0] == found[2] == found[4] == 3
+    assert found[1] == 4
+    assert isinstance(found[3], Conflict)
+    assert found[3].paths == ["tag x"]
+    assert await values(url) == [0, 1, *[-1] * 6]
+
+
+async def test_what_goes_alone(url: str) -> None:
+    """Big ones, serializable ones, and those that replace the whole tree."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    ready = [store.transaction(), store.transaction(), store.transaction(isolation="serializable")]
+    ready += [store.transaction(durability="none"), store.transaction()]
+    for i, tx in enumerate(ready):
+        await created(tx, f"new{i}", 1 << 15 if i == 1 else 4)
+    assert await together(url, store, ready) == [3, 4, 5, 6, 3]
+    whole = store.transaction()
+    await whole.replace_all(b"")
+    async with store.transaction() as tx:
+        await tx.delete("first")
+    beside = await created(store.transaction(), "beside")
+    found = await together(url, store, [whole, beside])
+    assert found[0] == 9
+    assert isinstance(found[1], Conflict)
+    assert (await (await tstore.open(url, "r")).snapshot()).paths() == []
+
+
+async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    meanwhile = await set_cell(await tstore.open(url), 1)
+    found = await together(url, store, ready, meanwhile)
+    assert found[0] == found[2] == 4
+    assert isinstance(found[1], Conflict)
+    assert found[1].paths == ["w, chunk (1,)"]
+    assert await store.outcome(ready[1].id) is None
+    assert await values(url) == [0, 1, 2, -1]
+
+
+async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> None:
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
+        await created(tx, "old")
+    store, _ = await open_faulty(url)
+    ready = [await created(store.transaction(), "a"), store.transaction(), await created(store.transaction(), "b")]
+    await (await ready[1].array("w"))[0].write(5)
+    meanwhile = (await tstore.open(url)).transaction()
+    await (await meanwhile.array("w"))[1].write(6)
+    assert await together(url, store, ready, meanwhile) == [4, 5, 4]
+    assert (await values(url))[:3] == [5, 6, 0]
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_others_meet_every_part_of_a_common_record(url: str) -> None:
+    await make(url, 4)
+    store, _ = await open_faulty(url)
+    late = [await set_cell(await tstore.open(url), i) for i in range(3)]
+    ready = [await set_cell(store, i) for i in range(3)]
+    assert await together(url, store, ready) == [3] * 3
+    for i, tx in enumerate(late):
+        with pytest.raises(Conflict) as caught:
+            await tx.commit()
+        assert caught.value.paths == [f"w, chunk ({i},)"]
+
+
+@pytest.mark.parametrize("fault", ["lose_reply", "fail"])
+async def test_a_common_record_without_an_answer(url: str, fault: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    getattr(faults, fault)("create", "commits/*", nth=2)
+    version = 3 if fault == "lose_reply" else 4
+    assert await together(url, store, ready) == [version] * 3
+    assert await values(url) == [0, 1, 2, -1]
+    for tx in ready:
+        assert await store.outcome(tx.id) == version
+        assert [r.version for r in tx.retries][-1:] == [3]
+
+
+async def test_of_a_common_record_whose_outcome_is_unknown_each_learns_its_own_id(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    faults.fail("create", "commits/*", nth=2, times=9)
+    found = await together(url, store, ready)
+    assert all(isinstance(e, CommitOutcomeUnknown) for e in found)
+    assert [e.transaction for e in found if isinstance(e, CommitOutcomeUnknown)] == [tx.id for tx in ready]
+    assert await values(url) == [-1] * 4
+
+
+WRITES = st.lists(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 5)), min_size=1, max_size=3), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WRITES, st.sampled_from([1, 2, 12]))
+def test_concurrent_commits_are_serial_in_the_order_of_the_history(
+    writes: list[list[tuple[int, int]]], chunk: int
+) -> None:
+    asyncio.run(concurrent(writes, chunk))
+
+
+async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    await make(url, 12, chunk)
+    store, faults = await open_faulty(url)
+    ready = []
+    for i, regions in enumerate(writes):
+        tx = store.transaction(str(i))
+        for start, length in regions:
+            await (await tx.array("w"))[start : start + length].write(i)
+        ready.append(tx)
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(tx.commit()) for tx in ready]
+    await gate.reached()
+    await waiting(store, len(ready) - 1)
+    gate.release()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(f, (int, Conflict)) for f in found)
+    model = [-1] * 12
+    told = [(c.version, int(c.message)) async for c in store.history() if c.message][::-1]
+    assert sorted(told, key=lambda c: c[1]) == [(f, i) for i, f in enumerate(found) if isinstance(f, int)]
+    for _, i in told:
+        for start, length in writes[i]:
+            model[start : start + length] = [i] * len(model[start : start + length])
+    assert await values(url) == model
+
+
+async def test_a_lost_race_is_told(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    tx = await set_cell(store, 0)
+    gate = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(tx.commit())
+    await gate.reached()
+    other = await set_cell(await tstore.open(url), 1)
+    await other.commit()
+    gate.release()
+    assert await commit == 3
+    assert tx.retries == [tstore.Retry(2, "another transaction became this version first")]
+    assert (await anext(store.history())).facts == {"tries": 2}
+    assert (other.retries, await values(url)) == ([], [0, 1, -1, -1])
+
+
+async def test_a_create_without_an_answer_is_told(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    tx = await set_cell(store, 0)
+    faults.fail("create", "commits/*")
+    assert await tx.commit() == 3
+    [retry] = tx.retries
+    assert retry.version == 2
+    assert "no answer" in retry.reason
+    assert (await anext(store.history())).facts == {"tries": 2}
+
+
+async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> None:
+    await make(url, 4, chunk=4)
+    store = await tstore.open(url)
+    tx, other = await set_cell(store, 0), await set_cell(store, 1)
+    await other.commit()
+    await tx.commit()
+    [retry] = tx.retries
+    assert retry.version == 2
+    assert retry.reason.endswith("w")
+    assert (await anext(store.history())).facts == {}  # the record was created at the first try
+    assert await values(url) == [0, 1, -1, -1]
+
+
+def test_a_store_serves_one_event_loop_after_the_other(url: str) -> None:
+    asyncio.run(make(url, 8))
+    store = asyncio.run(tstore.open(url))
+
+    async def four(first: int) -> None:
+        ready = [await set_cell(store, i) for i in range(first, first + 4)]
+        await asyncio.gather(*[tx.commit() for tx in ready])
+
+    asyncio.run(four(0))
+    asyncio.run(four(4))
+    assert asyncio.run(values(url)) == list(range(8))
+
+
+def test_blocking_transactions_tell_their_retries() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        tx.create_array("w", (4,), "int64", (4,)).write(0)
+    tx = store.transaction()
+    tx.array("w")[0].write(1)
+    with store.transaction() as other:
+        other.array("w")[1].write(2)
+    tx.commit()
+    assert [r.version for r in tx.retries] == [2]
+    assert isinstance(tx.retries[0], blocking.Retry)

@@ -1,0 +1,283 @@
+"""Serializable transactions: what they have read still holds in the version on which they commit."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore.errors import AlreadyExists, Conflict, InvalidArgument, NotFound
+
+BASE = np.arange(64, dtype="i4").reshape(8, 8)
+
+
+@pytest.fixture
+async def store() -> tstore.Store:
+    """Version 1 has "w" (8×8, chunks 4×4, 0…63), "x" and "y" (one 1 each), "g/v", and the group "g"."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (8, 8), "int32", (4, 4))).write(BASE)
+        for name in ("x", "y"):
+            await (await tx.create_array(name, (1,), "int32", (1,))).write(1)
+        await (await tx.create_array("g/v", (4,), "float64", (2,))).write(1.5)
+        await tx.create_group("g", {"kind": "group"})
+    return store
+
+
+Step = Callable[[tstore.Transaction], Awaitable[object]]
+
+
+def reads(path: str, index: Any = ...) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        await (await tx.array(path))[index].read()
+
+    return step
+
+
+def looks(path: str) -> Step:
+    return lambda tx: tx.array(path)
+
+
+def misses(path: str) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        with pytest.raises(NotFound):
+            await tx.array(path)
+
+    return step
+
+
+def finds_taken(path: str) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        with pytest.raises(AlreadyExists):
+            await tx.create_array(path, (1,), "int8")
+
+    return step
+
+
+def lists(tx: tstore.Transaction) -> Awaitable[object]:
+    return tx.paths()
+
+
+def writes(path: str, value: int, index: Any = ...) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        await (await tx.array(path))[index].write(value)
+
+    return step
+
+
+def creates(path: str) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        await (await tx.create_array(path, (2,), "int8", (2,))).write(0)
+
+    return step
+
+
+def creates_group(path: str) -> Step:
+    return lambda tx: tx.create_group(path, {"a": 1})
+
+
+def deletes(path: str) -> Step:
+    return lambda tx: tx.delete(path)
+
+
+def resizes(path: str, *shape: int) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        await (await tx.array(path)).resize(shape)
+
+    return step
+
+
+def replaces(tx: tstore.Transaction) -> Awaitable[object]:
+    return tx.replace_all(b"")
+
+
+def both(*steps: Step) -> Step:
+    async def step(tx: tstore.Transaction) -> None:
+        for one in steps:
+            await one(tx)
+
+    return step
+
+
+CHUNK = np.s_[0:4, 0:4]
+
+# what one transaction reads (it then writes "y"), what another commits meanwhile, and what was lost of the reads
+STALE: dict[str, tuple[Step, Step, list[str]]] = {
+    "a value": (reads("x"), writes("x", 5), ["x, chunk (0,)"]),
+    "an element, against another of its chunk": (
+        reads("w", np.s_[0, 0]),
+        writes("w", -1, np.s_[3, 3]),
+        ["w, chunk (0, 0)"],
+    ),
+    "with a step": (reads("w", np.s_[::-5, 1]), writes("w", -1, CHUNK), ["w, chunk (0, 0)"]),
+    "a value of an array that was resized": (reads("w"), resizes("w", 8, 9), ["w"]),
+    "a shape": (looks("w"), resizes("w", 8, 9), ["w"]),
+    "a value of an array that was deleted": (reads("g/v"), deletes("g"), ["g/v"]),
+    "an array that was deleted and created anew": (looks("x"), both(deletes("x"), creates("x")), ["x"]),
+    "a phantom in the list": (lists, creates("new"), ["new"]),
+    "a phantom in the list, gone": (lists, deletes("g/v"), ["g/v"]),
+    "all replaced": (reads("x"), replaces, ["x"]),
+    "the list, all replaced": (lists, replaces, ["g/v", "w", "x", "y"]),
+    "a path that was free": (misses("new"), creates("new"), ["new"]),
+    "a path that was taken": (finds_taken("w"), deletes("w"), ["w"]),
+    "a path that was taken above": (finds_taken("w/below"), deletes("w"), ["w"]),
+    "a path that was taken below": (finds_taken("g"), deletes("g"), ["g", "g/v"]),
+    "a delete of the same": (deletes("g/v"), deletes("g"), ["g/v"]),
+}
+HOLDS: dict[str, tuple[Step, Step]] = {
+    "another chunk": (reads("w", CHUNK), writes("w", -1, np.s_[4:, :4])),
+    "chunks between those that were read": (reads("w", np.s_[::7, 0]), writes("w", -1, np.s_[:, 4:])),
+    "the same values again": (reads("x"), writes("x", 1)),
+    "another array": (reads("w"), writes("x", 5)),
+    "metadata, against values": (looks("w"), writes("w", 5)),
+    "the list, against values": (lists, writes("w", 5)),
+    "the list, against a shape": (lists, resizes("w", 8, 9)),
+    "the list, against a group": (lists, creates_group("h")),
+    "another free path": (misses("new"), creates("other")),
+    "an array created in one group": (creates("g/a"), creates("g/b")),
+}
+
+
+async def committed(
+    store: tstore.Store, isolation: Literal["snapshot", "serializable"], first: Step, meanwhile: Step
+) -> int:
+    """The version of a transaction that does `first` and creates "out", while another commits `meanwhile`."""
+    tx = store.transaction(isolation=isolation)
+    await first(tx)
+    await creates("out")(tx)
+    async with store.transaction() as other:
+        await meanwhile(other)
+    return await tx.commit()
+
+
+@pytest.mark.parametrize("name", STALE)
+async def test_what_was_read_and_has_changed_is_a_conflict_that_names_it(store: tstore.Store, name: str) -> None:
+    first, meanwhile, lost = STALE[name]
+    with pytest.raises(Conflict, match="version 2") as caught:
+        await committed(store, "serializable", first, meanwhile)
+    assert "has read" in str(caught.value)
+    assert caught.value.paths == lost
+    assert "out" not in (await store.snapshot()).paths()
+
+
+@pytest.mark.parametrize("name", set(STALE) - {"the list, all replaced", "all replaced"})
+async def test_snapshot_isolation_lets_it_pass(store: tstore.Store, name: str) -> None:
+    first, meanwhile, _ = STALE[name]
+    assert await committed(store, "snapshot", first, meanwhile) == 3
+
+
+@pytest.mark.parametrize("name", HOLDS)
+async def test_what_was_read_and_still_holds_is_no_conflict(store: tstore.Store, name: str) -> None:
+    assert await committed(store, "serializable", *HOLDS[name]) == 3
+
+
+async def test_of_two_transactions_that_would_skew_one_is_refused(store: tstore.Store) -> None:
+    """Each takes 1 where x + y ≥ 2: after both the sum would be 0."""
+
+    async def take(isolation: Literal["snapshot", "serializable"], path: str) -> tstore.Transaction:
+        tx = store.transaction(isolation=isolation)
+        rows = [await (await tx.array(p)).read() for p in ("x", "y")]
+        assert sum(int(r[0]) for r in rows) == 2
+        await (await tx.array(path)).write(0)
+        return tx
+
+    first, second = await take("serializable", "x"), await take("serializable", "y")
+    await first.commit()
+    with pytest.raises(Conflict) as caught:
+        await second.commit()
+    assert caught.value.paths == ["x, chunk (0,)"]
+    async with store.transaction() as tx:
+        await (await tx.array("x")).write(1)
+    first, second = await take("snapshot", "x"), await take("snapshot", "y")
+    await first.commit()
+    await second.commit()  # the skew that snapshot isolation allows
+
+
+async def test_a_serializable_transaction_reads_what_it_wrote_itself(store: tstore.Store) -> None:
+    async with store.transaction(isolation="serializable") as tx:
+        a = await tx.create_array("a", (4,), "int32", (2,))
+        await a.write([1, 2, 3, 4])
+        await (await tx.array("x")).write(7)
+        assert (await a.read()).tolist() == [1, 2, 3, 4]
+        assert (await (await tx.array("x")).read()).tolist() == [7]
+        assert await tx.paths() == ["a", "g/v", "w", "x", "y"]
+        await tx.delete("a")
+        assert await tx.paths() == ["g/v", "w", "x", "y"]
+    assert tx.version == 2
+
+
+async def test_reads_are_validated_against_each_newer_version(store: tstore.Store) -> None:
+    tx = store.transaction(isolation="serializable")
+    await reads("x")(tx)
+    for path, value in (("y", 2), ("x", 9), ("y", 3)):
+        async with store.transaction() as other:
+            await writes(path, value)(other)
+    with pytest.raises(Conflict, match="version 3"):
+        await tx.commit()
+
+
+async def test_a_host_of_a_group_cannot_be_serializable(store: tstore.Store) -> None:
+    with pytest.raises(InvalidArgument, match="fragment"):
+        store.transaction(isolation="serializable", name="n", host=0, hosts=2, attempt="a")
+
+
+def test_blocking_transactions_can_be_serializable() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        tx.create_array("x", (1,), "int32").write(1)
+    tx = store.transaction(isolation="serializable")
+    tx.array("x").read()
+    with store.transaction() as other:
+        other.array("x").write(2)
+    with pytest.raises(Conflict):
+        tx.commit()
+
+
+CELLS = st.lists(st.integers(0, 5), max_size=3)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 2), st.tuples(CELLS, st.integers(0, 5))),
+        st.tuples(st.just("commit"), st.integers(0, 2), st.none()),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ACTIONS, st.sampled_from([1, 2]))
+def test_committed_transactions_are_serial_in_their_order(actions: list[Any], chunk: int) -> None:
+    asyncio.run(serial(actions, chunk))
+
+
+async def serial(actions: list[Any], chunk: int) -> None:
+    """Each step sets one cell to 1 + the sum of others; the outcome is that of the commits one after the other."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (6,), "int64", (chunk,))).write(0)
+    model = [0] * 6
+    open_ones: dict[int, tuple[tstore.Transaction, list[tuple[list[int], int]]]] = {}
+    for action, number, step in [*actions, *[("commit", n, None) for n in range(3)]]:
+        if action == "add":
+            tx, steps = open_ones.setdefault(number, (store.transaction(isolation="serializable"), []))
+            w = await tx.array("w")
+            cells, target = step
+            await w[target].write(1 + sum([int(await w[c].read()) for c in cells]))
+            steps.append((cells, target))
+        elif number in open_ones:
+            tx, steps = open_ones.pop(number)
+            try:
+                await tx.commit()
+            except Conflict:
+                continue
+            for cells, target in steps:
+                model[target] = 1 + sum(model[c] for c in cells)
+            found = await (await (await store.snapshot()).array("w")).read()
+            assert found.tolist() == model

@@ -1,0 +1,210 @@
+"""Commits of one process that wait while another is in flight, and go out together as one record.
+
+1. Who comes first appends at once. All who come while it does so wait, in their order.
+2. Whoever is next takes along all that wait and may go with it, and appends one record for all of them.
+3. What goes together is small (all of it travels in the record), equally durable, and disjoint: none would
+   conflict with another, so that any order of them gives the same. The rest waits for the next turn.
+4. Each is validated by itself against every newer commit. One that conflicts drops out, and so does one that
+   grew, as it had to be written again; that goes alone, in the next turn. The others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from tstore import world
+from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
+from tstore.manifest import Manifest, Part, Record
+from tstore.tree import Changes
+
+__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_pause"]
+
+SHORTEST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.5
+_MOST = 64
+
+Validate = Callable[[int, Record], Awaitable[Record]]
+
+
+class Retry(NamedTuple):
+    """Why something was done again: `version` is the one that came between, `reason` says how."""
+
+    version: int
+    reason: str
+
+
+Append = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable[int]]
+
+
+class _NoneLeft(Exception):
+    """None of the transactions that were to go together can."""
+
+
+class Entry:
+    """A record that is to be appended; `changes` is what it changes, None where it must go alone."""
+
+    def __init__(
+        self, record: Record, validate: Validate, retried: Callable[[Retry], object], changes: Changes | None
+    ) -> None:
+        self.record = record
+        self.validate = validate
+        self.retried = retried
+        self.changes = None if changes is None or changes.replaces else changes
+        self.keep_small()
+        self.version: int | None = None
+        self.error: BaseException | None = None
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def settled(self) -> bool:
+        """Whether its outcome is known."""
+        return self.version is not None or self.error is not None
+
+    def keep_small(self) -> bool:
+        """Whether all of it still travels in the record; else it goes alone from now on."""
+        small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
+        self.changes = self.changes if small else None
+        return small
+
+    def goes_with(self, others: Sequence[Entry]) -> bool:
+        """Whether it may go out in one record with all of the others."""
+        return all(self._disjoint(other) for other in others)
+
+    def _disjoint(self, other: Entry) -> bool:
+        if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
+            return False
+        overlap = self.changes.overlap(other.changes)
+        return not overlap.fatal and not overlap.chunks
+
+
+class CommitQueue:
+    """The entries of one event loop that wait for the log."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Entry] = []
+        self._busy = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def append(self, entry: Entry, append: Append) -> int:
+        """The version that the entry's record became, or part of; raises what came in its way."""
+        if self._busy:
+            self._waiting.append(entry)
+            await self._turn(entry)
+        else:
+            self._busy = True
+        if not entry.settled:
+            try:
+                await self._append(entry, append)
+            finally:
+                self._pass_on()
+        if entry.error is not None:
+            raise entry.error
+        assert entry.version is not None
+        return entry.version
+
+    async def _turn(self, entry: Entry) -> None:
+        try:
+            await entry.woken
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif entry.woken.done() and not entry.settled:  # it was its turn
+                self._pass_on()
+            raise
+
+    async def _append(self, entry: Entry, append: Append) -> None:
+        while not entry.settled:
+            taken = self._taken(entry)
+            try:
+                await _append_together(taken, append)
+            finally:
+                for other in taken[1:]:
+                    if other.settled:
+                        _wake(other)
+                self._waiting[:0] = [other for other in taken[1:] if not other.settled]
+
+    def _taken(self, entry: Entry) -> list[Entry]:
+        taken = [entry]
+        for other in self._waiting:
+            if len(taken) < _MOST and other.goes_with(taken):
+                taken.append(other)
+        self._waiting = [e for e in self._waiting if e not in taken]
+        return taken
+
+    def _pass_on(self) -> None:
+        if self._waiting:
+            _wake(self._waiting.pop(0))
+        else:
+            self._busy = False
+
+
+async def _append_together(entries: list[Entry], append: Append) -> None:
+    """Settles the entries, apart from those that must go alone from now on."""
+    going = entries
+    together = entries[0].record.transaction if len(entries) == 1 else f"{entries[0].record.transaction}.together"
+
+    async def validate(version: int, other: Record) -> Record:
+        nonlocal going
+        for entry in going:
+            if version > entry.record.base and not entry.settled:
+                try:
+                    entry.record = await entry.validate(version, other)
+                except NotFound:
+                    raise  # a gc came between, which the log finds out for all of them
+                except TStoreError as error:
+                    entry.error = error
+        going = [e for e in going if not e.settled and (len(entries) == 1 or e.keep_small())]
+        if not going:
+            raise _NoneLeft
+        return _combined(together, entries, going)
+
+    def retried(retry: Retry) -> None:
+        for entry in going:
+            entry.retried(retry)
+
+    try:
+        version = await append(_combined(together, entries, going), validate, retried)
+        for entry in going:
+            entry.version = version
+    except _NoneLeft:
+        pass  # each has its error, or goes alone
+    except BaseException as error:
+        for entry in [e for e in going if not e.settled]:
+            entry.error = error
+            if isinstance(error, CommitOutcomeUnknown):
+                entry.error = CommitOutcomeUnknown(str(error), entry.record.transaction)
+        if not isinstance(error, (TStoreError, asyncio.CancelledError)):
+            raise
+
+
+def _combined(transaction: str, entries: Sequence[Entry], going: Sequence[Entry]) -> Record:
+    """One record of all that go, with the base of the one that was validated the least."""
+    if len(entries) == 1:
+        return entries[0].record
+    records = [entry.record for entry in going]
+    return Record(
+        transaction=transaction,
+        base=min(r.base for r in records),
+        time=max(r.time for r in records),
+        tags=tuple(tag for r in records for tag in r.tags),
+        deleted=tuple(path for r in records for path in r.deleted),
+        manifests=tuple(m for r in records for m in r.manifests),
+        bytes_added=sum(r.bytes_added for r in records),
+        durable=records[0].durable,
+        parts=tuple(Part(r.transaction, r.time, r.message, r.tags, r.bytes_added, r.facts) for r in records),
+    )
+
+
+def _wake(entry: Entry) -> None:
+    if not entry.woken.done():
+        entry.woken.set_result(None)
+
+
+def next_pause(pause: float, tries: int) -> float:
+    """Seconds to wait after the `tries`-th create was lost and the pause before was that long."""
+    longest = max(SHORTEST_PAUSE, _LONGEST_PAUSE / tries)
+    return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))
