@@ -18,6 +18,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     ├── Denied               mend permissions
     ├── StorageFull          make room, then repeat; nothing committed was harmed
     ├── Unavailable          try again later
+    │   ├── Throttled            after `retry_after` seconds, where the server said so
     │   └── DeadlineExceeded     a wait ran out; names the absent hosts   (also a TimeoutError)
     └── CommitOutcomeUnknown ask `store.outcome(txn)` later
 """
@@ -43,6 +44,7 @@ __all__ = [
     "StorageFull",
     "StructureMismatch",
     "TStoreError",
+    "Throttled",
     "Unavailable",
     "UnsupportedFormat",
     "listed",
@@ -153,6 +155,14 @@ class StorageFull(TStoreError):
 
 class Unavailable(TStoreError):
     """The backend did not answer, or answered that it can't just now."""
+
+
+class Throttled(Unavailable):
+    """The backend refuses for now, because of too many requests. `retry_after`: the seconds it named, if any."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
 
 
 class DeadlineExceeded(Unavailable, TimeoutError):

@@ -56,6 +56,8 @@ class Capabilities(NamedTuple):
     conditional_create: bool
     """`create` has exactly one winner among racing writers, in any process."""
     listing: bool
+    ranges: bool
+    """Parts of an object are read without the rest of it."""
     durable: bool
     """An answered write with `Durability.FSYNC` survives the end of process and machine."""
 

@@ -52,7 +52,7 @@ _OPEN_READERS = 64
 class LocalBackend:
     """The files below one folder, which need not exist before the first create."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, durable=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.url = os.path.abspath(os.fspath(root))

@@ -14,7 +14,7 @@ __all__ = ["MemoryBackend"]
 class MemoryBackend:
     """All objects of one name; every store opened under that name in this process shares them."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, durable=False)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False)
 
     _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
     _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was made

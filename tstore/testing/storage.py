@@ -131,7 +131,7 @@ class HostBackend:
     """What one host sees of the storage."""
 
     url = "simulated://storage"
-    capabilities = Capabilities(conditional_create=True, listing=True, durable=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
 
     def __init__(self, storage: Storage, host: Host) -> None:
         self.storage = storage

@@ -1,0 +1,94 @@
+"""What a server of objects must be able to do: a small protocol, from which `kv.remote` makes a whole backend.
+
+Whoever adds a kind of storage writes these seven methods and lets `tstore.testing.conformance` judge them. Keys
+are relative and `/`-separated (`checked_key`). Every method is awaited on the pool's I/O loop, so that one session
+with the server serves all threads and loops of the process; many calls are under way at the same time.
+
+One mapping of errors, whatever the server says:
+
+    NotFound        there is no such object
+    AlreadyExists   `put` with `PutMode.CREATE`: the key is taken, and this request has not written it
+    Denied          credentials or permissions; trying again would not help
+    StorageFull     a quota, or an object longer than the server takes
+    Corrupt         the answer is not what was asked for: another length, another range, no object at all
+    Throttled       too many requests; `retry_after` where the server said when
+    Unavailable     no answer, half an answer, or one that says "not now"
+
+After `Unavailable` or `Throttled` from a write nobody knows whether it has landed or still will: the outcome is
+unknown, and only a read tells. Retrying, limits and tracing are wrappers around this protocol, not part of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from tstore.kv.base import Buffers, Capabilities
+
+__all__ = ["WHOLE", "Entry", "Objects", "Page", "PutMode", "Span"]
+
+
+class PutMode(enum.Enum):
+    """What `put` does where the key is taken."""
+
+    CREATE = "create"
+    """Raises `AlreadyExists`; of any number of racing writers exactly one wins."""
+    REPLACE = "replace"
+    """Puts the new object in place of the old one."""
+
+
+class Span(NamedTuple):
+    """Which bytes of an object: as a slice, from `start` (from the end where negative) up to `stop`."""
+
+    start: int = 0
+    stop: int | None = None
+
+
+WHOLE = Span()
+
+
+class Entry(NamedTuple):
+    """An object as a listing shows it."""
+
+    key: str
+    size: int
+    age: float | None = None
+    """Seconds since it was written, by the server's clock; None where that is not known."""
+
+
+class Page(NamedTuple):
+    """Some of the names below a prefix, in the order of the keys."""
+
+    entries: list[Entry]
+    folders: list[str]
+    """With `delimiter="/"`: the prefixes, each with its final `/`, below which the deeper keys lie."""
+
+
+class Objects(Protocol):
+    """Bytes by key on a server."""
+
+    url: str
+    """Where they are, without any secret; it stands in errors and logs."""
+    capabilities: Capabilities
+
+    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+        """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`."""
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
+
+    async def head(self, key: str) -> Entry | None:
+        """The object's length and age, None where it does not exist."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        """Stores the joined buffers as one object, all of it or nothing, durable once answered."""
+
+    def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """The objects whose keys begin with the prefix, page by page as the server gives them."""
+
+    async def delete(self, key: str) -> None:
+        """Removes the object; no error where it does not exist."""
+
+    async def close(self) -> None:
+        """Ends the session with the server."""
