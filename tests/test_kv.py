@@ -17,6 +17,8 @@ import pytest
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
 from tstore.kv.base import Backend, Durability
 from tstore.kv.local import LocalBackend
+from tstore.kv.memory import MemoryObjects
+from tstore.kv.remote import RemoteBackend
 from tstore.kv.url import connect
 from tstore.testing.faults import FaultyBackend
 
@@ -24,10 +26,12 @@ FSYNC, NONE = Durability.FSYNC, Durability.NONE
 MARKS = [b"", b"x", bytes(range(256)) * 100]
 
 
-@pytest.fixture(params=["local", "memory", "faulty"])
+@pytest.fixture(params=["local", "memory", "faulty", "remote"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "local":
         return connect(tmp_path / "new" / "store")
+    if request.param == "remote":
+        return RemoteBackend(MemoryObjects(str(uuid.uuid4())))
     memory = connect(f"memory://{uuid.uuid4()}")
     return memory if request.param == "memory" else FaultyBackend(memory)
 
@@ -53,7 +57,7 @@ async def test_what_is_missing_is_not_found(backend: Backend) -> None:
     with pytest.raises(NotFound, match="here"):
         await backend.get("nothing/here")
     with pytest.raises(NotFound, match="here"):
-        backend.reader("nothing/here")
+        backend.reader("nothing/here").read_into(0, [bytearray(1)], 1)
     await backend.delete("nothing/here")
     assert await backend.list("nothing/") == []
     assert await backend.list("") == []
@@ -153,11 +157,12 @@ async def test_a_pack_can_be_read_before_it_is_finished(backend: Backend) -> Non
 
 @pytest.mark.parametrize(("offset", "sizes"), [(0, [5]), (3, [1, 1]), (4, [1]), (100, [1]), (0, [1] * 2000)])
 async def test_a_pack_that_is_too_short_is_corrupt(backend: Backend, offset: int, sizes: list[int]) -> None:
-    pack = backend.writer("p", FSYNC)
+    pack = backend.writer("t/p", FSYNC)
     pack.append([b"abcd"], 4)
     pack.finish()
+    await backend.settle("t", FSYNC)
     with pytest.raises(Corrupt):
-        backend.reader("p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
+        backend.reader("t/p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
 
 
 async def test_a_discarded_pack_is_gone(backend: Backend) -> None:
@@ -168,12 +173,13 @@ async def test_a_discarded_pack_is_gone(backend: Backend) -> None:
 
 
 async def test_a_second_writer_of_a_pack_is_refused(backend: Backend) -> None:
-    pack = backend.writer("p", FSYNC)
+    pack = backend.writer("t/p", FSYNC)
     pack.append([b"abc"], 3)
     with pytest.raises(AlreadyExists):
-        backend.writer("p", FSYNC)
+        backend.writer("t/p", FSYNC)
     pack.finish()
-    assert await backend.get("p") == b"abc"
+    await backend.settle("t", FSYNC)
+    assert await backend.get("t/p") == b"abc"
 
 
 async def test_a_create_has_one_winner_among_threads(backend: Backend) -> None:

@@ -274,12 +274,28 @@ class _InlinePack:
             offset += len(buffer)
 
 
+class _NeededPack:
+    """A pack that chunks refer to, so that it is `Corrupt` of the store where it is not there."""
+
+    def __init__(self, reader: PackReader) -> None:
+        self._reader = reader
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        try:
+            self._reader.read_into(offset, buffers, size)
+        except NotFound as error:
+            raise Corrupt(f"its pack is gone: {error}") from error
+
+
 def pack_reader(backend: Backend, pack: str | bytes, where: str) -> PackReader:
-    """The reader of a pack; `Corrupt` where it is gone, naming `where` the chunk is that needs it."""
+    """The reader of a pack; `Corrupt` where it is gone, naming `where` the chunk is that needs it.
+
+    Where that shows only in a read, its error does not name the chunk.
+    """
     if isinstance(pack, bytes):
         return _InlinePack(pack)
     try:
-        return backend.reader(pack)
+        return _NeededPack(backend.reader(pack))
     except NotFound as error:
         raise Corrupt(f"{where}: its pack is gone: {error}") from error
 

@@ -2,9 +2,9 @@
 
 A batch is a few MiB of chunks. One worker takes it through all steps while it is in the caches, and appends it
 to a pack of its own with one gathered write; a file system serialises writers of one file, so each worker has
-its own pack. Chunks that lie contiguous in the caller's memory and are stored as they are get written straight
-from there; many small ones are gathered with one strided copy. A chunk whose checks equal those of the previous
-version becomes a reference to it and costs no bytes.
+its own pack. A pack that takes no more is finished, and another begun. Chunks that lie contiguous in the caller's
+memory and are stored as they are get written straight from there; many small ones are gathered with one strided
+copy. A chunk whose checks equal those of the previous version becomes a reference to it and costs no bytes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class PackSet:
     async def settle(self) -> None:
         """Returns when all that was written is durable, if that was asked for."""
         if self._all:
-            await each(lambda pack: pack.finish(), self._all)
+            await each(lambda pack: pack.finish(), self._idle)  # the others were finished when they were full
             await self._backend.settle(self._folder, self._durability)
         self._all, self._idle = [], []
 
@@ -126,19 +126,26 @@ class PackSet:
         packs, self._all, self._idle = self._all, [], []
         await each(lambda pack: pack.discard(), packs)
 
-    @contextlib.contextmanager
-    def _pack(self) -> Iterator[PackWriter]:
-        with self._lock:
-            pack = self._idle.pop() if self._idle else None
-            if pack is None:
-                pack = self._backend.writer(f"{self._prefix}-{self._made}", self._durability)
-                self._made += 1
-                self._all.append(pack)
-        try:
-            yield pack
-        finally:
+    def _append(self, buffers: Sequence[memoryview], size: int) -> tuple[str, int]:
+        """Puts the buffers into a pack; returns its key, and their offset in it."""
+        while True:
             with self._lock:
-                self._idle.append(pack)
+                pack = self._idle.pop() if self._idle else None
+                if pack is None:
+                    pack = self._backend.writer(f"{self._prefix}-{self._made}", self._durability)
+                    self._made += 1
+                    self._all.append(pack)
+            try:
+                offset = pack.append(buffers, size)
+            except BaseException:
+                with self._lock:
+                    self._idle.append(pack)
+                raise
+            if offset is not None:
+                with self._lock:
+                    self._idle.append(pack)
+                return pack.key, offset
+            pack.finish()
 
     def _write_inline(self, batch: list[_Box]) -> None:
         with _encoded_chunks(batch) as pieces:
@@ -155,9 +162,7 @@ class PackSet:
                 return
             buffers = [piece.data for piece, _ in fresh]
             size = sum(map(len, buffers))
-            with self._pack() as pack:
-                offset = pack.append(buffers, size)
-                key = pack.key
+            key, offset = self._append(buffers, size)
         for piece, checks in fresh:
             piece.job.runs.append(Run(piece.numbers, key, offset, piece.length, checks))
             offset += len(piece.data)

@@ -5,6 +5,10 @@ A call crosses the event loop once: `each` starts a few workers, every worker dr
 and the caller is woken when all of them have ended. A cancelled or failed call also waits for its workers, so
 that no thread touches the caller's memory after the call has returned.
 
+Requests to servers are awaited on one more loop, the I/O loop, in a daemon thread: so one session with a server
+serves the loops of all callers, the loop of `tstore.sync` and the blocking calls of workers. Many requests are
+under way there at the same time; nothing that takes the CPU for long may run on it.
+
 Memory: what workers allocate beyond the caller's arrays is drawn from one byte budget per process. Scratch
 buffers belong to their worker thread and are used again, which also spares the page faults of fresh memory.
 """
@@ -18,22 +22,44 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "WORKERS", "each", "inline", "run", "scratch", "uncancelled"]
+from tstore.errors import Misuse
+
+__all__ = [
+    "BUDGET",
+    "STREAMS",
+    "WORKERS",
+    "IoCall",
+    "each",
+    "hold",
+    "inline",
+    "let_go",
+    "on_io",
+    "on_shortage",
+    "run",
+    "scratch",
+    "start_io",
+    "uncancelled",
+    "wait_io",
+]
 
 T = TypeVar("T")
 
 WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
 """Worker threads that carry data; control calls (small reads, creates) have threads of their own."""
 
+STREAMS = 32
+"""Threads for calls that carry data and mostly wait for a server: `each` uses them where asked for so many."""
+
 BUDGET = 256 << 20
 """Bytes that all calls of this process together may hold beyond the caller's arrays."""
 
 _LONGEST_KEPT = 16 << 20
+_SHORTAGE = 0.05  # seconds after which a caller that waits for memory says so again
 
 
 class _Budget:
@@ -60,17 +86,31 @@ class _Budget:
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
         mine = getattr(self._mine, "held", 0)
-        with self._changed:
-            self._changed.wait_for(lambda: mine or self._held == 0 or self._held + size <= self._limit)
-            self._held += size
+        self.hold(size)
         self._mine.held = mine + size
         try:
             yield
         finally:
             self._mine.held = mine
+            self.let_go(size)
+
+    def hold(self, size: int) -> None:
+        mine = getattr(self._mine, "held", 0)
+        while True:
             with self._changed:
-                self._held -= size
-                self._changed.notify_all()
+                if mine or self._held == 0 or self._held + size <= self._limit:
+                    self._held += size
+                    return
+            for call in _on_shortage:
+                call()
+            with self._changed:
+                if self._held + size > self._limit:
+                    self._changed.wait(_SHORTAGE)  # not for ever: who holds memory may come to hold it only now
+
+    def let_go(self, size: int) -> None:
+        with self._changed:
+            self._held -= size
+            self._changed.notify_all()
 
 
 class _Threads:
@@ -78,11 +118,23 @@ class _Threads:
 
     def __init__(self) -> None:
         self.data = ThreadPoolExecutor(WORKERS, thread_name_prefix="tstore-data")
-        self.control = ThreadPoolExecutor(16, thread_name_prefix="tstore-io")
+        self.streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="tstore-stream")
+        self.control = ThreadPoolExecutor(16, thread_name_prefix="tstore-control")
         self.budget = _Budget(BUDGET)
         self.local = threading.local()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def io(self) -> asyncio.AbstractEventLoop:
+        """The I/O loop, started at its first use."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="tstore-io", daemon=True).start()
+            return self._loop
 
 
+_on_shortage: list[Callable[[], None]] = []
 _threads = _Threads()
 _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
 
@@ -115,13 +167,14 @@ async def run(call: Callable[..., T], *args: Any) -> T:
     if (pause := _pause.get()) is not None:
         await pause()
         return call(*args)
-    return (await _settle([_threads.control.submit(call, *args)], threading.Event()))[0]
+    return (await _settle([_threads.control.submit(call, *args)], lambda: None))[0]
 
 
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:
     """Calls `call(item)` for every item on up to `workers` threads; returns when all have ended.
 
-    The first exception stops the drawing of further items and is raised once every worker has ended.
+    More than `WORKERS` are of those `STREAMS` that may wait for a server. The first exception stops the drawing of
+    further items and is raised once every worker has ended.
     """
     if (pause := _pause.get()) is not None:
         for item in items:
@@ -144,11 +197,66 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
             stop.set()
             raise
 
-    workers = max(1, min(workers, WORKERS))
-    await _settle([_threads.data.submit(work) for _ in range(workers)], stop)
+    threads = _threads.data if workers <= WORKERS else _threads.streams
+    await _settle([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop.set)
 
 
-async def _settle(futures: list[Future[T]], stop: threading.Event) -> list[T]:
+class IoCall(Generic[T]):
+    """Work that goes on upon the I/O loop; `ended` is done when it has really ended, also where cancelled."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.ended: Future[T] = Future()
+        self._task: asyncio.Task[T] | None = None
+        self._loop = _threads.io()
+        self._loop.call_soon_threadsafe(self._start, work)
+
+    def cancel(self) -> None:
+        """Asks the work to end early; wait for `ended`."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+
+def start_io(work: Coroutine[Any, Any, T]) -> IoCall[T]:
+    """Begins work on the I/O loop and returns at once. From any thread."""
+    return IoCall(work)
+
+
+async def on_io(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work done on the I/O loop; cancelling cancels it and waits for its end."""
+    if asyncio.get_running_loop() is _threads.io():
+        return await work
+    call = IoCall(work)
+    return (await _settle([call.ended], call.cancel))[0]
+
+
+def wait_io(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work done on the I/O loop; blocks the calling thread."""
+    try:
+        inside = asyncio.get_running_loop() is _threads.io()
+    except RuntimeError:
+        inside = False
+    if inside:
+        work.close()
+        raise Misuse("a blocking call was made on the I/O loop, which would wait for itself; await it instead")
+    return IoCall(work).ended.result()
+
+
+async def _settle(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
     waiting = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(waiting)
@@ -157,7 +265,7 @@ async def _settle(futures: list[Future[T]], stop: threading.Event) -> list[T]:
             _, pending = await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
-            stop.set()
+            stop()
     failures = [e for w in waiting if (e := w.exception()) is not None]
     if cancelled is not None:
         raise cancelled
@@ -180,6 +288,21 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # looked at, so that it is not reported as lost
         raise cancelled
     return task.result()
+
+
+def hold(size: int) -> None:
+    """Draws bytes from the budget until `let_go(size)`; waits until there is room. Blocking."""
+    _threads.budget.hold(size)
+
+
+def let_go(size: int) -> None:
+    """Gives bytes back to the budget. From any thread."""
+    _threads.budget.let_go(size)
+
+
+def on_shortage(call: Callable[[], None]) -> None:
+    """Has `call` made by whoever waits for memory, from now on: it should begin to free some, and not wait."""
+    _on_shortage.append(call)
 
 
 @contextlib.contextmanager

@@ -70,8 +70,8 @@ class _Marker(msgspec.Struct):
     created: str = ""
 
 
-async def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
-    """The store at a URL: a path, `file://…` or `memory://name`.
+async def open(url: str | os.PathLike[str] | Backend, mode: Mode = "a") -> Store:
+    """The store at a URL: a path, `file://…` or `memory://name`; or on a backend of your own.
 
     Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
@@ -79,7 +79,7 @@ async def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
     """
     if mode not in ("r", "a", "x"):
         raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
-    backend = connect(url)
+    backend = connect(url) if isinstance(url, (str, os.PathLike)) else url
     found = await _marker(backend)
     if found is not None and mode == "x":
         raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")

@@ -70,11 +70,14 @@ class PackWriter(Protocol):
     def reserve(self, size: int) -> None:
         """Prepares room for that many more bytes; `StorageFull` where there is none."""
 
-    def append(self, buffers: Buffers, size: int) -> int:
-        """Writes the buffers (`size` bytes in all) one after the other and returns their offset."""
+    def append(self, buffers: Buffers, size: int) -> int | None:
+        """Takes the buffers (`size` bytes in all) one after the other and returns their offset.
+
+        None where the object is full and has taken nothing: finish it and begin another.
+        """
 
     def finish(self) -> None:
-        """Makes the object complete, and durable if the writer was made so; no more can be appended."""
+        """Ends the object; no more can be appended. It is complete once its folder has been settled."""
 
     def discard(self) -> None:
         """Gives the object up; what was written may be deleted."""
@@ -84,7 +87,10 @@ class PackReader(Protocol):
     """Positioned reads of one object."""
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        """Fills the buffers (`size` bytes in all) from `offset`; `Corrupt` where the object is shorter."""
+        """Fills the buffers (`size` bytes in all) from `offset`; `Corrupt` where the object is shorter.
+
+        `NotFound` where it is gone.
+        """
 
 
 class Backend(Protocol):
@@ -128,7 +134,10 @@ class Backend(Protocol):
         """Removes the object, or a folder in which no object is left; no error where it does not exist."""
 
     async def settle(self, prefix: str, durability: Durability) -> None:
-        """Makes the names of finished packs under the folder `prefix` durable, if asked."""
+        """Returns when all finished packs under the folder `prefix` are complete, and durable if asked.
+
+        Raises what went wrong with one of them.
+        """
 
     async def flush(self) -> None:
         """Makes durable all that any process has written here before, whatever its durability."""
@@ -137,7 +146,7 @@ class Backend(Protocol):
         """A writer of the new object `key`. Blocking."""
 
     def reader(self, key: str) -> PackReader:
-        """A reader of the object; `NotFound`. Blocking."""
+        """A reader of the object; `NotFound`, if not here then from its first read. Blocking."""
 
     async def close(self) -> None:
         """Releases what is held open."""

@@ -1,14 +1,19 @@
-"""Objects in this process's memory (`memory://name`): the reference backend."""
+"""Objects in this process's memory (`memory://name`): the reference of backends and of servers of objects."""
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
+from collections.abc import AsyncIterator
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
+from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 
-__all__ = ["MemoryBackend"]
+__all__ = ["MemoryBackend", "MemoryObjects"]
+
+_PAGE = 1000
 
 
 class MemoryBackend:
@@ -37,7 +42,13 @@ class MemoryBackend:
         self._add(key, data)
 
     async def hint(self, key: str, data: bytes) -> None:
-        self._objects[checked_key(key, self.url)] = data
+        with self._lock:
+            self._objects[checked_key(key, self.url)] = data
+            self._times[key] = time.time()
+
+    def since_written(self, key: str) -> float:
+        """Seconds since the object was written."""
+        return time.time() - self._times.get(key, time.time())
 
     async def empty(self) -> bool:
         return not self._objects
@@ -57,8 +68,9 @@ class MemoryBackend:
         return time.time() - max(written) if written else None
 
     async def delete(self, key: str) -> None:
-        self._objects.pop(checked_key(key, self.url), None)
-        self._times.pop(key, None)
+        with self._lock:
+            self._objects.pop(checked_key(key, self.url), None)
+            self._times.pop(key, None)
 
     async def settle(self, prefix: str, durability: Durability) -> None:
         return None
@@ -126,3 +138,54 @@ class _MemoryReader:
         for buffer in buffers:  # a slice is a copy, so the pack can still grow meanwhile
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)
+
+
+class MemoryObjects:
+    """The same objects as those of `MemoryBackend(name)`, as a server would give them."""
+
+    capabilities = MemoryBackend.capabilities
+
+    def __init__(self, name: str) -> None:
+        self._backend = MemoryBackend(name)
+        self.url = self._backend.url
+
+    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+        return (await self._backend.get(key))[slice(*span)]
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        self._backend.reader(key).read_into(offset, buffers, size)
+
+    async def head(self, key: str) -> Entry | None:
+        size = await self._backend.size(key)
+        return None if size is None else Entry(key, size, self._backend.since_written(key))
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        joined = b"".join(data)
+        if mode is PutMode.CREATE:
+            await self._backend.create(key, joined, Durability.NONE)
+        else:
+            await self._backend.hint(key, joined)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        keys = await self._backend.list(prefix)
+        at = 0
+        while at < len(keys):
+            page = Page([], [])
+            while at < len(keys) and len(page.entries) + len(page.folders) < _PAGE:
+                head, slash, _ = keys[at][len(prefix) :].partition("/")
+                if delimiter and slash:
+                    folder = f"{prefix}{head}/"
+                    page.folders.append(folder)
+                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" is what follows "/"
+                    continue
+                found = await self.head(keys[at])
+                if found is not None:
+                    page.entries.append(found)
+                at += 1
+            yield page
+
+    async def delete(self, key: str) -> None:
+        await self._backend.delete(key)
+
+    async def close(self) -> None:
+        return None

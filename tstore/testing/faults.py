@@ -236,7 +236,7 @@ class _FaultyWriter:
     def reserve(self, size: int) -> None:
         self._owner.blocking("reserve", self.key, lambda: self._inner.reserve(size))
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: Buffers, size: int) -> int | None:
         return self._owner.blocking("append", self.key, lambda: self._inner.append(buffers, size))
 
     def finish(self) -> None:

@@ -293,7 +293,7 @@ class _HaltingPack:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pack, name)
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: Buffers, size: int) -> int | None:
         offset = self._pack.append(buffers, size)
         self._backend.wrote(size)
         return offset
