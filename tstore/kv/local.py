@@ -34,6 +34,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from tstore.errors import Corrupt, NotFound, StorageFull
@@ -98,6 +99,21 @@ class LocalBackend:
         with self._lock:
             self._readers.clear()
 
+    @contextlib.contextmanager
+    def created(self, key: str, durability: Durability) -> Iterator[int]:
+        """The descriptor of a new object, which appears whole when the block ends without an exception.
+
+        Blocking. `AlreadyExists` at the end where the key is taken by then.
+        """
+        path = self._path(key)
+        folder = os.path.dirname(path)
+        with explained("create", path):
+            os.makedirs(folder, exist_ok=True)
+            if durability is Durability.FSYNC:
+                self._make_durable(folder)
+            with new_file(path, durability) as fd:
+                yield fd
+
     def writer(self, key: str, durability: Durability) -> _LocalPack:
         path = self._path(key)
         with explained("create", path):
@@ -136,14 +152,8 @@ class LocalBackend:
             return None
 
     def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        path = self._path(key)
-        folder = os.path.dirname(path)
-        with explained("create", path):
-            os.makedirs(folder, exist_ok=True)
-            if durability is Durability.FSYNC:
-                self._make_durable(folder)
-            with new_file(path, durability) as fd:
-                write_all(fd, [data], 0)
+        with self.created(key, durability) as fd:
+            write_all(fd, [data], 0)
 
     def _hint(self, key: str, data: bytes) -> None:
         path = self._path(key)

@@ -1,0 +1,140 @@
+"""The bodies of requests and answers, in pieces: what comes in, and how an object or a range of it goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import re
+from collections.abc import AsyncIterator
+from io import FileIO
+
+from aiohttp import web
+
+from tstore.server.answers import Refused, headers
+from tstore.server.limits import PIECE, Limits
+from tstore.server.served import Found
+
+__all__ = ["declared_length", "received", "send"]
+
+_SENT = 8 << 20
+_RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
+
+
+def declared_length(request: web.BaseRequest, most: int) -> int | None:
+    """The length of the body that is to come, None where it comes in chunks; refuses one above `most` bytes."""
+    length = request.content_length
+    if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
+        raise Refused(411, "a body needs a Content-Length")
+    if length is not None and length > most:
+        raise _too_long(most)
+    return length
+
+
+async def received(request: web.BaseRequest, most: int, limits: Limits) -> AsyncIterator[list[bytes]]:
+    """The body, about 1 MiB at a time; refuses one that is too long, stalls, or is cut short."""
+    total = 0
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # what comes is the answer, of which nothing is sent yet
+    ended = False
+    while not ended:
+        piece: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(limits.stall):
+                while size < PIECE and not ended:
+                    data = await request.content.readany()
+                    ended = not data
+                    if data:
+                        piece.append(data)
+                        size += len(data)
+        except TimeoutError:
+            raise Refused(
+                408, f"less than {PIECE} bytes of the body came in {limits.stall:g} s", {"Connection": "close"}
+            ) from None
+        except (web.RequestPayloadError, ConnectionError):
+            raise Refused(400, "the body was cut short, so nothing was stored", {"Connection": "close"}) from None
+        total += size
+        if total > most:
+            raise _too_long(most)
+        if piece:
+            yield piece
+
+
+def _too_long(most: int) -> Refused:
+    return Refused(413, f"the body is longer than the {most} bytes that are taken here", {"Connection": "close"})
+
+
+async def send(request: web.BaseRequest, found: Found, kind: str, limits: Limits) -> web.StreamResponse:
+    """Answers with the object, or what was asked of it."""
+    said = headers(**{"Accept-Ranges": "bytes", "ETag": f'"{found.etag}"', "Cache-Control": kind})
+    if found.age is not None:
+        said["X-TStore-Age"] = f"{found.age:.3f}"
+    if found.modified is not None:
+        said["Last-Modified"] = email.utils.formatdate(found.modified, usegmt=True)
+    _check_conditions(request, found, said)
+    status, start, stop = _range(request, found, said)
+    response = web.StreamResponse(status=status, headers=said)
+    response.content_type = "application/octet-stream"
+    response.content_length = stop - start
+    await response.prepare(request)
+    if request.method == "HEAD" or start == stop:
+        return response
+    try:
+        while start < stop:
+            async with asyncio.timeout(limits.stall):
+                start += await _send_piece(request, response, found, start, min(stop - start, _SENT))
+    except (ConnectionError, TimeoutError, EOFError):
+        if request.transport is not None:
+            request.transport.abort()  # the client must not take a part for the whole
+    return response
+
+
+async def _send_piece(
+    request: web.BaseRequest, response: web.StreamResponse, found: Found, offset: int, size: int
+) -> int:
+    transport, source = request.transport, found.source
+    if transport is None:
+        raise ConnectionResetError
+    if isinstance(source, FileIO) and not request.secure:
+        try:
+            sent = await asyncio.get_running_loop().sendfile(transport, source, offset, size, fallback=False)
+        except (NotImplementedError, asyncio.SendfileNotAvailableError):
+            pass
+        else:
+            if sent < size:
+                raise EOFError  # somebody cut the file
+            return sent
+    data = await found.piece(offset, min(size, PIECE))
+    if not data:
+        raise EOFError
+    await response.write(data)
+    return len(data)
+
+
+def _check_conditions(request: web.BaseRequest, found: Found, said: dict[str, str]) -> None:
+    wanted, known = request.if_match, request.if_none_match
+    if wanted is not None and not any(e.value == "*" or (e.value == found.etag and not e.is_weak) for e in wanted):
+        raise Refused(412, "the object is another one than If-Match names")
+    if known is not None and any(e.value in ("*", found.etag) for e in known):
+        raise Refused(304, "", said)
+
+
+def _range(request: web.BaseRequest, found: Found, said: dict[str, str]) -> tuple[int, int, int]:
+    """The status, and the bytes to send; several ranges, and units unknown, are answered with the whole."""
+    asked = _RANGE.fullmatch(request.headers.get("Range", ""))
+    only_if = request.headers.get("If-Range")
+    same = only_if is None or only_if in (said["ETag"], said.get("Last-Modified"))
+    if asked is None or not same:
+        return 200, 0, found.size
+    first, last, suffix = asked.groups()
+    if suffix is None:
+        start, stop = int(first), min(found.size, int(last) + 1 if last else found.size)
+    else:
+        start, stop = max(0, found.size - int(suffix)), found.size
+    if start >= stop or (last and int(last) < int(first)):
+        raise Refused(
+            416, "the range lies beyond the end of the object", {"Content-Range": f"bytes */{found.size}"}
+        )
+    said["Content-Range"] = f"bytes {start}-{stop - 1}/{found.size}"
+    return 206, start, stop

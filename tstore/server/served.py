@@ -1,0 +1,141 @@
+"""The objects behind a server: what it reads from, creates in, lists and removes from a backend of any kind.
+
+A body is held in memory and created at once. `ServedFolder` (`folder`) does better with local files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from io import FileIO
+from typing import NamedTuple
+
+import xxhash
+
+from tstore.errors import NotFound
+from tstore.kv.base import Backend, Buffers, Durability, PackReader
+from tstore.kv.objects import Entry, Page, PutMode
+from tstore.pool import run
+
+__all__ = ["Found", "Served"]
+
+_SMALL = 1 << 20
+
+
+class Found(NamedTuple):
+    """An object that is open for reading."""
+
+    size: int
+    etag: str
+    """Changes with every change of the bytes, and never without one."""
+    age: float | None
+    modified: float | None
+    source: bytes | FileIO | PackReader
+    """A file can be sent by the system itself."""
+
+    async def piece(self, offset: int, size: int) -> bytes:
+        """Some of its bytes, which it has."""
+        source = self.source
+        if isinstance(source, bytes):
+            return source[offset : offset + size]
+        if isinstance(source, FileIO):
+            return await run(os.pread, source.fileno(), size, offset)
+        return await run(_piece, source, offset, size)
+
+
+def _piece(source: PackReader, offset: int, size: int) -> bytes:
+    data = bytearray(size)
+    source.read_into(offset, [memoryview(data)], size)
+    return bytes(data)
+
+
+class Served:
+    """The objects of a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    @contextlib.asynccontextmanager
+    async def opened(self, key: str) -> AsyncIterator[Found]:
+        """The object at a key, as long as the block takes; `NotFound`."""
+        size = await self.backend.size(key)
+        if size is None:
+            raise NotFound(f"{self.backend.url}: there is no object {key}")
+        age = await self.backend.age(key.rpartition("/")[0]) if "/" in key else None
+        if size <= _SMALL:
+            data = await self.backend.get(key)
+            yield Found(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)
+        else:  # its name is never used again, so it tells one object from any other
+            etag = xxhash.xxh3_128_hexdigest(f"{key} {size}".encode())
+            yield Found(size, etag, age, None, await run(self.backend.reader, key))
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is an object at the key."""
+        return await self.backend.size(key) is not None
+
+    async def size(self, key: str) -> int | None:
+        """The length of an object, None where there is none."""
+        return await self.backend.size(key)
+
+    async def tail(self, key: str, size: int) -> bytes:
+        """The last bytes of an object."""
+        async with self.opened(key) as found:
+            size = min(size, found.size)
+            return await found.piece(found.size - size, size)
+
+    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
+        """Stores an object, durable when this returns; `AlreadyExists` where `mode` is CREATE and one is there."""
+        if mode is PutMode.CREATE:
+            await self.backend.create(key, data, Durability.FSYNC)
+        else:
+            await self.backend.hint(key, data)
+
+    async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
+        """What lies below the prefix behind the name `after`, and the last name where there is more."""
+        names: dict[str, None] = {}
+        for key in await self.backend.list(prefix):
+            rest, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            name = f"{prefix}{rest}{found}" if found else key
+            if name > after:
+                names[name] = None
+        listed = sorted(names)
+        more = listed[limit - 1] if len(listed) > limit else None
+        keys = [name for name in listed[:limit] if not (delimiter and name.endswith(delimiter))]
+        folders = [name for name in listed[:limit] if delimiter and name.endswith(delimiter)]
+        sizes = await asyncio.gather(*[self.backend.size(key) for key in keys])
+        parents = sorted({key.rpartition("/")[0] for key in keys} - {""})
+        ages = dict(zip(parents, await asyncio.gather(*[self.backend.age(p) for p in parents]), strict=True))
+        entries = [
+            Entry(key, size, ages.get(key.rpartition("/")[0]))
+            for key, size in zip(keys, sizes, strict=True)
+            if size is not None
+        ]
+        return Page(entries, folders), more
+
+    async def delete(self, key: str) -> None:
+        """Removes an object; no error where it does not exist."""
+        await self.backend.delete(key)
+
+    @contextlib.asynccontextmanager
+    async def incoming(self, key: str) -> AsyncIterator[Incoming]:
+        """A new object that is filled piece by piece, and appears whole when the block ends without exception.
+
+        Raises `AlreadyExists` at the end where another was faster.
+        """
+        incoming = Incoming()
+        yield incoming
+        await self.backend.create(key, bytes(incoming.data), Durability.FSYNC)
+
+
+class Incoming:
+    """The bytes of a new object."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    async def write(self, piece: Buffers) -> None:
+        """Adds the next bytes."""
+        for buffer in piece:
+            self.data += buffer
