@@ -1,0 +1,521 @@
+"""What a client makes of a server that closes, hangs, lies, leads elsewhere, or serves something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from answers import Answer, Request, Server, close, hang, ok, part, serving, then
+
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+)
+from tstore.kv import http, http_session
+from tstore.kv.http import HttpObjects
+from tstore.kv.objects import PutMode, Span
+
+DATA = bytes(range(200))
+SECRET = "s3cr3t-t0ken"
+OURS = "Server: tstore/9"
+PAGE = ok(b"<html>Log in</html>", "Content-Type: text/html; charset=utf-8")
+
+
+@contextlib.asynccontextmanager
+async def objects(server: Server | str, **options: Any) -> AsyncIterator[HttpObjects]:
+    found = HttpObjects(server if isinstance(server, str) else server.url, **options)
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+async def read(store: HttpObjects) -> None:
+    await store.read("k", 10, [bytearray(20)], 20)
+
+
+async def get(store: HttpObjects) -> None:
+    await store.get("k")
+
+
+async def get_part(store: HttpObjects) -> None:
+    await store.get("k", Span(10, 30))
+
+
+async def head(store: HttpObjects) -> None:
+    await store.head("k")
+
+
+async def create(store: HttpObjects) -> None:
+    await store.put("k", [b"x" * 1000], PutMode.CREATE)
+
+
+async def pages(store: HttpObjects) -> None:
+    async for _ in store.pages("p/"):
+        pass
+
+
+async def delete(store: HttpObjects) -> None:
+    await store.delete("k")
+
+
+Call = Callable[[HttpObjects], Any]
+READS = [read, get, get_part, head]
+PARTS = [read, get_part]
+WRITES = [create, delete]
+ALL = [*READS, *WRITES, pages]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_session, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(http_session, "CONNECT_SECONDS", 0.2)
+
+
+async def fails(
+    kind: type[TStoreError], call: Call, *answers: Answer, match: str | None = None, **options: Any
+) -> str:
+    """The text of the error; it names the place, and is of that very kind."""
+    async with serving(*answers) as server, objects(server, **options) as store:
+        with pytest.raises(kind, match=match) as caught:
+            await call(store)
+        text = str(caught.value)
+        assert type(caught.value) is kind
+        assert server.url in text
+        assert SECRET not in text
+        return text
+
+
+# ---- it closes, hangs, breaks off
+
+
+@pytest.mark.parametrize("call", ALL)
+async def test_a_server_that_closes_at_once_is_unavailable(call: Call) -> None:
+    name = ok(b"", OURS)
+    await fails(Unavailable, call, *([] if call in READS else [name]), close)
+
+
+@pytest.mark.parametrize("call", ALL)
+async def test_a_server_that_never_answers_is_unavailable(call: Call, impatient: None) -> None:
+    name = ok(b"", OURS)
+    await fails(Unavailable, call, *([] if call in READS else [name]), hang, match=r"silent for 0\.2 s")
+
+
+@pytest.mark.parametrize("behave", [close, hang])
+@pytest.mark.parametrize(
+    ("call", "begun"),
+    [
+        (get, ok(DATA[:50], length=200)),
+        (read, part(DATA[10:20], "10-29/200").replace(b"Length: 10", b"Length: 20")),
+        (get_part, part(DATA[10:20], "10-29/200").replace(b"Length: 10", b"Length: 20")),
+        (get, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc"),
+        (get, b"HTTP/1.1 200 OK\r\nContent-Le"),
+    ],
+)
+async def test_half_an_answer_is_unavailable(call: Call, begun: bytes, behave: Any, impatient: None) -> None:
+    await fails(Unavailable, call, then(begun, behave))
+
+
+async def test_a_server_that_takes_no_more_of_a_body_is_unavailable(impatient: None) -> None:
+    async def big(store: HttpObjects) -> None:
+        await store.put("k", [bytes(64 << 20)], PutMode.CREATE)
+
+    await fails(Unavailable, big, ok(b"", OURS), hang, match="silent")
+
+
+async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_session, "IDLE_SECONDS", 1.0)
+
+    async def drip(request: Request) -> bytes:
+        request.writer.write(ok(b"", length=20))
+        for i in range(20):
+            await asyncio.sleep(0.06)
+            request.writer.write(DATA[i : i + 1])
+        return b""
+
+    async with serving(drip) as server, objects(server) as store:
+        assert await store.get("k") == DATA[:20]
+
+
+async def test_a_port_where_nobody_listens_is_unavailable() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with objects(url) as store:
+        with pytest.raises(Unavailable, match=r"no connection.*check the address"):
+            await store.get("k")
+
+
+async def test_a_name_that_nobody_has_is_unavailable() -> None:
+    async with objects("http://no-such-host.invalid") as store:
+        with pytest.raises(Unavailable, match="no connection"):
+            await store.get("k")
+
+
+async def test_a_handshake_that_never_ends_is_unavailable(impatient: None) -> None:
+    async with serving(hang) as server, objects(server.url.replace("http", "https")) as store:
+        with pytest.raises(Unavailable, match=r"no connection within 0\.2 s"):
+            await store.get("k")
+
+
+async def test_a_server_that_speaks_no_tls_is_denied() -> None:
+    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(plain, "127.0.0.1", 0)
+    async with objects(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as store:
+        with pytest.raises(Denied, match="speaks https"):
+            await store.get("k")
+    listening.close()
+
+
+# ---- it lies
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (part(DATA[0:20], "0-19/200"), "bytes 10 to 30 were asked for.*0 to 20"),
+        (part(DATA[10:29], "10-28/200"), "10 to 29"),
+        (part(DATA[10:31], "10-30/200"), "10 to 31"),
+        (part(DATA[10:30], "11-30/200"), "11 to 31"),
+        (part(DATA[10:29], "10-29/200"), "does not name rightly"),
+        (part(DATA[10:30], "10-29/25"), "does not name rightly"),
+        (part(DATA[10:30], "29-10/200"), "does not name rightly"),
+        (part(DATA[10:30], "ten-29/200"), "does not name rightly"),
+        (part(DATA[10:30], "10-" + "9" * 5000), "does not name rightly"),
+        (ok(DATA[10:30], status="206 Partial Content"), "does not name rightly"),
+        (ok(DATA, "Content-Type: multipart/byteranges; boundary=b", status="206 Partial Content"), "rightly"),
+        (ok(DATA, status="207 Multi-Status"), "answered 207"),
+        (ok(b"", status="204 No Content"), "answered 204"),
+        (ok(b"", status="304 Not Modified"), "answered 304"),
+        (PAGE, "web page"),
+        (PAGE.replace(b"200 OK", b"206 Partial Content"), "web page"),
+        (ok(DATA, "Content-Encoding: gzip"), "Content-Encoding 'gzip'"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef", "does not speak HTTP"),
+        (ok(DATA, "X-Flood: " + "x" * 100_000), "does not speak HTTP"),
+        (ok(DATA, *(f"X-{i}: y" for i in range(10_000))), "does not speak HTTP"),
+    ],
+)
+@pytest.mark.parametrize("call", PARTS)
+async def test_another_answer_than_the_part_is_corrupt(call: Call, answer: bytes, match: str) -> None:
+    await fails(Corrupt, call, answer, match=match)
+
+
+async def test_a_part_of_no_told_length_is_counted() -> None:
+    body = b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 10-29/200\r\n\r\n"
+    short, long = b"13\r\n" + DATA[10:29] + b"\r\n", b"14\r\n" + DATA[10:30] + b"\r\n1\r\nx\r\n"
+    for call in PARTS:
+        for chunks in (short, long):
+            await fails(Corrupt, call, body + chunks + b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        part(DATA[10:25], "10-24/25"),
+        ok(b"", "Content-Range: bytes */8", status="416 Range Not Satisfiable"),
+        ok(DATA[:25]),
+        b"HTTP/1.0 200 OK\r\n\r\n" + DATA[:25],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*ignores Range")
+async def test_an_object_that_ends_before_is_corrupt(answer: bytes) -> None:
+    def closing(request: Request) -> None:
+        request.writer.write(answer)
+
+    await fails(Corrupt, read, closing, match="bytes 10 to 30 expected, the object (is shorter|has only 25)")
+
+
+@pytest.mark.parametrize("call", [get, head])
+async def test_a_web_page_instead_of_an_object_is_corrupt(call: Call) -> None:
+    await fails(Corrupt, call, PAGE.split(b"<html>")[0] if call is head else PAGE, match="web page")
+
+
+async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_LONGEST", 1 << 20)
+
+    async def endless(request: Request) -> None:
+        request.writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not request.writer.is_closing():
+            request.writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+            await request.writer.drain()
+
+    await fails(Corrupt, get, endless, match="goes on beyond")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (('ETag: "one"',), ('ETag: "two"',)),
+        (("Last-Modified: Sat, 21 Nov 2026 08:00:00 GMT",), ("Last-Modified: Sat, 21 Nov 2026 08:00:01 GMT",)),
+    ],
+)
+async def test_an_object_that_changes_is_noticed_once(before: tuple[str], after: tuple[str]) -> None:
+    old, new = part(DATA[10:30], "10-29/200", *before), part(DATA[10:30], "10-29/200", *after)
+    async with serving(old, old, new) as server, objects(server) as store:
+        await read(store)
+        await read(store)
+        with pytest.raises(Corrupt, match="changed while it was read"):
+            await read(store)
+        await read(store)  # what is there now is as good as its checksums
+
+
+async def test_an_object_whose_length_changes_is_noticed() -> None:
+    modified = "Last-Modified: Sat, 21 Nov 2026 08:00:00 GMT"
+    old, new = (part(DATA[10:30], f"10-29/{n}", modified) for n in (200, 201))
+    async with serving(old, new) as server, objects(server) as store:
+        await read(store)
+        with pytest.raises(Corrupt, match=r"it was 200 bytes.*now it is 201 bytes"):
+            await read(store)
+
+
+async def test_a_weak_etag_is_the_same_object() -> None:
+    old, new = (part(DATA[10:30], "10-29/200", f"ETag: {tag}") for tag in ('"one"', 'W/"one"'))
+    async with serving(old, new) as server, objects(server) as store:
+        await read(store)
+        await read(store)
+
+
+# ---- it refuses
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidArgument),
+        (401, Denied),
+        (403, Denied),
+        (405, Denied),
+        (408, Unavailable),
+        (409, Unavailable),
+        (413, StorageFull),
+        (418, Corrupt),
+        (429, Throttled),
+        (500, Unavailable),
+        (502, Unavailable),
+        (503, Unavailable),
+        (504, Unavailable),
+        (507, StorageFull),
+    ],
+)
+@pytest.mark.parametrize("call", ALL)
+async def test_each_status_has_its_error(call: Call, status: int, kind: type[TStoreError]) -> None:
+    answer = ok(b"", OURS, status=f"{status} What")
+    await fails(kind, call, *([] if call in READS else [ok(b"", OURS)]), answer)
+
+
+@pytest.mark.parametrize("call", [read, get, get_part])
+@pytest.mark.parametrize("status", [404, 410])
+async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
+    await fails(NotFound, call, ok(b"<html>no</html>", "Content-Type: text/html", status=f"{status} Gone"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        (["Retry-After: 7"], 7.0),
+        (["Date: Sat, 21 Nov 2026 08:00:00 GMT", "Retry-After: Sat, 21 Nov 2026 08:00:09 GMT"], 9.0),
+        (["Retry-After: soon"], None),
+        (["Retry-After: -1"], None),
+        (["Retry-After: ²"], None),
+        ([], None),
+    ],
+)
+async def test_a_throttling_server_says_when_to_come_back(fields: list[str], seconds: float | None) -> None:
+    answer = ok(b"", *fields, status="429 Too Many Requests")
+    async with serving(answer) as server, objects(server) as store:
+        with pytest.raises(Throttled) as caught:
+            await store.get("k")
+    assert caught.value.retry_after == seconds
+
+
+async def test_what_a_server_says_is_told_without_the_token_and_without_control_characters() -> None:
+    def echo(request: Request) -> bytes:
+        said = f"bad\x1b[31m request:\r\n{request.fields['Authorization']} {'y' * 1000}"
+        return ok(said.encode(), "Content-Type: text/plain", status="400 Bad")
+
+    text = await fails(InvalidArgument, get, echo, token=SECRET)
+    assert "bad [31m request: Bearer … yyy" in text
+    assert len(text) < 400
+
+
+# ---- it leads elsewhere
+
+
+def to(url: str, status: int = 302) -> bytes:
+    return ok(b"", f"Location: {url}", status=f"{status} There")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("call", READS)
+async def test_a_read_follows_to_another_origin_without_the_token(call: Call, status: int) -> None:
+    body = b"" if call is head else DATA[10:30]
+    there = ok(body) if call in (get, head) else part(body, "10-29/200")
+    async with serving(there) as other:
+        async with serving(to(f"{other.url}/elsewhere?signed=1", status)) as server:
+            async with objects(server, token=SECRET) as store:
+                await call(store)
+                assert not store.capabilities.listing
+        assert [r.path for r in other.asked] == ["/elsewhere?signed=1"]
+        assert "Authorization" not in other.asked[0].fields
+        assert other.asked[0].fields.get("Range") == server.asked[0].fields.get("Range")
+        assert server.asked[0].fields["Authorization"] == f"Bearer {SECRET}"
+
+
+async def test_another_port_of_the_same_host_is_another_origin_and_no_way_back_has_the_token() -> None:
+    async with serving(b"") as other, serving(b"", ok(DATA)) as server, objects(server, token=SECRET) as store:
+        server.answers[0] = to(f"{other.url}/a")
+        other.answers[0] = to(f"{server.url}/b")
+        assert await store.get("k") == DATA
+        assert ["Authorization" in r.fields for r in server.asked] == [True, False]
+
+
+async def test_a_redirect_within_the_origin_keeps_the_token() -> None:
+    async with serving(to("/other/place"), ok(DATA)) as server, objects(server, token=SECRET) as store:
+        assert await store.get("k") == DATA
+        assert [r.path for r in server.asked] == ["/k", "/other/place"]
+        assert [r.fields["Authorization"] for r in server.asked] == [f"Bearer {SECRET}"] * 2
+
+
+async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -> None:
+    async with serving(ok(DATA, OURS)) as other, serving(to(other.url)) as server, objects(server) as store:
+        assert await store.get("k") == DATA
+        with pytest.raises(Denied, match="is not tstore's"):
+            await create(store)
+        assert {r.method for r in other.asked} == {"GET"}
+
+
+@pytest.mark.parametrize("call", WRITES)
+async def test_a_write_is_never_led_elsewhere(call: Call) -> None:
+    async with serving(ok(b"")) as other:
+        text = await fails(Denied, call, ok(b"", OURS), to(f"{other.url}/x?sig={SECRET}", 307), match="for writes")
+        assert f"{other.url}/x," in text
+        assert other.asked == []
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "match"),
+    [
+        ("ftp://host/x", Denied, "ftp://host/x"),
+        ("file:///etc/passwd", TStoreError, "redirects"),
+        ("http://[::1", Corrupt, "no URL"),
+        ("/k", Corrupt, "more than 5 times"),
+        ("", Corrupt, "more than 5 times"),
+    ],
+)
+async def test_a_redirect_to_nowhere_is_refused(place: str, kind: type[TStoreError], match: str) -> None:
+    async with serving(to(place)) as server, objects(server) as store:
+        with pytest.raises(kind, match=match):
+            await store.get("k")
+        assert len(server.asked) <= 6
+
+
+async def test_the_password_of_a_redirect_is_not_sent() -> None:
+    async with serving(ok(DATA)) as other:
+        place = other.url.replace("http://", f"http://user:{SECRET}@")
+        async with serving(to(f"{place}/x")) as server, objects(server) as store:
+            assert await store.get("k") == DATA
+        assert "Authorization" not in other.asked[0].fields
+
+
+# ---- writes
+
+
+async def test_a_create_that_the_library_would_send_twice_has_an_unknown_outcome() -> None:
+    async with serving(ok(b"", OURS), ok(b"", OURS, status="201 Created"), close, hang) as server:
+        async with objects(server) as store:
+            await store.put("one", [b"x"], PutMode.CREATE)
+            with pytest.raises(Unavailable):  # the kept connection was closed: it may have landed
+                await store.put("k", [b"x" * 100], PutMode.CREATE)
+        assert [r.path for r in server.asked].count("/k") == 1
+
+
+async def test_a_taken_key_exists_already() -> None:
+    text = await fails(AlreadyExists, create, ok(b"", OURS), ok(b"", OURS, status="412 Precondition Failed"))
+    assert text.endswith(": k exists already")
+
+
+@pytest.mark.parametrize("name", ["Server: nginx/1.22", "Server: apache tstore/1", "X-Other: tstore/1"])
+@pytest.mark.parametrize("call", [*WRITES, pages])
+async def test_nothing_is_written_to_or_listed_from_another_server(call: Call, name: str) -> None:
+    async with serving(ok(b"", name)) as server, objects(server) as store:
+        with pytest.raises(Denied, match=re.escape("tstore serve")):
+            await call(store)
+        assert [r.method for r in server.asked] == ["GET"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"<html>",
+        b'{"entries": [{"key": "p/a"}]}',
+        b'{"entries": [{"key": "p/a", "size": "1"}]}',
+        b'{"entries": [{"key": "other", "size": 1}], "folders": [], "next": null}',
+        b'{"entries": [], "folders": ["/etc/"], "next": null}',
+        b'{"entries": [{"key": "p/a", "size": 1}], "folders": [], "next": "p/a"}',  # the same page for ever
+        b"\xff\xfe",
+    ],
+)
+async def test_a_wrong_listing_is_corrupt(body: bytes) -> None:
+    await fails(Corrupt, pages, ok(b"", OURS), ok(body, OURS, "Content-Type: application/json"))
+
+
+# ---- secrets and URLs
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@host/store",
+        f"https://{SECRET}@host/store",
+        f"http://host/store?token={SECRET}",
+        f"http://host/store#{SECRET}",
+        "http://host/store?",
+        "http://host/store#",
+        "http://",
+        "http://host:port/x",
+        "http://[::1/x",
+        "ftp://host/x",
+        "http:/host",
+        "host/x",
+    ],
+)
+def test_urls_that_hold_more_or_less_than_a_place_are_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        HttpObjects(url)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["", " ", "a b", "a\r\nX-Evil: 1", "tökén", "\0"])
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        HttpObjects("http://host", token=token)
+    assert not token.strip() or token not in str(caught.value)
+
+
+async def test_a_refused_token_is_not_told() -> None:
+    answer = ok(b"", status="401 Unauthorized")
+    text = await fails(Denied, get, answer, match="refused the token", token=SECRET)
+    assert SECRET not in text
+    store = HttpObjects("http://host", token=SECRET)
+    assert SECRET not in repr(store) + str(vars(store)) + repr(vars(store)["_session"])

@@ -1,0 +1,299 @@
+"""One session with an HTTP server: connections, deadlines, redirects, and the token that nobody else may see.
+
+1. A request is sent to the store's own server first. An answer that redirects is followed for reads only, up to
+   five times, never from https to http, and never with the token once another origin (scheme, host and port) was
+   met. A redirected write is refused: nobody knows what the other place would promise.
+2. A token that was passed is sent with every request; one from the environment only once the server has asked for
+   a token (401), so that other servers do not see it.
+3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not kept.
+4. A body is sent once. The HTTP library sends a request again where a kept connection turns out to be closed;
+   for a create that might have landed this would hide that the object is ours. The outcome is unknown, then.
+5. Each wait has a deadline: for the connection, for the answer, and between two bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
+from yarl import URL
+
+from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable
+from tstore.kv.base import Buffers
+from tstore.kv.http_answer import legible
+
+__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address"]
+
+CONNECT_SECONDS = 10.0
+"""How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
+
+IDLE_SECONDS = 30.0
+"""How long a server may be silent: before it answers, between two bytes, and while it takes a body."""
+
+_REDIRECTS = 5
+_FOLLOWED = (301, 302, 303, 307, 308)
+_PIECE = 256 << 10
+
+
+def address(url: str) -> URL:
+    """The URL of a store on a server, ending in '/'; `InvalidArgument` for more than scheme, host, port and path.
+
+    A password, a query or a fragment is refused without showing it.
+    """
+    try:
+        found = URL(url)
+        _ = found.port  # raises where it is no number
+    except ValueError:
+        raise InvalidArgument("this is no http(s) URL; expected http://host:port/path") from None
+    shown = f"{found.scheme}://{found.host}"
+    if found.scheme not in ("http", "https") or not found.host:
+        raise InvalidArgument(f"{shown}…: expected http://host:port/path or https://host/path")
+    if found.raw_user is not None or found.raw_password is not None:
+        raise InvalidArgument(
+            f"{shown}: a user or password in a URL ends up in logs; take it out, and pass "
+            "storage_options={'token': …}"
+        )
+    if found.raw_query_string or found.raw_fragment or "?" in url or "#" in url:
+        raise InvalidArgument(
+            f"{shown}{found.raw_path}: a store's URL has no query and no fragment (? and # in a folder's name are "
+            "written %3F and %23); take them out"
+        )
+    return found.with_path(found.raw_path.rstrip("/") + "/", encoded=True)
+
+
+class Token:
+    """The bearer token for one server, hidden from whatever prints it."""
+
+    __slots__ = ("_text", "shown")
+
+    def __init__(self, text: str, shown: bool) -> None:
+        self._text = text.strip()
+        self.shown = shown
+        if not self._text or not all("!" <= c <= "~" for c in self._text):
+            raise InvalidArgument("the token is empty, or has characters that no token has (spaces, line breaks)")
+
+    @staticmethod
+    def of(given: str | None) -> Token | None:
+        """The token that was passed, or else the environment's, if there is one."""
+        if given is not None:
+            return Token(given, True)
+        if text := os.environ.get("TSTORE_TOKEN"):
+            return Token(text, False)
+        if path := os.environ.get("TSTORE_TOKEN_FILE"):
+            try:
+                return Token(Path(path).read_text("ascii", "replace"), False)
+            except OSError as error:
+                raise InvalidArgument(f"TSTORE_TOKEN_FILE names {path}, which can't be read: {error}") from error
+        return None
+
+    @property
+    def field(self) -> str:
+        """The value of the header field that shows it to the server."""
+        return f"Bearer {self._text}"
+
+    def hide(self, text: str) -> str:
+        """The text without the token, should a server have sent it back."""
+        return text.replace(self._text, "…")
+
+    def __repr__(self) -> str:
+        return "<Token …>"
+
+
+class Session:
+    """Requests to one server from one event loop at a time; opened at the first request, again after a fork."""
+
+    def __init__(self, home: URL, token: Token | None, trusted: ssl.SSLContext | None) -> None:
+        self._home = home.origin()
+        self._token = token
+        self._trusted = trusted
+        self._client: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._forget: weakref.finalize[..., Any]
+
+    def hidden(self, text: str) -> str:
+        """What a server said, without the token, fit for an error."""
+        return legible(text if self._token is None else self._token.hide(text))
+
+    @property
+    def known(self) -> bool:
+        """Whether the server has been shown a token."""
+        return self._token is not None and self._token.shown
+
+    def at_home(self, response: aiohttp.ClientResponse) -> bool:
+        """Whether an answer is the store's own server's, not one from where that redirected to."""
+        return response.url.origin() == self._home
+
+    @contextlib.asynccontextmanager
+    async def answer(
+        self, method: str, url: URL, fields: dict[str, str], where: str, data: Buffers | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request, whatever its status, its body still to be read.
+
+        `Unavailable` (no connection, no answer, half an answer), `Denied` (its certificate, a redirect of a
+        write or from https to http), `Corrupt` (it does not speak HTTP, or redirects without end).
+        """
+        with _mapped(where):
+            async with await self._final(method, url, fields, where, data) as response:
+                yield response
+
+    async def _final(
+        self, method: str, url: URL, fields: dict[str, str], where: str, data: Buffers | None
+    ) -> aiohttp.ClientResponse:
+        token = self._token
+        for _ in range(1 + _REDIRECTS):
+            shown = token is not None and token.shown
+            response = await self._sent(method, url, fields, data, token if shown else None)
+            if response.status == 401 and token is not None and not shown:
+                token.shown = True
+                response.close()
+                response = await self._sent(method, url, fields, data, token)
+            if response.status not in _FOLLOWED:
+                return response
+            response.close()
+            url = self._followed(response, where, method)
+            if url.origin() != self._home:
+                token = None  # for good: what comes from elsewhere must not lead back with it
+        raise Corrupt(f"{where}: the server redirects more than {_REDIRECTS} times; check the URL")
+
+    def _followed(self, response: aiohttp.ClientResponse, where: str, method: str) -> URL:
+        try:
+            target = response.url.join(URL(response.headers.get("Location", ""), encoded=True))
+            target = target.with_user(None).with_fragment(None)
+            shown = f"{target.origin()}{target.raw_path}"  # its query may hold a signature
+        except ValueError:
+            raise Corrupt(f"{where}: the server redirects to what is no URL") from None
+        if method not in ("GET", "HEAD"):
+            raise Denied(f"{where}: the server redirects to {shown}, which is not done for writes; open that URL")
+        if target.scheme not in ("http", "https") or (response.url.scheme, target.scheme) == ("https", "http"):
+            raise Denied(f"{where}: the server redirects from {response.url.scheme} to {shown}; that is not done")
+        return target
+
+    async def _sent(
+        self, method: str, url: URL, fields: dict[str, str], data: Buffers | None, token: Token | None
+    ) -> aiohttp.ClientResponse:
+        client = self._opened()
+        if token is not None:
+            fields = {**fields, "Authorization": token.field}
+        if data is None:
+            return await client.request(method, url, headers=fields, allow_redirects=False)
+        async with asyncio.timeout(IDLE_SECONDS) as deadline:
+            body = _Body(data, deadline)
+            response = await client.request(method, url, headers=fields, data=body, allow_redirects=False)
+        if body.again:
+            response.close()
+            raise aiohttp.ClientConnectionError("the connection was closed, and the request would be sent again")
+        return response
+
+    def _opened(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._client is not None and self._loop is not loop:
+            self._forget()
+        if self._client is None or self._client.closed:
+            self._client = aiohttp.ClientSession(
+                connector=_Connector(limit=0, ssl=self._trusted or True),  # kv.limits bounds the requests
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=IDLE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept-Encoding": "identity", "User-Agent": f"tstore aiohttp/{aiohttp.__version__}"},
+                auto_decompress=False,
+                trust_env=False,
+            )
+            self._loop = loop
+            self._forget = weakref.finalize(self, _forgotten, self._client, loop, os.getpid())
+        return self._client
+
+    async def close(self) -> None:
+        """Closes every connection; the next request opens the session again."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            self._forget.detach()
+            await client.close()
+        elif client is not None:
+            self._forget()
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections of which a forked child forgets its copies without touching them: the parent uses them."""
+
+    def __del__(self, *_: Any) -> None:
+        return None
+
+
+def _forgotten(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
+    """Ends a session that nobody closed, on its own loop; only forgets it in a child that was forked."""
+    connector = client.connector
+    client.detach()
+    if connector is not None and process == os.getpid() and not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: loop.create_task(_closed(connector)))
+
+
+async def _closed(connector: aiohttp.BaseConnector) -> None:
+    await connector.close()
+
+
+class _Body(Payload):
+    """Buffers as the body of a request, which is sent once; each piece sent moves the deadline."""
+
+    def __init__(self, data: Buffers, deadline: asyncio.Timeout) -> None:
+        super().__init__(data, content_type="application/octet-stream")
+        self._views = [memoryview(b).cast("B") for b in data]
+        self._deadline = deadline
+        self.again = False
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return sum(map(len, self._views))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """The body as text."""
+        return b"".join(self._views).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Sends it."""
+        if self._consumed:
+            self.again = True
+            raise aiohttp.ClientConnectionError("a request is not sent twice")
+        self._consumed = True
+        for view in self._views:
+            for at in range(0, len(view), _PIECE):
+                await writer.write(view[at : at + _PIECE])
+                self._deadline.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
+
+
+@contextlib.contextmanager
+def _mapped(where: str) -> Iterator[None]:
+    """Turns what goes wrong on the way into the errors of `kv.objects`."""
+    try:
+        yield
+    except aiohttp.ClientResponseError as error:  # its own text would show the whole URL
+        raise Corrupt(f"{where}: what answered does not speak HTTP ({legible(error.message)})") from None
+    except aiohttp.ConnectionTimeoutError as error:
+        raise Unavailable(
+            f"{where}: no connection within {CONNECT_SECONDS:g} s; check the address, and that the server runs"
+        ) from error
+    except TimeoutError as error:
+        raise Unavailable(f"{where}: the server was silent for {IDLE_SECONDS:g} s") from error
+    except aiohttp.ClientPayloadError as error:
+        raise Unavailable(f"{where}: the answer broke off ({legible(str(error))})") from error
+    except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
+        raise Denied(
+            f"{where}: no trusted connection ({legible(str(error))}); check that the server speaks https, and its "
+            "certificate; a private authority is named by storage_options={'ca_file': …}"
+        ) from error
+    except aiohttp.ClientConnectorError as error:
+        raise Unavailable(
+            f"{where}: no connection ({legible(str(error.os_error))}); check the address, and that the server runs"
+        ) from error
+    except aiohttp.InvalidURL as error:
+        raise InvalidArgument(f"{where}: this is no URL that can be asked") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise Unavailable(f"{where}: the connection broke ({legible(str(error) or repr(error))})") from error
