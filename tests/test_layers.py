@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("kv.remote", "kv.cache"),
     ("kv.url",),
     ("kv.probe",),
-    ("log", "chunk_writer", "chunk_boxes"),
+    ("log", "marker", "chunk_writer", "chunk_boxes"),
     ("chunk_reader", "expiry"),
     ("packed",),
     ("array",),

@@ -5,43 +5,37 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import uuid
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
-from tstore import world
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
-    Corrupt,
     Denied,
     InvalidArgument,
     Misuse,
     NotAStore,
     NotFound,
-    UnsupportedFormat,
 )
 from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
 from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
+from tstore.kv.remote import RemoteBackend
+from tstore.kv.trace import Traffic
 from tstore.kv.url import connect
 from tstore.log import Log
 from tstore.manifest import Part, Record
+from tstore.marker import MARKER, create_marker, read_marker
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot
 from tstore.transaction import Isolation, Transaction
 
-__all__ = ["FORMAT_VERSION", "Commit", "Mode", "Store", "open", "opened"]
-
-FORMAT_VERSION = 1
-_MARKER = "tstore.json"
+__all__ = ["Commit", "Mode", "Store", "open", "opened"]
 
 Mode = Literal["r", "a", "x"]
 
@@ -60,39 +54,32 @@ class Commit(NamedTuple):
     expired: bool = False
 
 
-class _Format(msgspec.Struct):
-    format: int
-
-
-class _Marker(msgspec.Struct):
-    format: int
-    uuid: str
-    created: str = ""
-
-
-async def open(url: str | os.PathLike[str] | Backend, mode: Mode = "a") -> Store:
+async def open(
+    url: str | os.PathLike[str] | Backend,
+    mode: Mode = "a",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Store:
     """The store at a URL: a path, `file://…` or `memory://name`; or on a backend of your own.
 
+    `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere.
     Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied`, `InvalidArgument`.
     """
     if mode not in ("r", "a", "x"):
         raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
-    backend = connect(url) if isinstance(url, (str, os.PathLike)) else url
-    found = await _marker(backend)
-    if found is not None and mode == "x":
+    backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
+    marker = await read_marker(backend)
+    if marker is not None and mode == "x":
         raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
-    if found is None:
+    if marker is None:
         if mode == "r":
-            raise NotAStore(f"{backend.url} is not a tstore store: it has no {_MARKER}; check the path")
-        found = await _create(backend, mode)
-    if found.format > FORMAT_VERSION:
-        raise UnsupportedFormat(
-            f"{backend.url} has format version {found.format}; this tstore knows up to {FORMAT_VERSION}: "
-            "install a newer one"
-        )
-    return Store(backend, found.uuid, mode)
+            raise NotAStore(f"{backend.url} is not a tstore store: it has no {MARKER}; check the path")
+        marker, made = await create_marker(backend)
+        if mode == "x" and not made:
+            raise AlreadyExists(f"{backend.url} was made a store by another process just now")
+    return Store(backend, marker.uuid, mode)
 
 
 @contextlib.asynccontextmanager
@@ -103,43 +90,6 @@ async def opened(where: str | os.PathLike[str] | Store, mode: Mode = "a") -> Asy
         return
     async with await open(where, mode) as store:
         yield store
-
-
-async def _marker(backend: Backend) -> _Marker | None:
-    try:
-        data = await backend.get(_MARKER)
-    except NotFound:
-        return None
-    try:
-        written = msgspec.json.decode(data, type=_Format).format
-        if written > FORMAT_VERSION:
-            return _Marker(written, "")  # all else may be different there
-        return msgspec.json.decode(data, type=_Marker)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Corrupt(
-            f"{backend.url}: {_MARKER} does not parse ({error}); restore this small file from a copy"
-        ) from error
-
-
-async def _create(backend: Backend, mode: Mode) -> _Marker:
-    try:
-        empty = await backend.empty()
-    except NotFound as error:
-        raise NotAStore(f"{backend.url} is no folder, so it can't be a store; choose another path") from error
-    if not empty and await _marker(backend) is None:  # another host may have made it just now
-        raise NotAStore(
-            f"{backend.url} holds other files and no {_MARKER}, so it is not made a store; choose an empty or "
-            "a new folder"
-        )
-    now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
-    marker = _Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now)
-    try:
-        await backend.create(_MARKER, msgspec.json.encode(marker), Durability.FSYNC)
-    except AlreadyExists:
-        if mode == "x":
-            raise AlreadyExists(f"{backend.url} was made a store by another process just now") from None
-        marker = await _marker(backend) or marker
-    return marker
 
 
 class Store:
@@ -155,6 +105,12 @@ class Store:
     def url(self) -> str:
         """Where the store is."""
         return self._log.backend.url
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What was asked of the server since the store was opened; None for a store without one."""
+        backend = self._log.backend
+        return backend.traffic if isinstance(backend, RemoteBackend) else None
 
     @property
     def log(self) -> Log:

@@ -12,7 +12,7 @@ import datetime
 import functools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,6 +37,8 @@ from tstore import (
 )
 from tstore.errors import Misuse
 from tstore.grid import Index
+from tstore.kv.base import Backend
+from tstore.kv.trace import Traffic
 from tstore.store import Mode
 
 __all__ = [
@@ -237,6 +239,7 @@ class Store(_Twin):
     """Everything under one URL. Readers never block; writers meet only in the commit."""
 
     url: str = _same(_async.Store, "url")
+    traffic: Traffic | None = _same(_async.Store, "traffic")
     mode: Mode = property(lambda self: self._awaited.mode, doc='"r", "a" or "x".')  # type: ignore[assignment]
     uuid: str = property(lambda self: self._awaited.uuid, doc="Made with the store.")  # type: ignore[assignment]
 
@@ -277,9 +280,11 @@ class Store(_Twin):
 
 
 @functools.wraps(_async.open)
-def open(url: str | os.PathLike[str], mode: Mode = "a") -> Store:
+def open(
+    url: str | os.PathLike[str] | Backend, mode: Mode = "a", *, storage_options: Mapping[str, Any] | None = None
+) -> Store:
     """The store at a URL, for blocking use."""
-    return Store(_loop.run(_async.open(url, mode)))
+    return Store(_loop.run(_async.open(url, mode, storage_options=storage_options)))
 
 
 save = _blocking(_async.save)

@@ -96,8 +96,13 @@ class PackReader(Protocol):
 class Backend(Protocol):
     """Bytes by key under one URL."""
 
-    url: str
-    capabilities: Capabilities
+    @property
+    def url(self) -> str:
+        """Where they are, without any secret."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it has, as far as that is known yet."""
 
     async def get(self, key: str) -> bytes:
         """The whole object; `NotFound`."""

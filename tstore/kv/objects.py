@@ -2,7 +2,9 @@
 
 Whoever adds a kind of storage writes these seven methods and lets `tstore.testing.conformance` judge them. Keys
 are relative and `/`-separated (`checked_key`). Every method is awaited on the pool's I/O loop, so that one session
-with the server serves all threads and loops of the process; many calls are under way at the same time.
+with the server serves all threads and loops of the process; many calls are under way at the same time. The loop of
+a forked child is another: a session belongs to the loop on which it was begun. After `close` another call begins
+another session.
 
 One mapping of errors, whatever the server says:
 
@@ -15,18 +17,21 @@ One mapping of errors, whatever the server says:
     Unavailable     no answer, half an answer, or one that says "not now"
 
 After `Unavailable` or `Throttled` from a write nobody knows whether it has landed or still will: the outcome is
-unknown, and only a read tells. Retrying, limits and tracing are wrappers around this protocol, not part of it.
+unknown, and only a read tells. Retrying, limits and tracing are wrappers around this protocol (`Wrapper`), not
+part of it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 from tstore.kv.base import Buffers, Capabilities
 
-__all__ = ["WHOLE", "Entry", "Objects", "Page", "PutMode", "Span"]
+__all__ = ["WHOLE", "Entry", "Objects", "Page", "PutMode", "Request", "Span", "Wrapper"]
+
+T = TypeVar("T")
 
 
 class PutMode(enum.Enum):
@@ -68,9 +73,13 @@ class Page(NamedTuple):
 class Objects(Protocol):
     """Bytes by key on a server."""
 
-    url: str
-    """Where they are, without any secret; it stands in errors and logs."""
-    capabilities: Capabilities
+    @property
+    def url(self) -> str:
+        """Where they are, without any secret; it stands in errors and logs."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server has, as far as that is known yet."""
 
     async def get(self, key: str, span: Span = WHOLE) -> bytes:
         """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`."""
@@ -92,3 +101,71 @@ class Objects(Protocol):
 
     async def close(self) -> None:
         """Ends the session with the server."""
+
+
+class Request(NamedTuple):
+    """One call of `Objects`, as a wrapper sees it."""
+
+    operation: str
+    """ "get", "read", "head", "put", "list" (one page) or "delete"."""
+    key: str
+    size: int = 0
+    """The bytes that it carries or asks for, as far as that is known before."""
+    mode: PutMode | None = None
+
+
+class Wrapper:
+    """Passes every request on to other objects; what lies between is `around`."""
+
+    def __init__(self, inner: Objects) -> None:
+        self.inner = inner
+
+    @property
+    def url(self) -> str:
+        """Where the objects are."""
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the server has."""
+        return self.inner.capabilities
+
+    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of a request; `call` makes it, each time it is called."""
+        return await call()
+
+    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+        """See `Objects.get`."""
+        size = 0 if span.stop is None else max(0, span.stop - span.start)
+        return await self.around(Request("get", key, size), lambda: self.inner.get(key, span))
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        """See `Objects.read`."""
+        await self.around(Request("read", key, size), lambda: self.inner.read(key, offset, buffers, size))
+
+    async def head(self, key: str) -> Entry | None:
+        """See `Objects.head`."""
+        return await self.around(Request("head", key), lambda: self.inner.head(key))
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        """See `Objects.put`."""
+        size = sum(memoryview(buffer).nbytes for buffer in data)
+        await self.around(Request("put", key, size, mode), lambda: self.inner.put(key, data, mode))
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Objects.pages`."""
+        pages = aiter(self.inner.pages(prefix, delimiter))
+        while (page := await self.around(Request("list", prefix), lambda: _next(pages))) is not None:
+            yield page
+
+    async def delete(self, key: str) -> None:
+        """See `Objects.delete`."""
+        await self.around(Request("delete", key), lambda: self.inner.delete(key))
+
+    async def close(self) -> None:
+        """See `Objects.close`."""
+        await self.inner.close()
+
+
+async def _next(pages: AsyncIterator[Page]) -> Page | None:
+    return await anext(pages, None)

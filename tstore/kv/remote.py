@@ -28,24 +28,35 @@ import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
+from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
-from tstore.pool import IoCall, hold, let_go, on_io, on_shortage, start_io, wait_io
+from tstore.kv.retry import Retry
+from tstore.kv.trace import Trace, Traffic
+from tstore.pool import STREAMS, IoCall, hold, let_go, on_io, on_shortage, start_io, wait_io
 
-__all__ = ["PACK", "RemoteBackend"]
+__all__ = ["PACK", "RemoteBackend", "served"]
 
 PACK = 16 << 20
 """Bytes of a full pack; one longer batch of chunks is a pack of its own."""
 
 _BLOCK = 1 << 20
 _FEW_UPLOADS = 4
+_IN_FLIGHT = 192 << 20
+
+
+def served(objects: Objects) -> RemoteBackend:
+    """The backend of a server's objects as users have it: counted, limited, and asked again where not answered."""
+    trace = Trace(objects)
+    return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT)), trace)
 
 
 class RemoteBackend:
     """Packs, records and hints as objects."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, trace: Trace | None = None) -> None:
         self.objects = objects
         self.url = objects.url
+        self._trace = trace
         self._unfinished: weakref.WeakValueDictionary[str, _RemotePack] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -53,6 +64,11 @@ class RemoteBackend:
     def capabilities(self) -> Capabilities:
         """What the server has."""
         return self.objects.capabilities
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What was asked of the server, None where it is not counted."""
+        return None if self._trace is None else self._trace.traffic
 
     async def get(self, key: str) -> bytes:
         """See `Backend.get`."""

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tstore.errors import InvalidArgument
 from tstore.kv.base import Backend
 from tstore.kv.local import LocalBackend
 from tstore.kv.memory import MemoryBackend
+from tstore.kv.objects import Objects
+from tstore.kv.remote import served
 
 __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
+_KNOWN = "expected a path, file:// or memory://"
 
-def connect(url: str | os.PathLike[str]) -> Backend:
-    """The backend of a path, a `file://` or a `memory://name` URL; `InvalidArgument` for any other."""
-    text = os.fspath(url)
+
+def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Backend:
+    """The backend of a path or URL.
+
+    `storage_options` are what the backend takes besides, as `token` or `endpoint_url`. Nothing is asked of a
+    server yet. Raises `InvalidArgument` for a scheme or an option that is not known, or a package that is missing.
+    """
+    text, options = os.fspath(url), dict(storage_options or {})
     if not text:
         raise InvalidArgument("the URL of a store is empty; expected a path, file:// or memory://name")
-    scheme = _SCHEME.match(text)
-    if scheme is None:
+    found = _SCHEME.match(text)
+    scheme = "file" if found is None else found[1].lower()
+    objects = _objects(scheme, text, options)
+    if objects is not None:
+        return served(objects)
+    if options:
+        raise InvalidArgument(f"{text} takes no storage_options; given: {', '.join(sorted(options))}")
+    if found is None:
         return LocalBackend(text)
-    match scheme[1].lower():
-        case "file":
-            parts = urlsplit(text)
-            if parts.netloc not in ("", "localhost"):
-                raise InvalidArgument(f"{text}: a file URL names a path of this machine, as file:///path")
-            return LocalBackend(unquote(parts.path))
-        case "memory":
-            return MemoryBackend(text.partition("://")[2].strip("/"))
+    if scheme == "file":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidArgument(f"{text}: a file URL names a path of this machine, as file:///path")
+        return LocalBackend(unquote(parts.path))
+    return MemoryBackend(text.partition("://")[2].strip("/"))
+
+
+def _objects(scheme: str, url: str, options: dict[str, Any]) -> Objects | None:
+    """The objects of a server, None for a scheme without one; each kind is imported where it is used."""
+    match scheme:
+        case "file" | "memory":
+            return None
         case other:
-            raise InvalidArgument(f"{text}: scheme {other}:// is not known; expected a path, file:// or memory://")
+            raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
+
+
+def _made(kind: Callable[..., Objects], url: str, options: dict[str, Any]) -> Objects:
+    """Objects of that kind; `InvalidArgument` for an option that is none of its parameters."""
+    known = [name for name in inspect.signature(kind).parameters if name != "url"]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise InvalidArgument(
+            f"{url}: storage_options {', '.join(map(repr, unknown))} not known; expected {', '.join(known)}"
+        )
+    return kind(url, **options)

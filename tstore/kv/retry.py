@@ -1,0 +1,130 @@
+"""Requests that were not answered, asked again.
+
+1. Only `Unavailable` and `Throttled` are asked again. Reading, deleting and replacing may be done twice.
+2. The pause before the next try is drawn between `BASE` and three times the last pause, up to `CAP` (decorrelated
+   jitter), or is what the server named as `retry_after`, if that is longer.
+3. All tries of one request together take no longer than `DEADLINE`; before the server's first answer, no longer
+   than `FIRST_DEADLINE`: a wrong address shows at once. A try that is under way is left to its own time-outs.
+4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
+   can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
+   who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from tstore import world
+from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable
+from tstore.kv.base import Buffers
+from tstore.kv.objects import Objects, Page, PutMode, Request, Span, Wrapper
+
+__all__ = ["BASE", "CAP", "DEADLINE", "FIRST_DEADLINE", "Retry"]
+
+BASE, CAP = 0.1, 10.0
+DEADLINE = 60.0
+FIRST_DEADLINE = 10.0
+
+_COMPARED = 4 << 20
+_ANSWERS = (AlreadyExists, Denied, NotFound)
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tstore.kv")
+
+
+class Retry(Wrapper):
+    """Asks again what was not answered, by the steps above."""
+
+    def __init__(self, inner: Objects, deadline: float = DEADLINE, first_deadline: float = FIRST_DEADLINE) -> None:
+        super().__init__(inner)
+        self._deadline = deadline
+        self._first_deadline = min(first_deadline, deadline)
+        self._answered = False
+
+    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of the request, asked for as often as it takes."""
+        return await self._repeated(request, call, None)
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        """See `Objects.put`."""
+        if mode is not PutMode.CREATE:
+            return await super().put(key, data, mode)
+
+        async def read_back() -> None:
+            if not await self._holds(key, data):
+                raise AlreadyExists(f"{self.url}: {key} exists already, and holds something else")
+
+        request = Request("put", key, sum(memoryview(buffer).nbytes for buffer in data), mode)
+        return await self._repeated(request, lambda: self.inner.put(key, data, mode), read_back)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Objects.pages`; a listing that broke off is begun again, and what was listed is left out."""
+        last, pages = "", aiter(self.inner.pages(prefix, delimiter))
+        begun = True
+
+        async def next_page() -> Page | None:
+            nonlocal pages, begun
+            if not begun:
+                pages, begun = aiter(self.inner.pages(prefix, delimiter)), True
+            try:
+                return await anext(pages, None)
+            except TStoreError:
+                begun = False
+                raise
+
+        while (page := await self.around(Request("list", prefix), next_page)) is not None:
+            entries = [e for e in page.entries if e.key > last]
+            folders = [f for f in page.folders if f > last]
+            last = max([last, *(e.key for e in entries), *folders])
+            yield Page(entries, folders)
+
+    async def _repeated(
+        self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
+    ) -> T:
+        clock = asyncio.get_running_loop().time
+        began, pause, unsure = clock(), BASE, False
+        while True:
+            try:
+                try:
+                    result = await call()
+                except AlreadyExists:
+                    if taken is None or not unsure:
+                        raise
+                    result = await taken()
+                self._answered = True
+                return result
+            except Unavailable as error:
+                unsure = True
+                pause = min(CAP, world.uniform(BASE, 3 * pause))
+                named = error.retry_after if isinstance(error, Throttled) else None
+                wait = pause if named is None else max(pause, named)
+                limit = self._deadline if self._answered else self._first_deadline
+                if clock() - began + wait > limit:
+                    raise
+                where = f"{self.url}: {request.operation} {request.key}"
+                _log.info("%s: %s; asked again in %.1f s", where, error, wait)
+            except _ANSWERS:
+                self._answered = True
+                raise
+            await asyncio.sleep(wait)
+
+    async def _holds(self, key: str, data: Buffers) -> bool:
+        """Whether the object is the joined buffers; `Unavailable` where that can't be learned."""
+        found = await self.inner.head(key)
+        if found is None:
+            raise Unavailable(f"{self.url}: {key} exists and does not; whether it was created is not known")
+        views = [memoryview(buffer).cast("B") for buffer in data]
+        if found.size != sum(map(len, views)):
+            return False
+        at = 0
+        for view in views:
+            for start in range(0, len(view), _COMPARED):
+                part = view[start : start + _COMPARED]
+                if await self.inner.get(key, Span(at, at + len(part))) != part:
+                    return False
+                at += len(part)
+        return True
