@@ -89,12 +89,7 @@ class Retry(Wrapper):
         began, pause, unsure = clock(), BASE, False
         while True:
             try:
-                try:
-                    result = await call()
-                except AlreadyExists:
-                    if taken is None or not unsure:
-                        raise
-                    result = await taken()
+                result = await call()
                 self._answered = True
                 return result
             except Unavailable as error:
@@ -102,14 +97,18 @@ class Retry(Wrapper):
                 pause = min(CAP, world.uniform(BASE, 3 * pause))
                 named = error.retry_after if isinstance(error, Throttled) else None
                 wait = pause if named is None else max(pause, named)
+                self._answered |= isinstance(error, Throttled)
                 limit = self._deadline if self._answered else self._first_deadline
                 if clock() - began + wait > limit:
                     raise
                 where = f"{self.url}: {request.operation} {request.key}"
                 _log.info("%s: %s; asked again in %.1f s", where, error, wait)
-            except _ANSWERS:
+            except _ANSWERS as error:
                 self._answered = True
-                raise
+                if not (unsure and taken is not None and isinstance(error, AlreadyExists)):
+                    raise
+                call, taken = taken, None
+                continue
             await asyncio.sleep(wait)
 
     async def _holds(self, key: str, data: Buffers) -> bool:
