@@ -309,6 +309,17 @@ def test_urls(tmp_path: Path) -> None:
     for url in ("", "gopher://x", "file://otherhost/x"):
         with pytest.raises(InvalidArgument):
             connect(url)
+    assert connect("http://localhost:1/s", {"token": "secret"}).url == "http://localhost:1/s"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("http://localhost:1/s", "expected token"), ("memory://x", "takes no"), ("/x", "takes no")]
+)
+def test_an_option_that_is_not_known_is_refused_by_name(url: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        connect(url, {"tokn": "secret"})
+    assert "tokn" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("call", ["get", "size", "list"])

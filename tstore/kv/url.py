@@ -20,7 +20,7 @@ __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_KNOWN = "expected a path, file:// or memory://"
+_KNOWN = "expected a path, file://, memory:// or http(s)://"
 
 
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -54,6 +54,10 @@ def _objects(scheme: str, url: str, options: dict[str, Any]) -> Objects | None:
     match scheme:
         case "file" | "memory":
             return None
+        case "http" | "https":
+            from tstore.kv.http import HttpObjects
+
+            return _made(HttpObjects, url, options)
         case other:
             raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
 
