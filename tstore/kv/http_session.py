@@ -162,6 +162,7 @@ class Session:
             url = self._followed(response, where, method)
             if url.origin() != self._home:
                 token = None  # for good: what comes from elsewhere must not lead back with it
+                fields = {name: text for name, text in fields.items() if name.lower() != "authorization"}
         raise Corrupt(f"{where}: the server redirects more than {_REDIRECTS} times; check the URL")
 
     def _followed(self, response: aiohttp.ClientResponse, where: str, method: str) -> URL:

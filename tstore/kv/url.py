@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -20,7 +21,7 @@ __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_KNOWN = "expected a path, file://, memory:// or http(s)://"
+_KNOWN = "expected a path, file://, memory://, http(s):// or gs://"
 
 
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -58,6 +59,11 @@ def _objects(scheme: str, url: str, options: dict[str, Any]) -> Objects | None:
             from tstore.kv.http import HttpObjects
 
             return _made(HttpObjects, url, options)
+        case "gs" | "gcs":
+            _need(url, "gcs", "gcsfs", "google_crc32c")
+            from tstore.kv.gcs import GcsObjects
+
+            return _made(GcsObjects, url, options)
         case other:
             raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
 
@@ -71,3 +77,13 @@ def _made(kind: Callable[..., Objects], url: str, options: dict[str, Any]) -> Ob
             f"{url}: storage_options {', '.join(map(repr, unknown))} not known; expected {', '.join(known)}"
         )
     return kind(url, **options)
+
+
+def _need(url: str, extra: str, *packages: str) -> None:
+    """Raises `InvalidArgument` where a package is missing that comes with that extra of tstore."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidArgument(
+            f"{url}: the package {missing[0]} is not installed, which this kind of URL needs; install it by "
+            f"pip install 'tstore[{extra}]'"
+        )

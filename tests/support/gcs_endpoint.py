@@ -1,0 +1,364 @@
+"""An endpoint that speaks Google Cloud Storage's JSON API, honours every precondition, and errs as it is told to.
+
+Objects lie in memory. It answers as fake-gcs-server does (`tests/test_gcs_endpoint.py`), except where that one is
+laxer than Google: it looks at preconditions and checksums in all kinds of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import enum
+import hashlib
+import json
+import random
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import unquote
+
+import google_crc32c
+from aiohttp import web
+
+
+class Wrong(enum.Enum):
+    """What goes wrong with a request."""
+
+    REFUSED = "not done; another status is answered"
+    REFUSED_LATE = "done; another status is answered"
+    REQUEST_LOST = "not done; the connection closes"
+    REPLY_LOST = "done; the connection closes"
+    LATE = "the connection closes; it is done when `release` is called"
+    REPEATED = "done twice; the second answer comes"
+    CUT = "done; the connection closes in the middle of the answer"
+    FLIPPED = "done; the answer's last byte is another one"
+    DAMAGED = "the last byte that was sent arrives as another one"
+    PAGE = "not done; a web page comes with status 200"
+    SILENT = "not done; no answer comes, and the connection stays"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    wrong: Wrong
+    status: int = 503
+    headers: dict[str, str] = field(default_factory=dict)
+    reason: str = "backendError"
+
+
+Faults = Callable[[web.Request], Fault | None]
+
+
+def at(fault: Fault, method: str, times: int = 1, below: str = "") -> Faults:
+    """The fault for the first requests with that method, and with that text in their path."""
+    left = [times]
+
+    def draw(request: web.Request) -> Fault | None:
+        if left[0] == 0 or request.method != method or below not in unquote(request.rel_url.raw_path):
+            return None
+        left[0] -= 1
+        return fault
+
+    return draw
+
+
+def chaos(seed: int, share: float) -> Faults:
+    """All that a client must get along with, in that share of the requests, at random."""
+    rng = random.Random(seed)
+    kinds = [
+        *(Fault(Wrong.REFUSED, status) for status in (408, 429, 500, 502, 503)),
+        Fault(Wrong.REFUSED, 429, {"Retry-After": "0"}, "rateLimitExceeded"),
+        Fault(Wrong.REFUSED_LATE, 503),
+        *(Fault(wrong) for wrong in (Wrong.REQUEST_LOST, Wrong.REPLY_LOST, Wrong.REPEATED, Wrong.CUT)),
+    ]
+
+    def draw(request: web.Request) -> Fault | None:
+        return rng.choice(kinds) if rng.random() < share else None
+
+    return draw
+
+
+@dataclass
+class Stored:
+    """One object."""
+
+    data: bytes
+    generation: int
+    created: float
+    given: dict[str, Any]
+
+    def resource(self, bucket: str, name: str) -> dict[str, Any]:
+        crc32c, md5 = checks(self.data)
+        return {
+            "kind": "storage#object",
+            "bucket": bucket,
+            "name": name,
+            "size": str(len(self.data)),
+            "generation": str(self.generation),
+            "metageneration": "1",
+            "timeCreated": _time(self.created),
+            "updated": _time(self.created),
+            "crc32c": crc32c,
+            "md5Hash": md5,
+            **{k: v for k, v in self.given.items() if k == "metadata"},
+        }
+
+
+def checks(data: bytes) -> tuple[str, str]:
+    """The CRC32C and the MD5 of the bytes, as the API writes them."""
+    crc32c = base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()
+    return crc32c, base64.b64encode(hashlib.md5(data).digest()).decode()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, reason: str, message: str = "") -> None:
+        self.status = status
+        self.reason = reason
+        self.message = message or reason
+
+
+class Endpoint:
+    """The server: its buckets, what it was asked, and what it does wrong."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, dict[str, Stored]] = {}
+        self.asked: list[str] = []
+        self.shown: list[str | None] = []
+        self.faults: Faults = lambda request: None
+        self.token: str | None = None
+        """The access token that is wanted, and that a service account is given at `POST /token`."""
+        self.lax = False
+        """Whether checksums that came with an upload are ignored, as by fake-gcs-server."""
+        self.url = ""
+        self._generation = time.time_ns() // 1000
+        self._late: list[Callable[[], object]] = []
+        self._uploads: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Endpoint]:
+        """Serves on a port of its own while inside."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", r"/{rest:[\s\S]*}", self._handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def new_bucket(self) -> str:
+        """The name of a bucket that was just made."""
+        name = f"b-{uuid.uuid4().hex}"
+        self.buckets[name] = {}
+        return name
+
+    def release(self) -> None:
+        """Does what was asked for and is late."""
+        late, self._late = self._late, []
+        for call in late:
+            with contextlib.suppress(Refusal):
+                call()
+
+    # -- one request
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.asked.append(f"{request.method} {unquote(request.rel_url.raw_path)}")
+        self.shown.append(request.headers.get("Authorization"))
+        fault = self.faults(request)
+        if fault is None:
+            return self._answer(request, body)
+        match fault.wrong:
+            case Wrong.REFUSED:
+                return _refused(Refusal(fault.status, fault.reason), fault.headers)
+            case Wrong.REFUSED_LATE:
+                self._answer(request, body)
+                return _refused(Refusal(fault.status, fault.reason), fault.headers)
+            case Wrong.REPLY_LOST:
+                self._answer(request, body)
+            case Wrong.LATE:
+                self._late.append(lambda: self._answer(request, body))
+            case Wrong.REPEATED:
+                self._answer(request, body)
+                return self._answer(request, body)
+            case Wrong.CUT:
+                await self._cut(request, self._answer(request, body))
+            case Wrong.FLIPPED:
+                answer = self._answer(request, body)
+                data = bytes(answer.body)  # type: ignore[arg-type]
+                answer.body = data[:-1] + bytes([data[-1] ^ 1]) if data else b""
+                return answer
+            case Wrong.DAMAGED:
+                end = body.rindex(b"\r\n--")
+                return self._answer(request, body[: end - 1] + bytes([body[end - 1] ^ 1]) + body[end:])
+            case Wrong.PAGE:
+                return web.Response(text="<html>Log in</html>", content_type="text/html")
+            case Wrong.SILENT:
+                await _forever()
+            case Wrong.REQUEST_LOST:
+                pass
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
+
+    async def _cut(self, request: web.Request, answer: web.Response) -> None:
+        data = bytes(answer.body) if answer.body else b"{}"  # type: ignore[arg-type]
+        part = web.StreamResponse(status=answer.status, headers=answer.headers)
+        part.content_length = len(data)
+        await part.prepare(request)
+        await part.write(data[: len(data) // 2])
+
+    def _answer(self, request: web.Request, body: bytes) -> web.Response:
+        try:
+            if request.path == "/token":
+                return web.json_response({"access_token": self.token, "expires_in": 3600})
+            if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+                raise Refusal(401, "authError", "Invalid Credentials")
+            return self._done(request.method, request.rel_url.raw_path, dict(request.query), request.headers, body)
+        except Refusal as refusal:
+            return _refused(refusal, {})
+
+    def _done(self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes) -> web.Response:
+        parts = [unquote(part) for part in path.strip("/").split("/")]
+        service, parts = ("json", parts) if parts[0] == "storage" else (parts[0], parts[1:])
+        match (service, method, parts[2:]):
+            case ("json", "POST", ["b"]):
+                name = json.loads(body)["name"]
+                self.buckets.setdefault(name, {})
+                return web.json_response({"kind": "storage#bucket", "name": name})
+            case ("json", "GET", ["b", bucket]):
+                self._objects(bucket)
+                return web.json_response({"kind": "storage#bucket", "name": bucket})
+            case ("json", "GET", ["b", bucket, "o"]):
+                return self._list(bucket, query)
+            case ("json" | "download", "GET", ["b", bucket, "o", name]):
+                return self._read(bucket, name, query, headers, service == "download")
+            case ("json", "DELETE", ["b", bucket, "o", name]):
+                objects = self._objects(bucket)
+                _check(query, objects.get(name))
+                if objects.pop(name, None) is None:
+                    raise Refusal(404, "notFound", f"No such object: {bucket}/{name}")
+                return web.Response(status=204)
+            case ("upload", "POST", ["b", bucket, "o"]):
+                return self._upload(bucket, query, headers, body)
+            case ("upload", "PUT", ["b", bucket, "o"]):
+                bucket, query, given = self._uploads.pop(query["upload_id"])
+                return self._store(bucket, given, body, query)
+        raise Refusal(404, "notFound", "Not Found")
+
+    def _objects(self, bucket: str) -> dict[str, Stored]:
+        if bucket not in self.buckets:
+            raise Refusal(404, "notFound", "The specified bucket does not exist.")
+        return self.buckets[bucket]
+
+    def _read(self, bucket: str, name: str, query: dict[str, str], headers: Any, download: bool) -> web.Response:
+        found = self._objects(bucket).get(name)
+        if found is None:
+            raise Refusal(404, "notFound", f"No such object: {bucket}/{name}")
+        _check(query, found)
+        if query.get("alt") != "media" and not download:
+            return web.json_response(found.resource(bucket, name))
+        size, data, status = len(found.data), found.data, 200
+        crc32c, md5 = checks(data)
+        fields = {"X-Goog-Hash": f"crc32c={crc32c},md5={md5}", "X-Goog-Generation": str(found.generation)}
+        if (asked := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))) is not None:
+            first, last = asked[1], asked[2]
+            start = int(first) if first else max(0, size - int(last))
+            stop = min(size, int(last) + 1) if first and last else size
+            if start >= size:
+                return web.Response(status=416, headers={"Content-Range": f"bytes */{size}"})
+            status, data = 206, data[start:stop]
+            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        return web.Response(status=status, body=data, headers=fields, content_type="application/octet-stream")
+
+    def _list(self, bucket: str, query: dict[str, str]) -> web.Response:
+        objects, prefix, delimiter = self._objects(bucket), query.get("prefix", ""), query.get("delimiter", "")
+        names: dict[str, bool] = {}  # whether it is a prefix, in the order of the names
+        for name in sorted(objects, key=str.encode):
+            if name.startswith(prefix):
+                head, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+                names[prefix + head + found if found else name] = bool(found)
+        after = base64.b64decode(query.get("pageToken", "")).decode()
+        rest = [name for name in names if name > after]
+        page = rest[: int(query.get("maxResults", 1000))]
+        listing: dict[str, Any] = {"kind": "storage#objects"}
+        if items := [objects[name].resource(bucket, name) for name in page if not names[name]]:
+            listing["items"] = items
+        if prefixes := [name for name in page if names[name]]:
+            listing["prefixes"] = prefixes
+        if len(rest) > len(page):
+            listing["nextPageToken"] = base64.b64encode(page[-1].encode()).decode()
+        return web.json_response(listing)
+
+    def _upload(self, bucket: str, query: dict[str, str], headers: Any, body: bytes) -> web.Response:
+        self._objects(bucket)
+        match query.get("uploadType"):
+            case "multipart":
+                boundary = re.search(r'boundary="?([^";]+)"?', headers.get("Content-Type", ""))
+                if boundary is None:
+                    raise Refusal(400, "invalid", "the request has no boundary")
+                given, data = _parts(body, boundary[1].encode())
+                return self._store(bucket, given, data, query)
+            case "media":
+                return self._store(bucket, {"name": query["name"]}, body, query)
+            case "resumable":
+                upload = uuid.uuid4().hex
+                given = json.loads(body or b"{}")
+                self._uploads[upload] = (bucket, query, {"name": query.get("name"), **given})
+                where = f"{self.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload}"
+                return web.Response(headers={"Location": where})
+        raise Refusal(400, "invalid", "unknown uploadType")
+
+    def _store(self, bucket: str, given: dict[str, Any], data: bytes, query: dict[str, str]) -> web.Response:
+        objects, name = self._objects(bucket), given["name"]
+        _check(query, objects.get(name))
+        for told, real in zip(("crc32c", "md5Hash"), checks(data), strict=True):
+            if given.get(told, real) != real and not self.lax:
+                raise Refusal(400, "invalid", f"Provided {told} {given[told]} does not match calculated {real}.")
+        self._generation += 1
+        objects[name] = Stored(data, self._generation, time.time(), given)
+        return web.json_response(objects[name].resource(bucket, name))
+
+
+def _refused(refusal: Refusal, headers: dict[str, str]) -> web.Response:
+    detail = {"domain": "global", "reason": refusal.reason, "message": refusal.message}
+    told = {"code": refusal.status, "message": refusal.message, "errors": [detail]}
+    return web.json_response({"error": told}, status=refusal.status, headers=headers)
+
+
+def _check(query: dict[str, str], found: Stored | None) -> None:
+    """Raises `Refusal` where a precondition does not hold."""
+    for name, value in (("Generation", found.generation if found else 0), ("Metageneration", 1 if found else 0)):
+        if int(query.get(f"if{name}Match", value)) != value:
+            raise Refusal(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
+        if f"if{name}NotMatch" in query and int(query[f"if{name}NotMatch"]) == value:
+            raise Refusal(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
+
+
+def _parts(body: bytes, boundary: bytes) -> tuple[dict[str, Any], bytes]:
+    """The metadata and the bytes of a multipart upload."""
+    mark = re.escape(b"--" + boundary)
+    head = re.match(rb"\s*" + mark + rb"\r?\n.*?\r?\n\r?\n(.*?)\r?\n" + mark + rb"\r?\n.*?\r?\n\r?\n", body, re.S)
+    end = re.search(rb"\r?\n" + mark + rb"--\s*\Z", body[max(0, len(body) - 500) :])
+    if head is None or end is None:
+        raise Refusal(400, "invalid", "the request is no multipart upload")
+    return json.loads(head[1]), body[head.end() : max(0, len(body) - 500) + end.start()]
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
