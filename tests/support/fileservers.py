@@ -1,0 +1,100 @@
+"""Servers of files that people have: nginx, aiohttp's own, and Python's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import grp
+import http.server
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from processes import DEADLINE
+
+_NGINX = """
+daemon off; user {user} {group}; worker_processes 1; pid {own}/pid; error_log {own}/error;
+events {{}}
+http {{
+    access_log off; default_type application/octet-stream; sendfile on;
+    client_body_temp_path {own}/t; proxy_temp_path {own}/t; fastcgi_temp_path {own}/t;
+    uwsgi_temp_path {own}/t; scgi_temp_path {own}/t;
+    server {{ listen 127.0.0.1:{port}; root {folder}; {more} }}
+}}
+"""
+
+
+def _nginx(**values: object) -> str:
+    user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
+    return _NGINX.format(user=user, group=group, **values)
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, own: Path, more: str = "") -> Iterator[str]:
+    """The URL of nginx, which serves the folder and keeps its own files in `own`."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed (Debian: nginx-light)")
+    own.mkdir()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        (own / "conf").write_text(_nginx(own=own, port=port, folder=folder, more=more))
+        started = subprocess.Popen(
+            [program, "-c", own / "conf", "-p", own, "-e", own / "error"],
+            env={"NGINX": f"{listening.fileno()};"},  # it takes over the socket, so that no other gets its port
+            pass_fds=[listening.fileno()],
+            stderr=subprocess.DEVNULL,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        started.terminate()
+        started.wait(DEADLINE)
+
+
+@contextlib.asynccontextmanager
+async def aiohttp_files(folder: Path) -> AsyncIterator[str]:
+    """The URL of aiohttp's file server."""
+    app = web.Application()
+    app.router.add_static("/", folder)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def copyfile(self, *files: object) -> None:
+        """The client closes where it has read enough."""
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(*files)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def python_files(folder: Path) -> Iterator[str]:
+    """The URL of Python's own file server, which ignores `Range`."""
+    handler: Callable[..., _Quiet] = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

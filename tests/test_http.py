@@ -1,0 +1,278 @@
+"""A client of HTTP servers: it reads from any that serves files, and writes where tstore serves."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from aiohttp import web
+from answers import ok, serving
+from fileservers import aiohttp_files, nginx, python_files
+
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound
+from tstore.kv.http import HttpObjects
+from tstore.kv.objects import WHOLE, PutMode, Span
+from tstore.server import Server
+
+DATA = bytes(range(256)) * 1000
+SPANS = [
+    *[(0, None), (0, 5), (5, 9), (5, 5), (9, 5), (255_990, None), (255_990, 300_000), (256_000, None)],
+    *[(300_000, 300_001), (-5, None), (-300_000, None), (-10, -5), (-5, 3), (5, -5), (-10, 255_995)],
+    *[(0, -256_000), (-1, -300_000)],
+]
+SERVERS = ["nginx", "aiohttp", "python", "tstore"]
+
+
+@contextlib.asynccontextmanager
+async def served(kind: str, folder: Path, own: Path) -> AsyncIterator[str]:
+    """The URL of a server of that kind on a folder."""
+    async with contextlib.AsyncExitStack() as stack:
+        match kind:
+            case "nginx":
+                yield stack.enter_context(nginx(folder, own))
+            case "aiohttp":
+                yield await stack.enter_async_context(aiohttp_files(folder))
+            case "python":
+                yield stack.enter_context(python_files(folder))
+            case _:
+                server = await stack.enter_async_context(Server(folder, names="any"))
+                yield server.url
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str, **options: Any) -> AsyncIterator[HttpObjects]:
+    found = HttpObjects(url, **options)
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+@pytest.fixture(params=SERVERS)
+async def files(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[HttpObjects, Path, str]]:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    async with served(request.param, folder, tmp_path / "own") as url, connected(url) as store:
+        yield store, folder, request.param
+
+
+@pytest.fixture
+async def ours(tmp_path: Path) -> AsyncIterator[HttpObjects]:
+    async with Server(tmp_path / "store", names="any") as server, connected(server.url) as store:
+        yield store
+
+
+# ---- reading from any server
+
+
+@pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
+async def test_spans_are_slices(files: tuple[HttpObjects, Path, str]) -> None:
+    store, folder, _ = files
+    (folder / "full").write_bytes(DATA)
+    (folder / "empty").write_bytes(b"")
+    for start, stop in SPANS:
+        assert await store.get("full", Span(start, stop)) == DATA[start:stop], (start, stop)
+        assert await store.get("empty", Span(start, stop)) == b"", (start, stop)
+    for span in (WHOLE, Span(3), Span(3, 9), Span(-3), Span(5, 5), Span(-5, -3)):
+        with pytest.raises(NotFound, match="missing"):
+            await store.get("missing", span)
+
+
+@pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
+async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpObjects, Path, str]) -> None:
+    store, folder, _ = files
+    (folder / "full").write_bytes(DATA)
+    for offset, sizes in [(0, [len(DATA)]), (7, [1, 0, 70_000, 3]), (len(DATA) - 1, [1]), (5, [3] * 500)]:
+        buffers = [bytearray(size) for size in sizes]
+        await store.read("full", offset, buffers, sum(sizes))
+        assert b"".join(buffers) == DATA[offset : offset + sum(sizes)]
+    for offset, size in [(0, len(DATA) + 1), (len(DATA), 1), (len(DATA) + 5, 5)]:
+        with pytest.raises(Corrupt, match=r"full: bytes .* expected, the object"):
+            await store.read("full", offset, [bytearray(size)], size)
+    with pytest.raises(NotFound, match="missing"):
+        await store.read("missing", 5, [bytearray(5)], 5)
+
+
+async def test_a_head_tells_length_and_age(files: tuple[HttpObjects, Path, str]) -> None:
+    store, folder, _ = files
+    (folder / "full").write_bytes(DATA)
+    found = await store.head("full")
+    assert found is not None
+    assert (found.key, found.size) == ("full", len(DATA))
+    assert found.age is not None
+    assert 0 <= found.age < 60
+    assert await store.head("missing") is None
+
+
+@pytest.mark.parametrize(
+    "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "-", "~", "a:b", "a+b&c=d", "a;b"]
+)
+async def test_odd_names_are_read(files: tuple[HttpObjects, Path, str], key: str) -> None:
+    store, folder, _ = files
+    (folder / key).parent.mkdir(exist_ok=True)
+    (folder / key).write_bytes(key.encode())
+    assert await store.get(key) == key.encode()
+
+
+async def test_a_server_that_ignores_ranges_is_read_with_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "full").write_bytes(DATA)
+    with python_files(tmp_path) as url:
+        async with connected(url) as store:
+            target = bytearray(1000)
+            with pytest.warns(RuntimeWarning, match=r"SimpleHTTP.*ignores Range"):
+                await store.read("full", 5, [target], 1000)
+            for offset in range(0, 50_000, 1000):  # where another warning would be an error
+                await store.read("full", offset, [target], 1000)
+                assert target == DATA[offset : offset + 1000]
+            assert not store.capabilities.ranges
+
+
+async def test_what_a_server_can_is_learned_from_its_answers(files: tuple[HttpObjects, Path, str]) -> None:
+    store, folder, kind = files
+    (folder / "full").write_bytes(DATA)
+    assert not any(store.capabilities)
+    await store.head("full")
+    assert store.capabilities.conditional_create == store.capabilities.listing == (kind == "tstore")
+    if kind != "python":
+        await store.get("full", Span(0, 5))
+        assert store.capabilities.ranges
+
+
+@pytest.mark.parametrize("files", SERVERS[:-1], indirect=True)
+async def test_other_servers_are_not_written(files: tuple[HttpObjects, Path, str]) -> None:
+    store, folder, _ = files
+    for write in (
+        store.put("k", [b"x"], PutMode.CREATE),
+        store.put("k", [b"x"], PutMode.REPLACE),
+        store.delete("k"),
+    ):
+        with pytest.raises(Denied, match=r"k can't be written.*tstore serve"):
+            await write
+    with pytest.raises(Denied, match="lists nothing"):
+        await anext(store.pages(""))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["", "/", "../x", "a/../b", "a//b", ".x", "a\0b"])
+async def test_names_that_lead_outside_are_not_asked_for(ours: HttpObjects, key: str) -> None:
+    for call in (
+        ours.get(key),
+        ours.head(key),
+        ours.read(key, 0, [bytearray(1)], 1),
+        ours.put(key, [b""], PutMode.CREATE),
+        ours.delete(key),
+    ):
+        with pytest.raises(InvalidArgument):
+            await call
+
+
+# ---- writing where tstore serves
+
+
+@pytest.mark.parametrize("pieces", [[], [b""], [DATA], [b"a", b"", DATA, memoryview(DATA)[:7]]])
+async def test_what_was_put_is_read(ours: HttpObjects, pieces: list[Any]) -> None:
+    await ours.put("a/b", pieces, PutMode.CREATE)
+    assert await ours.get("a/b") == b"".join(pieces)
+
+
+async def test_a_create_never_replaces_and_a_replace_does(ours: HttpObjects) -> None:
+    await ours.put("k", [b"first"], PutMode.CREATE)
+    with pytest.raises(AlreadyExists, match="k"):
+        await ours.put("k", [b"second"], PutMode.CREATE)
+    assert await ours.get("k") == b"first"
+    await ours.put("k", [b"third"], PutMode.REPLACE)
+    assert await ours.get("k") == b"third"
+
+
+async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpObjects) -> None:
+    keys = [f"t/{i:04}" for i in range(1003)] + ["t/x/1", "t/x/2", "t/y/1", "u"]
+    for key in keys:
+        path = tmp_path / "store" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(key)
+    found = [page async for page in ours.pages("t/")]
+    assert len(found) > 1
+    entries = [entry for page in found for entry in page.entries]
+    assert sorted(e.key for e in entries) == sorted(keys[:-1])
+    assert all(e.size == len(e.key) and e.age is not None and 0 <= e.age < 60 for e in entries)
+    split = [page async for page in ours.pages("t/", "/")]
+    assert [folder for page in split for folder in page.folders] == ["t/x/", "t/y/"]
+    assert sum(len(page.entries) for page in split) == 1003
+    assert [page async for page in ours.pages("nothing/") if page.entries or page.folders] == []
+
+
+async def test_deleted_is_gone(ours: HttpObjects) -> None:
+    await ours.put("a/b", [b"x"], PutMode.CREATE)
+    await ours.delete("a/b")
+    await ours.delete("a/b")
+    assert await ours.head("a/b") is None
+
+
+async def test_a_closed_session_opens_again(ours: HttpObjects) -> None:
+    await ours.put("k", [b"x"], PutMode.CREATE)
+    await ours.close()
+    await ours.close()
+    assert await ours.get("k") == b"x"
+
+
+# ---- tokens and certificates
+
+
+async def test_a_token_of_the_environment_is_shown_to_a_server_that_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("from-file\n")
+    refused = ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")
+    for variable, value, shown in [
+        ("TSTORE_TOKEN_FILE", str(tmp_path / "token"), "from-file"),
+        ("TSTORE_TOKEN", "from-name", "from-name"),  # goes before the file
+    ]:
+        monkeypatch.setenv(variable, value)
+        async with serving(ok(b"1"), refused, ok(b"2")) as server, connected(server.url) as store:
+            assert [await store.get("k") for _ in range(3)] == [b"1", b"2", b"2"]
+            assert [r.fields.get("Authorization") for r in server.asked] == [None, None, *[f"Bearer {shown}"] * 2]
+    async with serving(ok(b"")) as server, connected(server.url, token="given") as store:
+        await store.get("k")
+        assert server.asked[0].fields["Authorization"] == "Bearer given"
+
+
+async def test_without_a_token_the_error_says_how_to_pass_one() -> None:
+    async with serving(ok(b"", status="401 Unauthorized")) as server, connected(server.url) as store:
+        with pytest.raises(Denied, match=r"storage_options=\{'token': …\}.*TSTORE_TOKEN"):
+            await store.get("k")
+
+
+def test_a_token_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TSTORE_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(InvalidArgument, match=r"TSTORE_TOKEN_FILE names .*none"):
+        HttpObjects("http://host")
+
+
+async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    runner = web.ServerRunner(web.Server(_insecure))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    async with connected(url) as store:
+        with pytest.raises(Denied, match=r"certificate.*ca_file"):
+            await store.get("k")
+    async with connected(url, ca_file=tmp_path / "ca.pem") as store:
+        with pytest.raises(Denied, match="redirects from https to http"):  # the token would go in the clear
+            await store.get("k")
+    await runner.cleanup()
+    for path in (tmp_path / "none.pem", Path(__file__)):
+        with pytest.raises(InvalidArgument, match="can't be read as certificates"):
+            HttpObjects(url, ca_file=path)
+
+
+async def _insecure(request: web.BaseRequest) -> web.Response:
+    return web.Response(status=307, headers={"Location": f"http://{request.host}{request.path}"})
