@@ -3,51 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import json
+import logging
+import os
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
+import numpy as np
 import pytest
+import trustme
+import xxhash
+from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, wire
 
-from tstore.server import Server
+import tstore
+from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.manifest import Manifest, Record, encode
+from tstore.server import Access, Certificate, JsonLines, Limits, Server
 
-CREATE = {"If-None-Match": "*"}
-MARKER = b'{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'
-PACK = "/txn/abc/pack-0-0"
-
-
-class Answer(NamedTuple):
-    status: int
-    body: bytes
-    headers: Any
+NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
 
 
-class Client:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self.session = session
+def commit(version: int) -> str:
+    return f"/commits/{version:020d}"
 
-    async def __call__(self, method: str, path: str, data: Any = None, **headers: str) -> Answer:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        data = io.BytesIO(data) if isinstance(data, bytes) else data
-        async with self.session.request(method, path, data=data, headers=named) as response:
-            return Answer(response.status, await response.read(), response.headers)
 
-    async def create(self, path: str, data: Any, **headers: str) -> Answer:
-        return await self("PUT", path, data, If_None_Match="*", **headers)
+def record(base: int = 0, **more: object) -> bytes:
+    return encode(Record("abc", base, 1.0, **more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["folder", "memory"])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    async with Server(tmp_path / "store" if request.param == "folder" else f"memory://{tmp_path}") as server:
+    place = tmp_path / "store" if request.param == "folder" else f"memory://{tmp_path}"
+    async with Server(place, access=everybody()) as server:
         yield server
 
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(server.url) as session:
-        yield Client(session)
+    async with client_of(server, WRITE) as client:
+        yield client
 
 
 async def test_an_object_is_created_once_and_read_in_parts(client: Client) -> None:
@@ -81,6 +78,12 @@ async def test_an_object_is_created_once_and_read_in_parts(client: Client) -> No
         assert (await client("GET", PACK, Range=asked)).status == 200
 
 
+async def test_an_empty_object(client: Client) -> None:
+    assert (await client.create(PACK, b"")).status == 201
+    assert (await client("GET", PACK))[:2] == (200, b"")
+    assert (await client("GET", PACK, Range="bytes=0-")).status == 416
+
+
 async def test_conditions_of_a_read(client: Client) -> None:
     await client.create(PACK, b"abc")
     etag = (await client("GET", PACK)).headers["ETag"]
@@ -94,15 +97,16 @@ async def test_conditions_of_a_read(client: Client) -> None:
 
 
 async def test_only_a_hint_or_a_heartbeat_is_replaced(client: Client) -> None:
-    for path in ("/latest", "/txn/abc/alive-00000-of-00002"):
+    beats = [b'{"name": "a", "time": %d}' % n for n in range(2)]
+    for path, bodies in (("/latest", [b"1", b"2"]), ("/txn/abc/alive-00000-of-00002", beats)):
         etags = set()
-        for text in (b"1", b"2"):
-            assert (await client("PUT", path, text)).status == 204
+        for body in bodies:
+            assert (await client("PUT", path, body)).status == 204
             answer = await client("GET", path)
-            assert answer.body == text
+            assert answer.body == body
             etags.add(answer.headers["ETag"])
         assert len(etags) == 2
-    for path in ("/tstore.json", PACK, "/commits/00000000000000000001"):
+    for path in ("/tstore.json", PACK, commit(1)):
         assert (await client("PUT", path, MARKER)).status == 428
         assert (await client("GET", path)).status == 404
     assert (await client("PUT", PACK, b"x", If_None_Match='"abc"')).status == 400
@@ -116,21 +120,116 @@ async def test_one_of_many_racing_creates_wins(client: Client) -> None:
     assert (await client("GET", PACK)).body == winner
 
 
+async def test_a_body_is_checked_against_its_checksum(client: Client) -> None:
+    assert (await client.create(PACK, b"abd", X_TStore_XXH3=xxhash.xxh3_128_hexdigest(b"abc"))).status == 409
+    assert (await client("GET", PACK)).status == 404
+    assert (await client.create(PACK, b"abc", X_TStore_XXH3=xxhash.xxh3_128_hexdigest(b"abc"))).status == 201
+
+
+async def test_a_refused_body_is_not_asked_for(server: Server, client: Client) -> None:
+    await client.create(PACK, b"abc")
+    for path, token, status in (
+        (PACK, WRITE, 412),
+        ("/txn/abc/pack-1", READ, 403),
+        ("/txn/abc/pack-1", WRITE, 201),
+    ):
+        async with wire(server) as raw:
+            await raw.send(
+                f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nIf-None-Match: *\r\n"
+                "Content-Length: 3\r\nExpect: 100-continue\r\n\r\n".encode()
+            )
+            if status == 201:
+                assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                await raw.send(b"abc")
+            assert (await raw.answer())[0] == status
+
+
+async def test_a_body_in_chunks(client: Client) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 100_000
+
+    answer = await client.create(PACK, body())
+    chunked = {201: b"x" * 500_000, 411: None}  # in memory only what comes with its length can be received
+    assert answer.status in chunked
+    assert answer.status == 411 or (await client("GET", PACK)).body == chunked[201]
+
+
+async def test_metadata_that_would_break_the_store_is_refused(client: Client) -> None:
+    whole = record()
+    for body in (
+        b"",
+        b"nonsense",
+        whole[:-1],
+        whole[:20] + bytes([whole[20] ^ 1]) + whole[21:],
+        encode(NO_CHUNKS),
+        record(base=1),
+        record(collected=9),
+        encode(Record("", 0, 1.0)),
+        encode(Record("../x", 0, 1.0)),
+        encode(Record("abc", 0, float("nan"))),
+        record(manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),)),
+        record(manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),)),
+    ):
+        answer = await client.create(commit(1), body)
+        assert answer.status == 422, answer
+        assert json.loads(answer.body)["error"].startswith("commits/0000")
+    assert (await client.create(commit(2), record())).status == 422  # there is no version 1
+    assert (await client.create(commit(1), whole)).status == 201
+    assert (await client.create(commit(1), record(message="other"))).status == 412
+    assert (await client("GET", commit(1))).body == whole
+    assert (await client.create(commit(2), record(base=1))).status == 201
+    for path, body in (
+        ("/tstore.json", b"{}"),
+        ("/latest", b"../1"),
+        ("/roots/00000000000000000001", whole),
+        ("/txn/abc/manifest-1", whole),
+        ("/txn/abc/part-00000-of-00002", whole),
+        ("/txn/abc/alive-0", b"[1]"),
+    ):
+        assert (await client.create(path, body)).status == 422, path
+        assert (await client("GET", path)).status == 404
+
+
+async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:
+    (tmp_path / "tstore.json").write_bytes(MARKER)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "commits").mkdir()
+    (tmp_path / "commits" / "x").write_text("secret")
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, ADMIN) as client:
+        for path in ("/secret.txt", "/commits/x", "/commits", "/txn", "/txn/abc/x", "/commits/1"):
+            assert (await client("GET", path)).status == 404
+            assert (await client.create(path, b"x")).status == 403
+            assert (await client("DELETE", path)).status == 403
+        listed = json.loads((await client("GET", "/?list")).body)
+        assert [e["key"] for e in listed["entries"]] == ["tstore.json"]
+    async with Server(tmp_path, access=everybody(), names="any") as server, client_of(server, ADMIN) as client:
+        assert (await client("GET", "/secret.txt")).body == b"secret"
+        for name in ("odd name", "Ünïcode", "per%cent", "q?u#e", "a+b&c=d"):
+            path = f"/x/{''.join(f'%{b:02X}' for b in name.encode())}"
+            assert (await client.create(path, name.encode())).status == 201
+            assert (await client("GET", path)).body == name.encode()
+            assert (tmp_path / "x" / name).exists()
+            assert (await client("DELETE", path)).status == 204
+
+
 async def test_a_list_comes_in_pages(client: Client) -> None:
     names = [f"txn/{t}/pack-{i}" for t in ("a", "a-b", "b") for i in range(5)]
     for name in [*names, "latest"]:
         await client.create(f"/{name}", b"12345")
 
     async def listed(query: str) -> tuple[list[str], list[str], int]:
-        entries, folders, pages, after = [], [], 0, ""
+        keys: list[str] = []
+        folders: list[str] = []
+        after: str | None = ""
+        pages = 0
         while after is not None:
-            answer = await client.session.get(f"/?list{query}&after={after}")
-            document = await answer.json()
-            entries += document["entries"]
+            document = json.loads((await client("GET", f"/?list{query}&after={after}")).body)
+            assert all(e["size"] == 5 for e in document["entries"])
+            keys += [e["key"] for e in document["entries"]]
             folders += document["folders"]
             after, pages = document["next"], pages + 1
-        assert all(e["size"] == 5 for e in entries)
-        return [e["key"] for e in entries], folders, pages
+        return keys, folders, pages
 
     everything = sorted([*names, "latest"])
     assert await listed("") == (everything, [], 1)
@@ -140,22 +239,209 @@ async def test_a_list_comes_in_pages(client: Client) -> None:
     assert await listed("&prefix=txn/a/pack-3&delimiter=/") == ([names[3]], [], 1)
     assert await listed("&delimiter=/") == (["latest"], ["txn/"], 1)
     for limit in (1, 2, 100):
-        keys, folders, _ = await listed(f"&prefix=txn/&delimiter=/&limit={limit}")
-        assert (keys, folders) == ([], ["txn/a-b/", "txn/a/", "txn/b/"])
+        found, folders, _ = await listed(f"&prefix=txn/&delimiter=/&limit={limit}")
+        assert (found, folders) == ([], ["txn/a-b/", "txn/a/", "txn/b/"])
     assert await listed("&prefix=gone/") == ([], [], 1)
     for query in ("&prefix=../", "&limit=0", "&limit=x", "&delimiter=-", "&what=1", "&prefix=%ff", "&list"):
         assert (await client("GET", f"/?list{query}")).status == 400
     assert (await client("GET", "/")).status == 404
 
 
-async def test_what_is_removed_is_gone(client: Client) -> None:
+async def test_only_what_a_gc_condemned_is_removed(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    await tstore.save(place, {"w": np.arange(300_000)}, 1)
+    await tstore.save(place, {"w": np.arange(300_000) + 1}, 2)
+    old, new = sorted(place.glob("txn/*/pack-*"), key=os.path.getmtime)
+    async with Server(place, access=everybody()) as server, client_of(server, WRITE) as client:
+        admin = client.with_token(ADMIN)
+        paths = [f"/{p.relative_to(place)}" for p in (old, new)]
+        for path in paths:
+            assert (await client("DELETE", path)).status == 403
+            assert (await admin("DELETE", path)).status == 403
+        for path in ("/tstore.json", commit(1), "/latest"):
+            assert (await admin("DELETE", path)).status == 403
+        data = old.read_bytes()
+        store = await tstore.open(place)
+        await store.collect(tstore.Keep(last=1))
+        old.parent.mkdir()
+        old.write_bytes(data)  # as a gc leaves it that died before it had removed all
+        assert (await client("DELETE", paths[0])).status == 403
+        for _ in range(2):
+            assert (await admin("DELETE", paths[0])).status == 204
+        assert not old.parent.exists()
+        assert (await admin("DELETE", paths[1])).status == 403
+        beat = "/txn/abc/alive-00000-of-00002"
+        await client("PUT", beat, b'{"name": "a", "time": 1.0}')
+        assert (await client("DELETE", beat)).status == 204
+        assert (await client("GET", beat)).status == 404
+
+
+async def test_scopes(server: Server, client: Client) -> None:
     await client.create(PACK, b"abc")
-    for _ in range(2):
-        assert (await client("DELETE", PACK)).status == 204
-    assert (await client("GET", PACK)).status == 404
-    await client.create("/tstore.json", MARKER)
-    assert (await client("DELETE", "/tstore.json")).status == 403
-    assert (await client("GET", "/tstore.json")).body == MARKER
+    for token, expected in (
+        (None, [401, 401, 401, 401]),
+        ("writer-0123456780", [401, 401, 401, 401]),
+        (f"{WRITE}=", [401, 401, 401, 401]),
+        ("", [401, 401, 401, 401]),
+        (READ, [200, 200, 403, 403]),
+        (WRITE, [200, 200, 204, 403]),
+        (ADMIN, [200, 200, 204, 204]),
+    ):
+        asking = client.with_token(token)
+        answers = [
+            await asking("GET", PACK),
+            await asking("GET", "/?list"),
+            await asking("PUT", "/latest", b"1"),
+            await asking("DELETE", "/txn/abc/pack-gone"),
+        ]
+        assert [a.status for a in answers] == expected
+        assert all("WWW-Authenticate" in a.headers for a in answers if a.status in (401, 403))
+        assert (await asking("GET", "/-/health")).status == 200
+    basic = await client.with_token(None)("GET", PACK, Authorization=f"Basic {READ}")
+    assert basic.status == 401
+
+
+async def test_a_store_that_is_served_for_reading(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore, match=r"tstore\.json"):
+        await Server(tmp_path, mode="r").__aenter__()
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(NotAStore, match="other files"):
+        await Server(tmp_path).__aenter__()
+    (tmp_path / "tstore.json").write_bytes(MARKER)
+    async with Server(tmp_path, mode="r", access=everybody()) as server, client_of(server, ADMIN) as client:
+        assert (await client("GET", "/tstore.json")).body == MARKER
+        assert (await client("PUT", "/latest", b"1")).status == 403
+        assert (await client("DELETE", PACK)).status == 403
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "tstore.json"]
+
+
+async def test_reading_without_a_token_where_that_is_permitted(tmp_path: Path) -> None:
+    access = Access({WRITE: "write"}, anonymous="read")
+    async with Server(tmp_path, access=access) as server, client_of(server) as client:
+        assert (await client("GET", "/latest")).status == 404
+        assert (await client("PUT", "/latest", b"1")).status == 403
+        assert (await client.with_token(WRITE)("PUT", "/latest", b"1")).status == 204
+
+
+async def test_without_tokens_a_page_of_another_name_gets_nothing(tmp_path: Path) -> None:
+    """A page in a browser whose name points to this machine names itself in the Host header."""
+    async with Server(tmp_path) as server, client_of(server) as client:
+        for host in ("127.0.0.1", "127.0.0.1:80", "localhost:1", "[::1]:8080", "[::1]"):
+            assert (await client("GET", "/latest", Host=host)).status == 404
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+            assert (await client("GET", "/latest", Host=host)).status in (400, 403)
+        assert (await client("DELETE", PACK)).status == 403
+
+
+async def test_tokens_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# of the cluster\n\nread {READ}\nwrite  {WRITE}\n")
+    file.chmod(0o644)
+    with pytest.raises(Denied, match="chmod 600"):
+        Access.read(file)
+    file.chmod(0o640)
+    access = Access.read(file)
+    assert access.tokens == 2
+    assert READ not in repr(access)
+    for text in (
+        f"write {WRITE} more",
+        WRITE,
+        f"owner {WRITE}",
+        "write short",
+        f"read {WRITE}\nwrite {WRITE}",
+        "#\n",
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            Access.parse(text, "tokens")
+        assert WRITE not in str(caught.value)
+    with pytest.raises(InvalidArgument):
+        Access({WRITE: "all"})
+
+
+async def test_only_with_tokens_it_listens_to_others(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
+        for access in (None, Access(anonymous="read")):
+            with pytest.raises(InvalidArgument, match="needs tokens"):
+                Server(tmp_path, host=host, access=access)
+    async with Server(tmp_path, host="0.0.0.0", access=everybody()) as server, client_of(server, READ) as client:
+        assert (await client("GET", "/latest")).status == 404
+
+
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async with Server(tmp_path) as server:
+        with pytest.raises(Unavailable, match="another port"):
+            await Server(tmp_path, port=int(server.url.rsplit(":", 1)[1])).__aenter__()
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made.private_key_pem.write_to_path(key)
+    for blob in made.cert_chain_pems:
+        blob.write_to_path(cert, append=True)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    body = np.random.default_rng(0).bytes(3_000_000)
+    certificate = Certificate(str(cert), str(key))
+    async with Server(tmp_path / "store", certificate=certificate) as server:
+        assert server.url.startswith("https://")
+        async with client_of(server) as client:
+            with pytest.raises(OSError, match="certificate"):
+                await client("GET", "/latest")
+        connector = aiohttp.TCPConnector(ssl=trusting)
+        async with client_of(server, connector=connector) as client:
+            assert (await client.create(PACK, body)).status == 201
+            assert (await client("GET", PACK, Range="bytes=7-")).body == body[7:]
+    with pytest.raises(InvalidArgument, match="PEM"):
+        Server(tmp_path, certificate=Certificate(str(key), str(cert)))
+    with pytest.raises(InvalidArgument, match=r"gone\.pem"):
+        Server(tmp_path, certificate=Certificate(str(cert), str(tmp_path / "gone.pem")))
+
+
+async def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tstore.server")
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, WRITE) as client:
+        await client.create(PACK, b"abc")
+        await client("GET", PACK)
+        await client.with_token("wrong-0123456789")("GET", "/?list&prefix=hidden")
+        await client("GET", "/%0a%1b")
+    lines = [JsonLines().format(r) for r in caplog.records if r.name == "tstore.server.access"]
+    assert all("\n" not in line and line.isascii() for line in lines)
+    logged = [json.loads(line) for line in lines]
+    assert [(e["method"], e["path"], e["status"], e["scope"]) for e in logged] == [
+        ("PUT", PACK, 201, "write"),
+        ("GET", PACK, 200, "write"),
+        ("GET", "/", 401, "none"),
+        ("GET", "/%0A%1B", 400, "write"),
+    ]
+    assert [(e["received"], e["sent"]) for e in logged[:2]] == [(3, 0), (0, 3)]
+    assert not any(secret in caplog.text + "".join(lines) for secret in (WRITE, "wrong-0123456789", "hidden"))
+
+
+async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> None:
+    async with Server(tmp_path) as server, wire(server) as raw, wire(server) as idle:
+        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+        await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
+        await raw.reader.readuntil(b"\r\n\r\n")  # it is at work
+        await raw.send(b"abc")
+        ending = asyncio.ensure_future(server.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        await idle.send(b"GET /-/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await idle.answer())[0] == 503
+        await raw.send(b"def")
+        assert (await raw.answer())[0] == 201
+        await ending
+        assert await idle.rest() == b""
+    assert (tmp_path / PACK[1:]).read_bytes() == b"abcdef"
+
+
+async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+    async with Server(tmp_path, limits=Limits(drain=0.05)) as server, wire(server) as raw:
+        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+        await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
+        await raw.reader.readuntil(b"\r\n\r\n")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
 async def test_health_and_methods(client: Client) -> None:

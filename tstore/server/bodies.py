@@ -11,6 +11,7 @@ from io import FileIO
 from aiohttp import web
 
 from tstore.server.answers import Refused, headers
+from tstore.server.journal import tally
 from tstore.server.limits import PIECE, Limits
 from tstore.server.served import Found
 
@@ -32,7 +33,7 @@ def declared_length(request: web.BaseRequest, most: int) -> int | None:
 
 async def received(request: web.BaseRequest, most: int, limits: Limits) -> AsyncIterator[list[bytes]]:
     """The body, about 1 MiB at a time; refuses one that is too long, stalls, or is cut short."""
-    total = 0
+    total, counted = 0, tally()
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # what comes is the answer, of which nothing is sent yet
@@ -55,6 +56,7 @@ async def received(request: web.BaseRequest, most: int, limits: Limits) -> Async
         except (web.RequestPayloadError, ConnectionError):
             raise Refused(400, "the body was cut short, so nothing was stored", {"Connection": "close"}) from None
         total += size
+        counted.received = total
         if total > most:
             raise _too_long(most)
         if piece:
@@ -80,10 +82,12 @@ async def send(request: web.BaseRequest, found: Found, kind: str, limits: Limits
     await response.prepare(request)
     if request.method == "HEAD" or start == stop:
         return response
+    counted, first = tally(), start
     try:
         while start < stop:
             async with asyncio.timeout(limits.stall):
                 start += await _send_piece(request, response, found, start, min(stop - start, _SENT))
+                counted.sent = start - first
     except (ConnectionError, TimeoutError, EOFError):
         if request.transport is not None:
             request.transport.abort()  # the client must not take a part for the whole

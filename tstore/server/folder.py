@@ -23,6 +23,7 @@ from tstore.kv.local import LocalBackend
 from tstore.kv.newfile import explained, write_all
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run, uncancelled
+from tstore.server.limits import PIECE
 from tstore.server.served import Found, Incoming, Served
 
 __all__ = ["ServedFolder"]
@@ -34,6 +35,11 @@ class ServedFolder(Served):
     """The files of a store's folder."""
 
     backend: LocalBackend
+    longest = 1 << 62
+
+    def held(self, length: int) -> int:
+        """Bytes of memory that an incoming object of that length takes."""
+        return min(length, 2 * PIECE)
 
     def __init__(self, backend: LocalBackend) -> None:
         super().__init__(LocalBackend(os.path.realpath(backend.url)))
@@ -64,6 +70,13 @@ class ServedFolder(Served):
         """Removes an object; no error where it does not exist."""
         await run(self._path, key)
         await super().delete(key)
+
+    async def tidy(self, key: str) -> None:
+        """Removes the folder of an object that was removed, if no other is in it."""
+        folder = key.rpartition("/")[0]
+        page, _ = await self.page(f"{folder}/", "", "", 1)
+        if not page.entries:
+            await super().delete(folder)
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
         """What lies below the prefix behind the name `after`, and the last name where there is more."""

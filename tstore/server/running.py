@@ -1,44 +1,83 @@
-"""A server that runs: its socket, its connections, and its end."""
+"""A server that runs: where it listens, who may reach it, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import logging
 import os
 import ssl
 from types import TracebackType
+from typing import Literal, NamedTuple
 
-from aiohttp import web
-
+from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.kv.local import LocalBackend
 from tstore.kv.url import connect
+from tstore.server.access import Access, Scope
 from tstore.server.app import App
+from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
-from tstore.server.limits import LIMITS, PIECE, Limits
+from tstore.server.limits import LIMITS, Limits
 from tstore.server.names import Names
 from tstore.server.served import Served
 
-__all__ = ["Server"]
+__all__ = ["Certificate", "Server"]
 
-_LINGER = 5.0
+_MARKER = "tstore.json"
+_HANDSHAKE = 10.0
+_BACKLOG = 512
+
+_log = logging.getLogger("tstore.server")
+
+
+class Certificate(NamedTuple):
+    """The files of a TLS certificate and its key, as PEM."""
+
+    cert: str
+    key: str
 
 
 class Server:
-    """Serves a store over HTTP, on the loop that enters it, until the block ends."""
+    """Serves a store over HTTP, on the loop that enters it, until the block ends; then it finishes what it began.
+
+    `store` is the URL of a store, or of an empty place where clients will make one; mode "r" serves it for reading
+    only. `access` says who may do what; without it whoever reaches the server may read and write, and so it
+    listens to this machine alone. Port 0 is any free one: `url` tells which. `names="any"` serves any names that
+    a backend may have, and not those of a store's layout alone.
+    Raises `InvalidArgument`, `NotAStore`, `Denied` (the port, the key), `Unavailable` (the port is taken).
+    """
 
     def __init__(
         self,
         store: str | os.PathLike[str],
         *,
+        mode: Literal["r", "a"] = "a",
         host: str = "127.0.0.1",
         port: int = 0,
+        access: Access | None = None,
+        certificate: Certificate | None = None,
         names: Names = "layout",
         limits: Limits = LIMITS,
     ) -> None:
+        if mode not in ("r", "a"):
+            raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read) or 'a' (write)")
+        local = _is_loopback(host)
+        if not local and (access is None or not access.tokens):
+            raise InvalidArgument(
+                f"host {host}: others than this machine can reach that, so the server needs tokens; pass a file "
+                "of them, or listen on 127.0.0.1"
+            )
+        if not local and certificate is None:
+            _log.warning("listening on %s without TLS: tokens can be read on the way, unless a proxy has it", host)
         self.store = os.fspath(store)
+        self._mode = mode
         self._host, self._port = host, port
+        self._access = access or Access(anonymous="write")
+        self._by_address = local and (access is None or not access.tokens)
+        self._tls = None if certificate is None else _tls(certificate)
         self._names = names
         self._limits = limits
-        self._tls: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
@@ -49,26 +88,69 @@ class Server:
 
     async def __aenter__(self) -> Server:
         backend = connect(self.store)
-        served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
-        self._app = App(served, self._names, self._limits)
-        self._http = web.Server(
-            self._app.answer,
-            keepalive_timeout=self._limits.idle,
-            lingering_time=_LINGER,
-            read_bufsize=PIECE,
-            auto_decompress=False,
-        )
-        self._listening = await asyncio.get_running_loop().create_server(
-            self._http, self._host, self._port, ssl=self._tls
-        )
+        await self._check_store(Served(backend))
+        self._served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
+        most = Scope.READ if self._mode == "r" else Scope.ADMIN
+        self._app = App(self._served, self._access, most, self._names, self._limits, by_address=self._by_address)
+        self._connections = Connections(self._app.answer, self._limits)
+        try:
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._connections,
+                self._host,
+                self._port,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE,
+                backlog=_BACKLOG,
+            )
+        except PermissionError as error:
+            raise Denied(
+                f"can't listen on {self._host}:{self._port}: {error.strerror}; try another port"
+            ) from error
+        except (OSError, OverflowError) as error:
+            raise Unavailable(
+                f"can't listen on {self._host}:{self._port}: {error}; pass another port, or 0 for any free one"
+            ) from error
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listening.close()
-        self._app.draining = True
-        await asyncio.sleep(0)
-        self._http.pre_shutdown()
-        await self._http.shutdown(self._limits.drain)
-        await self._app.served.backend.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.drain):
+                await self._app.drain()
+        await self._connections.close()
+        await self._served.backend.close()
+
+    async def _check_store(self, served: Served) -> None:
+        """Refuses what is no store, before anybody can read from it or write into it."""
+        url = served.backend.url
+        if await served.exists(_MARKER) or self._names == "any":
+            return
+        if self._mode == "r":
+            raise NotAStore(f"{url} is not a tstore store: it has no {_MARKER}; check the path")
+        if not await served.backend.empty():
+            raise NotAStore(f"{url} holds other files and no {_MARKER}, so it is not served; check the path")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _tls(certificate: Certificate) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    cert, key = certificate
+    for path in certificate:
+        if not os.access(path, os.R_OK):
+            raise InvalidArgument(f"{path} can't be read; pass the files of a certificate and its key, as PEM")
+    try:
+        context.load_cert_chain(cert, key, password=lambda: b"")
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidArgument(
+            f"{cert} and {key} can't be used for TLS ({error}); expected a certificate and its key, as PEM, the "
+            "key without a passphrase"
+        ) from error
+    return context

@@ -18,6 +18,7 @@ from tstore.errors import NotFound
 from tstore.kv.base import Backend, Buffers, Durability, PackReader
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run
+from tstore.server.limits import LONGEST_HELD
 
 __all__ = ["Found", "Served"]
 
@@ -54,8 +55,15 @@ def _piece(source: PackReader, offset: int, size: int) -> bytes:
 class Served:
     """The objects of a backend."""
 
+    longest = LONGEST_HELD
+    """The longest object that can come."""
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+
+    def held(self, length: int) -> int:
+        """Bytes of memory that an incoming object of that length takes."""
+        return length
 
     @contextlib.asynccontextmanager
     async def opened(self, key: str) -> AsyncIterator[Found]:
@@ -117,6 +125,9 @@ class Served:
     async def delete(self, key: str) -> None:
         """Removes an object; no error where it does not exist."""
         await self.backend.delete(key)
+
+    async def tidy(self, key: str) -> None:
+        """Removes the folder of an object that was removed, if no other is in it; only files have any."""
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str) -> AsyncIterator[Incoming]:
