@@ -31,8 +31,6 @@ from tstore.grid import (
     part_of,
     partial_covers,
 )
-from tstore.kv.base import PackReader
-from tstore.pool import scratch
 
 __all__ = ["ChunkBox", "Division", "chunk_boxes"]
 
@@ -54,28 +52,28 @@ class ChunkBox(NamedTuple):
     target: npt.NDArray[Any]
 
     @property
+    def size(self) -> int:
+        """Their bytes."""
+        return self.length
+
+    @property
     def where(self) -> str:
         """The first of the chunks, for errors."""
         return f"{self.path}, chunk {tuple(side.start for side in self.box)}"
 
-    def read(self, reader: PackReader) -> None:
-        """Reads and verifies the chunks and puts them into the target; `Corrupt` names the bad one."""
+    def deliver(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Verifies the chunks as they were read and puts them into the target; `Corrupt` names the bad one."""
         chunks, size = self.meta.chunks, self.meta.encoded_bound
-        with scratch(self.length) as buffer:
-            try:
-                reader.read_into(self.offset, [buffer], self.length)
-            except Corrupt as error:
-                raise Corrupt(f"{self.where} or one behind it: {error}") from error
-            data = buffer.data
-            checks = b"".join([digest(data[i : i + size]) for i in range(0, self.length, size)])
-            if checks != self.checks:
-                raise self._damaged(checks)
-            counts = [len(side) for side in self.box]
-            values = buffer.view(self.meta.dtype).reshape(*counts, *chunks)
-            rank = len(chunks)
-            order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
-            split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
-            np.copyto(self.target.reshape(split), values.transpose(order))
+        data = buffer.data
+        checks = b"".join([digest(data[i : i + size]) for i in range(0, self.length, size)])
+        if checks != self.checks:
+            raise self._damaged(checks)
+        counts = [len(side) for side in self.box]
+        values = buffer.view(self.meta.dtype).reshape(*counts, *chunks)
+        rank = len(chunks)
+        order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
+        split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
+        np.copyto(self.target.reshape(split), values.transpose(order))
 
     def _damaged(self, checks: bytes) -> Corrupt:
         pairs = range(0, len(checks), CHECK_SIZE)

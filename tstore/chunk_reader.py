@@ -4,11 +4,13 @@ References of all arrays of a call are sorted by pack and offset; neighbours are
 the destination where a chunk lies there as it is stored. Every block is verified while it is in the caches,
 before any value is decoded from it. Of a long chunk that is stored as it is, only the blocks that hold selected
 values are read. Boxes of many small chunks that lie one behind the other are read at once and put into the
-destination with one strided copy.
+destination with one strided copy. How much is read at once, and how many reads are under way, the backend says
+(`Transfer`): a disk wants few threads, a server far away many requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,16 +23,14 @@ from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
 from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, NotFound
 from tstore.grid import Cover, Selection, chunk_number, part_of
-from tstore.kv.base import Backend, PackReader
+from tstore.kv.base import Backend, PackReader, Transfer
 from tstore.pool import WORKERS, each, scratch
 
 __all__ = ["ReadJob", "pack_reader", "read_chunks"]
 
-_BATCH = 4 << 20
 _BATCH_CHUNKS = 512
-_GAP = 32 << 10
 _WORKER_SHARE = 2 << 20
-_PIECE = BLOCK
+_ALIGNED = 64
 
 Values = npt.NDArray[Any]
 
@@ -60,15 +60,27 @@ class _Task(NamedTuple):
     job: ReadJob
     cover: Cover | None  # None: the whole array is this one chunk, and `out` takes it as it is stored
 
+    @property
+    def where(self) -> str:
+        at = self.cover.chunk if self.cover else (0,) * len(self.job.meta.shape)
+        return f"{self.job.path}, chunk {at}"
+
 
 class _Part(NamedTuple):
-    """The bytes of a task that are wanted: `size` bytes at `offset`, `skipped` bytes into the chunk."""
+    """The bytes of a task that are wanted: `size` bytes at `offset`, `skipped` bytes into the chunk.
+
+    `target` is where they go as they are stored, if they do.
+    """
 
     task: _Task
     offset: int
     size: int
     checks: bytes
     skipped: int
+    target: Values | None = None
+
+    def damaged(self) -> Corrupt:
+        return Corrupt(f"{self.task.where}: {self.task.row.mismatch(self.skipped)}")
 
 
 _Work = _Task | ChunkBox
@@ -80,16 +92,13 @@ async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     if not tasks:
         return
     tasks.sort(key=_place)
-    size = sum(t.length for t in tasks)
-    workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
-
-    def read(batch: ChunkBox | list[_Part]) -> None:
-        if isinstance(batch, ChunkBox):
-            batch.read(pack_reader(backend, batch.pack, batch.where))
-        else:
-            _read_batch(backend, batch)
-
-    await each(read, _batches(tasks), workers)
+    transfer = backend.transfer
+    batches = _batches(tasks, transfer)
+    first = list(itertools.islice(batches, transfer.streams))
+    workers = len(first)
+    if transfer.streams <= WORKERS:  # else they mostly wait, and cost little
+        workers = min(workers, -(-sum(t.length for t in tasks) // _WORKER_SHARE))
+    await each(lambda batch: _read_batch(backend, batch), itertools.chain(first, batches), workers)
 
 
 def _place(task: _Work) -> tuple[bool, str, int]:
@@ -123,25 +132,36 @@ def _as_stored(target: Values, meta: ArrayMeta) -> bool:
     return meta.chain.identity and target.flags.c_contiguous and target.dtype == meta.dtype
 
 
-def _batches(tasks: Sequence[_Work]) -> Iterator[ChunkBox | list[_Part]]:
-    """Boxes, and parts of one pack that lie close together, up to about `_BATCH` bytes."""
-    batch: list[_Part] = []
-    end = size = 0
+def _batches(tasks: Iterable[_Work], transfer: Transfer) -> Iterator[list[ChunkBox | _Part]]:
+    """Boxes and parts of one pack that lie close together, up to about `transfer.batch` bytes."""
+    batch: list[ChunkBox | _Part] = []
+    begin = end = 0
     pack: str | bytes | None = None
     for task in tasks:
-        if isinstance(task, ChunkBox):
-            yield task
-            continue
-        part = _wanted(task)
-        near = (task.pack is pack or task.pack == pack) and 0 <= part.offset - end <= _GAP
-        if batch and not (near and size + part.size <= _BATCH and len(batch) < _BATCH_CHUNKS):
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += part.size
-        end, pack = part.offset + part.size, task.pack
+        for part in [task] if isinstance(task, ChunkBox) else _cut(_wanted(task), transfer.batch):
+            near = (task.pack is pack or task.pack == pack) and 0 <= part.offset - end <= transfer.gap
+            long = part.offset + part.size - begin > transfer.batch
+            if batch and (not near or long or len(batch) == _BATCH_CHUNKS):
+                yield batch
+                batch = []
+            if not batch:
+                begin = part.offset
+            batch.append(part)
+            end, pack = part.offset + part.size, task.pack
     if batch:
         yield batch
+
+
+def _cut(part: _Part, most: int) -> Iterator[_Part]:
+    """The part; or its pieces, if it is longer than `most` and goes to its place as it is stored."""
+    target = _destination(part) if part.size > most else None
+    if target is None:
+        yield part
+        return
+    for i in range(0, part.size, most):
+        checks = part.checks[i // BLOCK * CHECK_SIZE : (i + most) // BLOCK * CHECK_SIZE]
+        inside = target[i : i + most]
+        yield _Part(part.task, part.offset + i, len(inside), checks, part.skipped + i, inside)
 
 
 def _wanted(task: _Task) -> _Part:
@@ -163,14 +183,17 @@ def _wanted(task: _Task) -> _Part:
     )
 
 
-def _read_batch(backend: Backend, batch: list[_Part]) -> None:
-    reader = pack_reader(backend, batch[0].task.pack, _where(batch[0].task))
-    direct = [_destination(part) for part in batch]
-    if len(batch) == 1 and direct[0] is not None:
-        _read_long(reader, batch[0], direct[0])
+def _read_batch(backend: Backend, batch: list[ChunkBox | _Part]) -> None:
+    first = batch[0] if isinstance(batch[0], ChunkBox) else batch[0].task
+    reader = pack_reader(backend, first.pack, first.where)
+    direct = [None if isinstance(part, ChunkBox) else _destination(part) for part in batch]
+    if len(batch) == 1 and isinstance(batch[0], _Part) and direct[0] is not None:
+        _read_long(reader, batch[0], direct[0], backend.transfer.piece)
         return
-    room = sum(part.size for part, d in zip(batch, direct, strict=True) if d is None)
-    with scratch(room + _GAP) as buffer:
+    room = sum(-(-part.size // _ALIGNED) * _ALIGNED for part, d in zip(batch, direct, strict=True) if d is None)
+    between = [b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)]
+    skipped = max(between, default=0)
+    with scratch(room + skipped) as buffer:
         buffers: list[Any] = []
         data: list[Any] = []
         at, end = 0, batch[0].offset
@@ -179,38 +202,43 @@ def _read_batch(backend: Backend, batch: list[_Part]) -> None:
                 buffers.append(buffer[room : room + part.offset - end])
             if target is None:
                 target = buffer[at : at + part.size]
-                at += part.size
+                at += -(-part.size // _ALIGNED) * _ALIGNED
             buffers.append(target)
             data.append(target)
             end = part.offset + part.size
         try:
-            _fill(reader, batch[0].offset, buffers, end - batch[0].offset)
+            if end > batch[0].offset:
+                reader.read_into(batch[0].offset, buffers, end - batch[0].offset)
         except Corrupt as error:
-            behind = f" (or one of the {len(batch) - 1} chunks behind it)" if len(batch) > 1 else ""
-            raise Corrupt(f"{_where(batch[0].task)}{behind}: {error}") from error
+            behind = f" (or one of the {len(batch) - 1} behind it)" if len(batch) > 1 else ""
+            raise Corrupt(f"{first.where}{behind}: {error}") from error
         for part, piece, target in zip(batch, data, direct, strict=True):
-            if block_checks(piece.data) != part.checks:
-                raise _damaged(part)
-            if target is None:
+            if isinstance(part, ChunkBox):
+                part.deliver(piece)
+            elif block_checks(piece.data) != part.checks:
+                raise part.damaged()
+            elif target is None:
                 _deliver(part, piece)
 
 
-def _read_long(reader: PackReader, part: _Part, target: Values) -> None:
+def _read_long(reader: PackReader, part: _Part, target: Values, most: int) -> None:
     """One chunk straight into its place, verified piece by piece while each is in the caches."""
-    for i in range(0, max(1, part.size), _PIECE):
-        piece = target[i : i + _PIECE]
+    for i in range(0, part.size, most):
+        piece = target[i : i + most]
         try:
-            _fill(reader, part.offset + i, [piece], len(piece))
+            reader.read_into(part.offset + i, [piece], len(piece))
         except Corrupt as error:
-            raise Corrupt(f"{_where(part.task)}: {error}") from error
+            raise Corrupt(f"{part.task.where}: {error}") from error
         at = i // BLOCK * CHECK_SIZE
         checks = block_checks(piece.data)
         if checks != part.checks[at : at + len(checks)]:
-            raise _damaged(part)
+            raise part.damaged()
 
 
 def _destination(part: _Part) -> Values | None:
     """The bytes of the result that the chunk fills as it is stored, if there are such."""
+    if part.target is not None:
+        return part.target
     task = part.task
     job, meta = task.job, task.job.meta
     if part.size != meta.encoded_bound or not meta.chain.identity:
@@ -236,7 +264,7 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
         inside, target = cover.inside, part_of(job.out, cover.result)
     if meta.chain.identity:
         if task.row.length != meta.encoded_bound:
-            raise Corrupt(f"{_where(task)}: expected {meta.encoded_bound} bytes, found {task.row.length}")
+            raise Corrupt(f"{task.where}: expected {meta.encoded_bound} bytes, found {task.row.length}")
         strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
         start = sum(s.start * t for s, t in zip(inside, strides, strict=True)) - part.skipped
         values: Values = np.ndarray(
@@ -257,7 +285,7 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
             meta.chain.decode(data.data, decoded)
             np.copyto(target, decoded[inside])
     except Corrupt as error:
-        raise Corrupt(f"{_where(task)}: {error}") from error
+        raise Corrupt(f"{task.where}: {error}") from error
 
 
 class _InlinePack:
@@ -298,16 +326,3 @@ def pack_reader(backend: Backend, pack: str | bytes, where: str) -> PackReader:
         return _NeededPack(backend.reader(pack))
     except NotFound as error:
         raise Corrupt(f"{where}: its pack is gone: {error}") from error
-
-
-def _fill(reader: PackReader, offset: int, buffers: Sequence[Any], size: int) -> None:
-    if size:
-        reader.read_into(offset, buffers, size)
-
-
-def _where(task: _Task) -> str:
-    return f"{task.job.path}, chunk {task.cover.chunk if task.cover else (0,) * len(task.job.meta.shape)}"
-
-
-def _damaged(part: _Part) -> Corrupt:
-    return Corrupt(f"{_where(part.task)}: {part.task.row.mismatch(part.skipped)}")

@@ -22,6 +22,7 @@ __all__ = [
     "Keys",
     "PackReader",
     "PackWriter",
+    "Transfer",
     "checked_key",
 ]
 
@@ -60,6 +61,19 @@ class Capabilities(NamedTuple):
     """Parts of an object are read without the rest of it."""
     durable: bool
     """An answered write with `Durability.FSYNC` survives the end of process and machine."""
+
+
+class Transfer(NamedTuple):
+    """How a backend is read best."""
+
+    streams: int
+    """Reads under way at the same time."""
+    batch: int
+    """Bytes of one read, where as many that lie together are wanted."""
+    piece: int
+    """Bytes of one read of a longer stretch that goes to its place as it is stored."""
+    gap: int
+    """Bytes between what is wanted that are rather read too than left out by another read."""
 
 
 class PackWriter(Protocol):
@@ -103,6 +117,10 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it has, as far as that is known yet."""
+
+    @property
+    def transfer(self) -> Transfer:
+        """How its packs are read best."""
 
     async def get(self, key: str) -> bytes:
         """The whole object; `NotFound`."""

@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncIterator
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.pool import WORKERS
 
 __all__ = ["MemoryBackend", "MemoryObjects"]
 
@@ -20,6 +21,7 @@ class MemoryBackend:
     """All objects of one name; every store opened under that name in this process shares them."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False)
+    transfer = Transfer(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
 
     _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
     _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was made

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, checked_key
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
 from tstore.kv.retry import Retry
@@ -52,6 +52,8 @@ def served(objects: Objects) -> RemoteBackend:
 
 class RemoteBackend:
     """Packs, records and hints as objects."""
+
+    transfer = Transfer(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
 
     def __init__(self, objects: Objects, trace: Trace | None = None) -> None:
         self.objects = objects

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import TStoreError, Unavailable
-from tstore.kv.base import Backend, Buffers, Durability, Keys, PackReader, PackWriter
+from tstore.kv.base import Backend, Buffers, Durability, Keys, PackReader, PackWriter, Transfer
 from tstore.store import Mode, Store, open
 
 __all__ = ["Call", "FaultyBackend", "Gate", "open_faulty"]
@@ -135,6 +135,11 @@ class FaultyBackend:
     def count(self, operation: str, pattern: str = "*") -> int:
         """How many such calls there were."""
         return sum(c.operation == operation and fnmatch.fnmatchcase(c.key, pattern) for c in self.calls)
+
+    @property
+    def transfer(self) -> Transfer:
+        """See `Backend.transfer`."""
+        return self.inner.transfer
 
     async def get(self, key: str) -> bytes:
         """See `Backend.get`."""

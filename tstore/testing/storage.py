@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, Unavailable
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys
+from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer
 from tstore.world import World
 
 __all__ = ["CALM", "Host", "HostBackend", "Storage", "Weather"]
@@ -132,6 +132,7 @@ class HostBackend:
 
     url = "simulated://storage"
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
+    transfer = Transfer(streams=1, batch=1 << 20, piece=1 << 20, gap=0)
 
     def __init__(self, storage: Storage, host: Host) -> None:
         self.storage = storage
