@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import logging
 import os
+import signal
 import ssl
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -19,6 +25,7 @@ import xxhash
 from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, wire
 
 import tstore
+from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.manifest import Manifest, Record, encode
 from tstore.server import Access, Certificate, JsonLines, Limits, Server
@@ -442,6 +449,58 @@ async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
         await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
         await raw.reader.readuntil(b"\r\n\r\n")
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@contextlib.contextmanager
+def serving(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
+    """A process of `tstore serve`, and what it printed first."""
+    command = [sys.executable, "-m", "tstore", "serve", *map(str, arguments), "--port", "0", "--json"]
+    environment = {**os.environ, **variables}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield process, json.loads(process.stdout.readline() or b"null")
+        finally:
+            process.kill()
+
+
+async def test_the_command(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", TSTORE_SERVER_TOKENS=f"write {WRITE}") as (process, said):
+        assert said["store"] == str(tmp_path / "store")
+        async with aiohttp.ClientSession(said["url"]) as session:
+            client = Client(session)
+            assert (await client("GET", "/-/health")).status == 200
+            assert (await client("GET", PACK)).status == 401
+            assert (await client.with_token(WRITE).create(PACK, b"abc")).status == 201
+        process.send_signal(signal.SIGTERM)
+        rest, logged = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (0, b"")
+    assert [json.loads(line)["status"] for line in logged.splitlines()] == [200, 401, 201]
+    assert WRITE.encode() not in logged
+    assert (tmp_path / "store" / PACK[1:]).read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--host", "0.0.0.0"], 1, "needs tokens"),
+        (["--token-file", "open.txt"], 1, "chmod 600 open.txt"),
+        (["--token-file", "gone.txt"], 1, "gone.txt"),
+        (["--tls-cert", "x.pem"], 2, "--tls-key"),
+        (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 1, "x.pem can't be read"),
+        (["--read-only"], 1, "not a tstore store"),
+        (["--token", "abc"], 2, "--token"),
+    ],
+)
+def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    (tmp_path / "open.txt").write_text(f"write {WRITE}")
+    (tmp_path / "open.txt").chmod(0o644)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.chdir(tmp_path)
+        assert main(["serve", "store", *arguments]) == code
+    assert said in errors.getvalue()
+    assert errors.getvalue().count("\n") == 1
+    assert WRITE not in errors.getvalue()
 
 
 async def test_health_and_methods(client: Client) -> None:

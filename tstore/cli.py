@@ -30,6 +30,7 @@ from tstore.convert.safetensors import read_header
 from tstore.gc_command import gc
 from tstore.policy import parse_policy
 from tstore.quantization.plot import check_plot, plot_report
+from tstore.serve_command import serve
 from tstore.tables import (
     Progress,
     show_demo,
@@ -351,6 +352,7 @@ def _verify(store: str, as_json: bool) -> int:
 
 
 cli.add_command(gc)
+cli.add_command(serve)
 
 
 def _with_decibel(row: Document) -> Document:

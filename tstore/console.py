@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Document: TypeAlias = dict[str, Any]
-Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document]]
+Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -38,10 +38,12 @@ store_argument = click.argument("store")
 
 
 def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
-    """Does the work, prints its document and returns the exit code."""
+    """Does the work, prints its document (None: the work has shown what there was) and returns the exit code."""
     try:
         with Progress(facts and not as_json) as progress:
             document = asyncio.run(work(progress))
+        if document is None:
+            return 0
         if as_json:
             print(json.dumps(document, indent=2, allow_nan=False))
         else:

@@ -8,8 +8,9 @@ import ipaddress
 import logging
 import os
 import ssl
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.kv.local import LocalBackend
@@ -42,9 +43,9 @@ class Server:
     """Serves a store over HTTP, on the loop that enters it, until the block ends; then it finishes what it began.
 
     `store` is the URL of a store, or of an empty place where clients will make one; mode "r" serves it for reading
-    only. `access` says who may do what; without it whoever reaches the server may read and write, and so it
-    listens to this machine alone. Port 0 is any free one: `url` tells which. `names="any"` serves any names that
-    a backend may have, and not those of a store's layout alone.
+    only; `storage_options` as `tstore.open` takes them. `access` says who may do what; without it whoever reaches
+    the server may read and write, and so it listens to this machine alone. Port 0 is any free one: `url` tells
+    which. `names="any"` serves any names that a backend may have, and not those of a store's layout alone.
     Raises `InvalidArgument`, `NotAStore`, `Denied` (the port, the key), `Unavailable` (the port is taken).
     """
 
@@ -53,6 +54,7 @@ class Server:
         store: str | os.PathLike[str],
         *,
         mode: Literal["r", "a"] = "a",
+        storage_options: Mapping[str, Any] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         access: Access | None = None,
@@ -72,6 +74,7 @@ class Server:
             _log.warning("listening on %s without TLS: tokens can be read on the way, unless a proxy has it", host)
         self.store = os.fspath(store)
         self._mode = mode
+        self._options = storage_options
         self._host, self._port = host, port
         self._access = access or Access(anonymous="write")
         self._by_address = local and (access is None or not access.tokens)
@@ -87,7 +90,7 @@ class Server:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def __aenter__(self) -> Server:
-        backend = connect(self.store)
+        backend = connect(self.store, self._options)
         await self._check_store(Served(backend))
         self._served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
         most = Scope.READ if self._mode == "r" else Scope.ADMIN

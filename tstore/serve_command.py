@@ -1,0 +1,152 @@
+"""The command `tstore serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from tstore.console import json_option, run, store_argument
+from tstore.tables import Progress
+
+if TYPE_CHECKING:
+    from tstore.server import Access
+
+__all__ = ["serve"]
+
+TOKENS = "TSTORE_SERVER_TOKENS"
+
+
+@click.command("serve")
+@store_argument
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Where to listen; elsewhere tokens are needed."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=7341, show_default=True, help="0 picks one that is free."
+)
+@click.option(
+    "--token-file",
+    metavar="FILE",
+    help=f"A line for each token: SCOPE TOKEN; scopes are read, write, admin. Else {TOKENS} is looked at.",
+)
+@click.option(
+    "--anonymous",
+    type=click.Choice(["none", "read", "write"]),
+    help="What a request without a token may do: by default none, or write where there are no tokens at all.",
+)
+@click.option("--read-only", is_flag=True, help="Nothing is changed, whatever the token.")
+@click.option("--tls-cert", metavar="FILE", help="The certificate (PEM), for https.")
+@click.option("--tls-key", metavar="FILE", help="Its key (PEM).")
+@click.option("--connections", type=click.IntRange(1), default=1024, show_default=True, help="Open at once.")
+@click.option("--requests", type=click.IntRange(1), default=256, show_default=True, help="Answered at once.")
+@click.option(
+    "--max-pack", type=click.IntRange(1), default=65536, show_default=True, metavar="MB", help="The longest pack."
+)
+@click.option(
+    "--drain", type=click.FloatRange(0), default=30, show_default=True, help="Seconds that writes get at the end."
+)
+@json_option
+def serve(
+    store: str,
+    host: str,
+    port: int,
+    token_file: str | None,
+    anonymous: str | None,
+    read_only: bool,
+    tls_cert: str | None,
+    tls_key: str | None,
+    connections: int,
+    requests: int,
+    max_pack: int,
+    drain: float,
+    as_json: bool,
+) -> int:
+    """Serve STORE over HTTP until SIGTERM or Ctrl-C; requests are logged to standard error, a line of JSON each.
+
+    Any tstore can open the URL that is printed. Removing objects, as gc does, needs a token of scope admin.
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
+
+    async def work(progress: Progress) -> None:
+        from tstore.server import Certificate, Limits, Server  # imports aiohttp.web; no other command needs it
+
+        certificate = None if tls_cert is None or tls_key is None else Certificate(tls_cert, tls_key)
+        server = Server(
+            store,
+            mode="r" if read_only else "a",
+            host=host,
+            port=port,
+            access=_access(token_file, anonymous),
+            certificate=certificate,
+            limits=Limits(connections, requests, max_pack << 20, drain=drain),
+        )
+        ended = asyncio.Event()
+        with _signals(ended):
+            async with server:
+                if as_json:
+                    print(json.dumps({"store": server.store, "url": server.url}), flush=True)
+                else:
+                    print(f"serving {server.store} at {server.url}", flush=True)
+                await ended.wait()
+
+    with _logged():
+        return run(work, lambda document: None, as_json)
+
+
+def _access(token_file: str | None, anonymous: str | None) -> Access | None:
+    from tstore.server import Access
+
+    if token_file is not None:
+        return Access.read(token_file, anonymous or "none")
+    if os.environ.get(TOKENS):
+        return Access.parse(os.environ[TOKENS], f"the variable {TOKENS}", anonymous or "none")
+    return None if anonymous is None else Access(anonymous=anonymous)
+
+
+@contextlib.contextmanager
+def _signals(ended: asyncio.Event) -> Iterator[None]:
+    """Has the first SIGTERM or Ctrl-C end the server gracefully; a second one ends it at once."""
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+
+    def end() -> None:
+        ended.set()
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+    for number in handled:
+        loop.add_signal_handler(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Has what the server logs written to standard error."""
+    from tstore.server import JsonLines
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logs = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")]
+    logs[0].setLevel(logging.INFO)
+    for log in logs:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+        logs[0].setLevel(logging.NOTSET)
