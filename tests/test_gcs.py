@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_endpoint import Endpoint, Fault, Wrong, at
 from processes import python
 
-import tstore
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -472,21 +471,3 @@ def test_a_missing_package_is_named_with_the_command(missing: str) -> None:
     )
     assert f"the package {missing} is not installed" in said
     assert "pip install 'tstore[gcs]'" in said
-
-
-# ---- whole stores
-
-
-async def test_a_checkpoint_is_saved_and_restored(server: str, endpoint: Endpoint) -> None:
-    bucket = endpoint.new_bucket() if server == endpoint.url else gcs.new_bucket(server)
-    tree = {"a": np.arange(300_000, dtype=np.float32), "b": {"c": np.ones((7, 5)), "d": np.float32(3)}}
-    store = await tstore.open(f"gs://{bucket}/run 1", storage_options={"endpoint_url": server})
-    for step in (1, 2):
-        await tstore.save(store, tree, step=step)
-    await store.close()
-    again = await tstore.open(f"gcs://{bucket}/run 1/", mode="r", storage_options={"endpoint_url": server})
-    found = await tstore.restore(again, step=2)
-    assert np.array_equal(found["a"], tree["a"])
-    assert np.array_equal(found["b"]["c"], np.ones((7, 5)))
-    await again.verify()
-    await again.close()

@@ -68,22 +68,6 @@ def at(fault: Fault, method: str, times: int = 1, below: str = "") -> Faults:
     return draw
 
 
-def chaos(seed: int, share: float) -> Faults:
-    """All that a client must get along with, in that share of the requests, at random."""
-    rng = random.Random(seed)
-    kinds = [
-        *(Fault(Wrong.REFUSED, status) for status in (408, 429, 500, 502, 503)),
-        Fault(Wrong.REFUSED, 429, {"Retry-After": "0"}, "rateLimitExceeded"),
-        Fault(Wrong.REFUSED_LATE, 503),
-        *(Fault(wrong) for wrong in (Wrong.REQUEST_LOST, Wrong.REPLY_LOST, Wrong.REPEATED, Wrong.CUT)),
-    ]
-
-    def draw(request: web.Request) -> Fault | None:
-        return rng.choice(kinds) if rng.random() < share else None
-
-    return draw
-
-
 @dataclass
 class Stored:
     """One object."""
@@ -166,6 +150,23 @@ class Endpoint:
         name = f"b-{uuid.uuid4().hex}"
         self.buckets[name] = {}
         return name
+
+    def chaos(self, seed: int, share: float) -> Faults:
+        """All that a client must get along with, in that share of the requests, at random."""
+        rng = random.Random(seed)
+        kinds = [
+            *(Fault(Wrong.REFUSED, status) for status in (408, 429, 500, 502, 503)),
+            Fault(Wrong.REFUSED, 429, {"Retry-After": "0"}, "rateLimitExceeded"),
+            Fault(Wrong.REFUSED_LATE, 503),
+            *(Fault(w) for w in (Wrong.REQUEST_LOST, Wrong.REPLY_LOST, Wrong.LATE, Wrong.REPEATED, Wrong.CUT)),
+        ]
+
+        def draw(request: web.Request) -> Fault | None:
+            if rng.random() < 0.2:
+                self.release()
+            return rng.choice(kinds) if rng.random() < share else None
+
+        return draw
 
     def release(self) -> None:
         """Does what was asked for and is late."""

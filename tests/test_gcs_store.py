@@ -1,0 +1,145 @@
+"""Whole stores on Google Cloud Storage: many hosts, and a server that errs at random."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import forks
+import gcs
+import numpy as np
+import pytest
+from gcs_endpoint import Endpoint
+
+import tstore
+from tstore.errors import CommitOutcomeUnknown, Conflict, NotFound, Unavailable
+
+HOSTS = 8
+ROWS = 4096
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
+        yield url
+
+
+async def test_a_checkpoint_is_saved_and_restored(emulator: str) -> None:
+    options = {"endpoint_url": emulator}
+    tree = {"a": np.arange(300_000, dtype=np.float32), "b": {"c": np.ones((7, 5)), "d": np.float32(3)}}
+    url = f"gs://{gcs.new_bucket(emulator)}/run 1"
+    store = await tstore.open(url, storage_options=options)
+    for step in (1, 2):
+        await tstore.save(store, tree, step=step)
+    await store.close()
+    again = await tstore.open(f"{url}/", mode="r", storage_options=options)
+    found = await tstore.restore(again, step=2)
+    assert np.array_equal(found["a"], tree["a"])
+    assert np.array_equal(found["b"]["c"], np.ones((7, 5)))
+    assert (await again.verify()).ok
+    await again.close()
+
+
+async def test_a_missing_bucket_is_told_when_a_store_is_opened(emulator: str) -> None:
+    for mode in ("r", "a", "x"):
+        with pytest.raises(tstore.errors.InvalidArgument, match="there is no bucket nowhere"):
+            await tstore.open("gs://nowhere/run", mode=mode, storage_options={"endpoint_url": emulator})
+    url = f"gs://{gcs.new_bucket(emulator)}/run"
+    with pytest.raises(NotFound, match=url):
+        await tstore.open(url, mode="r", storage_options={"endpoint_url": emulator})
+
+
+HOST = """
+import os, numpy, tstore, tstore.sync
+url, endpoint, host, hosts, rows = arguments
+os.environ["STORAGE_EMULATOR_HOST"] = endpoint
+mine = slice(host * rows // hosts, (host + 1) * rows // hosts)
+part = numpy.full((rows // hosts, 256), host, "f4")
+w = tstore.Shards((rows, 256), "float32", [((mine, slice(0, 256)), part)])
+for step in (1, 2):
+    tree = {"w": w, "step": step}
+    version = tstore.sync.save(url, tree, step, host=host, hosts=hosts, attempt="a", timeout=50)
+    os.write(out, f"{host} {step} {version}\\n".encode())
+"""
+
+
+async def test_eight_processes_save_one_checkpoint(
+    emulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, out = f"gs://{gcs.new_bucket(emulator)}/job", tmp_path / "out"
+    with forks.forks(HOST) as server:
+        hosts = [server.start(out, url, emulator, host, HOSTS, ROWS) for host in range(HOSTS)]
+        assert [server.wait(pid) for pid in hosts] == [0] * HOSTS
+    told = Counter(tuple(line.split()[1:]) for line in out.read_text().splitlines())
+    assert told == {("1", "1"): HOSTS, ("2", "2"): HOSTS}
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator)
+    for step in (1, 2):
+        found = await tstore.restore(url, step)
+        assert (found["w"][:, 7] == np.repeat(np.arange(HOSTS), ROWS // HOSTS)).all()
+        assert found["step"] == step
+    store = await tstore.open(url, mode="r")
+    assert (await store.verify()).ok
+    await store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_acknowledged_commit_is_lost_among_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("BASE", 0.001), ("CAP", 0.01), ("DEADLINE", 0.5), ("FIRST_DEADLINE", 0.5)):
+        monkeypatch.setattr(f"tstore.kv.retry.{name}", seconds)
+    endpoint = Endpoint()
+    acknowledged: dict[str, int] = {}
+    unknown: set[str] = set()
+
+    async def write(writer: int) -> None:
+        store = await tstore.open(url, storage_options={"endpoint_url": endpoint.url})
+        for number in range(6):
+            name = f"{writer}-{number}"
+            try:
+                async with store.transaction(message=name) as tx:
+                    values = np.full(3000, 100 * writer + number, "i4")  # 12 kB: in a pack
+                    array = await tx.create_array(f"mine/{name}", shape=(3000,), dtype="int32")
+                    await array.write(values)
+                    shared = await tx.array("shared")
+                    await shared[writer : writer + 1].write(values[:1])  # in one chunk with the others'
+                assert tx.version is not None
+                acknowledged[name] = tx.version
+            except CommitOutcomeUnknown:
+                unknown.add(name)
+            except (Unavailable, Conflict):
+                pass
+        await store.close()
+
+    async with endpoint.running():
+        url = f"gs://{endpoint.new_bucket()}/{uuid.uuid4()}"
+        store = await tstore.open(url, storage_options={"endpoint_url": endpoint.url})
+        async with store.transaction() as tx:
+            array = await tx.create_array("shared", shape=(4,), dtype="int32", fill_value=0)
+            await array.write(np.zeros(4, "i4"))
+        endpoint.faults = endpoint.chaos(seed, 0.2)
+        await asyncio.gather(*map(write, range(4)))
+        endpoint.faults = lambda request: None
+        endpoint.release()
+        await store.close()
+
+        store = await tstore.open(url, mode="r", storage_options={"endpoint_url": endpoint.url})
+        history = {commit.version: commit.message async for commit in store.history()}
+        assert sorted(history) == list(range(1, max(history) + 1))
+        times = Counter(history.values())
+        assert acknowledged
+        for name, version in acknowledged.items():
+            assert (history[version], times[name]) == (name, 1)
+        assert {m for m in times if m and "-" in m} <= acknowledged.keys() | unknown
+        assert (await store.verify()).ok
+        snapshot = await store.snapshot()
+        for name in acknowledged:
+            found = await (await snapshot.array(f"mine/{name}")).read()
+            writer, number = map(int, name.split("-"))
+            assert (found == 100 * writer + number).all()
+        shared = await (await snapshot.array("shared")).read()
+        for writer in range(4):
+            done = [int(n.partition("-")[2]) for n in acknowledged if n.startswith(f"{writer}-")]
+            assert not done or shared[writer] >= 100 * writer + max(done)
+        await store.close()
