@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import shutil
 import ssl
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import processes
 import pytest
 import trustme
 from aiohttp import web
 from answers import ok, serving
 from fileservers import aiohttp_files, nginx, python_files
+from forks import forks
 
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound
+import tstore
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound
 from tstore.kv.http import HttpObjects
 from tstore.kv.objects import WHOLE, PutMode, Span
 from tstore.server import Server
@@ -276,3 +283,119 @@ async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: P
 
 async def _insecure(request: web.BaseRequest) -> web.Response:
     return web.Response(status=307, headers={"Location": f"http://{request.host}{request.path}"})
+
+
+# ---- a whole store
+
+ROWS = 8 * 256
+W = np.arange(ROWS * 1024, dtype="f4").reshape(ROWS, 1024)
+
+HOST = """
+    import os, numpy as np, tstore.sync as tstore
+    url, host = arguments
+    rows = np.arange(host * 256 * 1024, (host + 1) * 256 * 1024, dtype="f4").reshape(256, 1024)
+    part = tstore.Shards((8 * 256, 1024), "f4", [((slice(host * 256, host * 256 + 256), slice(0, 1024)), rows)])
+    version = tstore.save(url, {"w": part, "b": np.ones(5)}, step=7, host=host, hosts=8, attempt="job.0")
+    os.write(out, f"{version}\\n".encode())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
+async def test_eight_processes_save_through_a_server_and_any_server_of_a_copy_restores(tmp_path: Path) -> None:
+    async with Server(tmp_path / "store") as server:
+        with forks(textwrap.dedent(HOST)) as hosts:
+            pids = [hosts.start(tmp_path / "out", server.url, host) for host in range(8)]
+            assert await asyncio.to_thread(lambda: [hosts.wait(pid) for pid in pids]) == [0] * 8
+        assert (tmp_path / "out").read_text().split() == ["1"] * 8
+        np.testing.assert_array_equal((await tstore.restore(server.url))["w"], W)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    for kind in SERVERS[:-1]:
+        async with served(kind, tmp_path / "copy", tmp_path / "own") as url:
+            tree = await tstore.restore(url)
+            np.testing.assert_array_equal(tree["w"], W)
+            np.testing.assert_array_equal(tree["b"], np.ones(5))
+            async with await tstore.open(url) as store:
+                report = await store.verify()
+                assert (report.versions, report.faults) == (1, [])
+                with pytest.raises(Denied, match=r"can't be written.*tstore serve"):
+                    await tstore.save(store, {"w": W}, step=8)
+
+
+async def test_what_a_user_sees_where_no_store_is(tmp_path: Path) -> None:
+    async with aiohttp_files(tmp_path) as url:
+        with pytest.raises(NotAStore, match=r"/none is not a tstore store.*check the path"):
+            await tstore.restore(f"{url}/none")
+        with pytest.raises(Denied, match=r"/none lists nothing: the server \(Python.*tstore serve"):
+            await tstore.save(f"{url}/none", {"w": W}, step=1)
+
+
+def run_with_server(code: str, folder: Path) -> str:
+    """What code prints that runs in a process of its own, with the URL of a server as its argument."""
+    server = processes.start(
+        """
+        import asyncio, sys
+        from tstore.server import Server
+        async def main():
+            async with Server(sys.argv[1]) as server:
+                print(server.url, flush=True)
+                await asyncio.Event().wait()
+        asyncio.run(main())
+        """,
+        folder,
+    )
+    with processes.running(server):
+        client = processes.start(code, processes.line(server))
+        with processes.running(client):
+            out, err = client.communicate(timeout=processes.DEADLINE)
+            assert (client.returncode, err) == (0, "")
+            return out
+
+
+def test_a_forked_child_and_its_parent_read_on(tmp_path: Path) -> None:
+    run_with_server(
+        """
+        import os, sys, warnings
+        import numpy as np, tstore.sync as tstore
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own advice about fork and threads
+        x = np.arange(1 << 20, dtype="f4")
+        store = tstore.open(sys.argv[1])
+        tstore.save(store, {"x": x}, step=1)
+        for leave in (os._exit, sys.exit):
+            pid = os.fork()
+            if pid == 0:
+                assert (tstore.restore(store)["x"] == x).all()
+                leave(0)
+            assert (tstore.restore(store)["x"] == x).all()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert (tstore.restore(store)["x"] == x).all()
+        store.close()
+        """,
+        tmp_path / "store",
+    )
+
+
+def test_a_store_that_nobody_closed_ends_without_a_word(tmp_path: Path) -> None:
+    run_with_server(
+        """
+        import gc, sys
+        import tstore.sync as tstore
+        store = tstore.open(sys.argv[1])
+        forgotten = tstore.open(sys.argv[1])
+        assert tstore.steps(store) == tstore.steps(forgotten) == []
+        del forgotten
+        gc.collect()
+        """,
+        tmp_path / "store",
+    )
+
+
+def test_local_stores_import_no_http_client(tmp_path: Path) -> None:
+    processes.python(
+        """
+        import sys
+        import numpy as np, tstore.sync as tstore
+        tstore.save(sys.argv[1], {"x": np.ones(5)}, step=1)
+        assert not [name for name in sys.modules if name.split(".")[0] in ("aiohttp", "yarl")]
+        """,
+        tmp_path,
+    )

@@ -304,8 +304,8 @@ class HttpObjects:
         await self._ask_its_name(where)
         if not self._creates:
             raise Denied(
-                f"{where} can't be had: the server ({self._server}) is not tstore's, and plain HTTP lists "
-                "nothing. Run `tstore serve` there; reading snapshots needs no listing"
+                f"{self.url} lists nothing: the server ({self._server}) is not tstore's, and plain HTTP has no "
+                "listing. Reading snapshots needs none; to write, or to look for garbage, run `tstore serve` there"
             )
 
 
