@@ -24,7 +24,7 @@ import tstore
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound
 from tstore.kv.http import HttpObjects
 from tstore.kv.objects import WHOLE, PutMode, Span
-from tstore.server import Server
+from tstore.server import Access, Server
 
 DATA = bytes(range(256)) * 1000
 SPANS = [
@@ -32,6 +32,8 @@ SPANS = [
     *[(300_000, 300_001), (-5, None), (-300_000, None), (-10, -5), (-5, 3), (5, -5), (-10, 255_995)],
     *[(0, -256_000), (-1, -300_000)],
 ]
+TOKENS = {scope: f"token-of-scope-{scope}" for scope in ("read", "write", "admin")}
+ACCESS = Access({token: scope for scope, token in TOKENS.items()})
 SERVERS = ["nginx", "aiohttp", "python", "tstore"]
 
 
@@ -70,8 +72,9 @@ async def files(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 @pytest.fixture
 async def ours(tmp_path: Path) -> AsyncIterator[HttpObjects]:
-    async with Server(tmp_path / "store", names="any") as server, connected(server.url) as store:
-        yield store
+    async with Server(tmp_path / "store", names="any", access=ACCESS) as server:
+        async with connected(server.url, token=TOKENS["admin"]) as store:
+            yield store
 
 
 # ---- reading from any server
@@ -246,6 +249,29 @@ async def test_a_token_of_the_environment_is_shown_to_a_server_that_asks(
     async with serving(ok(b"")) as server, connected(server.url, token="given") as store:
         await store.get("k")
         assert server.asked[0].fields["Authorization"] == "Bearer given"
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        (None, [r"wants a token.*storage_options"] * 3),
+        ("of-nobody", ["refused the token"] * 3),
+        (TOKENS["read"], ["", "forbids it: .*scope", "forbids it: .*scope"]),
+        (TOKENS["write"], ["", "", "forbids it: .*scope"]),
+        (TOKENS["admin"], ["", "", ""]),
+    ],
+)
+async def test_a_token_opens_what_its_scope_allows(ours: HttpObjects, token: str | None, said: list[str]) -> None:
+    await ours.put("there", [b"x"], PutMode.CREATE)
+    async with connected(ours.url, token=token) as store:
+        calls = [store.get("there"), store.put("new", [b"y"], PutMode.CREATE), store.delete("there")]
+        for call, refused in zip(calls, said, strict=True):
+            if not refused:
+                await call
+                continue
+            with pytest.raises(Denied, match=refused) as caught:
+                await call
+            assert token is None or token not in str(caught.value)
 
 
 async def test_without_a_token_the_error_says_how_to_pass_one() -> None:
