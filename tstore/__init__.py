@@ -10,6 +10,7 @@ from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
 from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
+from tstore.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
@@ -27,6 +28,7 @@ __all__ = [
     "Bits",
     "CollectReport",
     "Commit",
+    "CopyReport",
     "Diff",
     "Keep",
     "MinSqnr",
@@ -38,6 +40,7 @@ __all__ = [
     "Snapshot",
     "Store",
     "Transaction",
+    "copy",
     "errors",
     "open",
     "quantize",

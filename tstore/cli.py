@@ -19,7 +19,7 @@ import click
 import exmy
 
 import tstore
-from tstore.console import INTERRUPTED, MISUSED, Document
+from tstore.console import INTERRUPTED, MISUSED, Document, version_or_tag
 from tstore.console import fail as _fail
 from tstore.console import json_option as _json
 from tstore.console import run as _run
@@ -27,6 +27,7 @@ from tstore.console import store_argument as _store
 from tstore.contents import listing
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
+from tstore.copy_command import copy
 from tstore.gc_command import gc
 from tstore.policy import parse_policy
 from tstore.quantization.plot import check_plot, plot_report
@@ -67,10 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    return int(value) if value is not None and value.isascii() and value.isdigit() else value
-
-
 def _format(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     try:
         return None if value is None else exmy.Format(value).name
@@ -79,10 +76,10 @@ def _format(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 _at = click.option(
-    "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest."
+    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; by default the newest."
 )
 _at_step = click.option(
-    "--at", callback=_version_or_tag, metavar="V", help="A version number or a tag; by default the newest step."
+    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; by default the newest step."
 )
 
 
@@ -241,8 +238,8 @@ def _finish(store: str, transaction: str, as_json: bool) -> int:
 
 @cli.command("diff")
 @_store
-@click.argument("before", callback=_version_or_tag, metavar="A")
-@click.argument("after", callback=_version_or_tag, metavar="B")
+@click.argument("before", callback=version_or_tag, metavar="A")
+@click.argument("after", callback=version_or_tag, metavar="B")
 @_json
 def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
     """Show what changed from version or tag A to B: arrays, chunks, and how far float values went."""
@@ -351,6 +348,7 @@ def _verify(store: str, as_json: bool) -> int:
     return _run(work, show_verified, as_json)
 
 
+cli.add_command(copy)
 cli.add_command(gc)
 cli.add_command(serve)
 

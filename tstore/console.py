@@ -26,6 +26,7 @@ __all__ = [
     "json_option",
     "run",
     "store_argument",
+    "version_or_tag",
 ]
 
 Document: TypeAlias = dict[str, Any]
@@ -35,6 +36,11 @@ FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 store_argument = click.argument("store")
+
+
+def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """The value of an option that names a version: digits are its number, anything else is a tag."""
+    return int(value) if value is not None and value.isascii() and value.isdigit() else value
 
 
 def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:

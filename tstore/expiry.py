@@ -15,7 +15,7 @@ from tstore.log import Log
 from tstore.manifest import Record
 from tstore.tree import Tree
 
-__all__ = ["check_alive", "check_tag", "living", "newest_tree", "unexpired"]
+__all__ = ["changes_nothing", "check_alive", "check_tag", "living", "newest_tree", "unexpired"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ async def check_alive(log: Log, version: int, at: int | None = None) -> None:
     """Raises `SnapshotExpired` where a gc up to version `at` (by default the newest) removed a version."""
     alive, last = await living(log, await log.newest() if at is None else at)
     state = version
-    while 0 < state <= last and _changes_nothing(await log.record(state)):
+    while 0 < state <= last and changes_nothing(await log.record(state)):
         state -= 1  # what it shows is the state that an older version made
     if 0 < state <= last and state not in alive:
         while (found := (await log.record(last)).collection) and state not in found.expired:
@@ -77,7 +77,8 @@ async def newest_tree(log: Log) -> Tree:
                 raise
 
 
-def _changes_nothing(record: Record) -> bool:
+def changes_nothing(record: Record) -> bool:
+    """Whether the version shows the state that an older one made."""
     return record.void or record.collection is not None
 
 

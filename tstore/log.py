@@ -51,11 +51,11 @@ from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode,
 from tstore.retention import check_condemned
 from tstore.tree import Changes, Tree
 
-__all__ = ["ROOT_EVERY", "Log", "commit_key", "root_key"]
+__all__ = ["HINT", "ROOT_EVERY", "Log", "commit_key", "root_key"]
 
 ROOT_EVERY = 64
 
-_HINT = "latest"
+HINT = "latest"
 _CACHED = 256
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
@@ -348,13 +348,13 @@ class Log:
 
     async def _write_hint(self, version: int) -> None:
         try:
-            await self.backend.hint(_HINT, str(version).encode())
+            await self.backend.hint(HINT, str(version).encode())
         except (Denied, StorageFull, Unavailable):
             return  # only a hint: the next reader gallops further
 
     async def _hinted(self) -> int:
         try:
-            version = int(await self.backend.get(_HINT))
+            version = int(await self.backend.get(HINT))
         except (NotFound, ValueError):
             return 0
         return version if version > 0 and await self._exists(version) else 0

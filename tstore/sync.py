@@ -24,6 +24,7 @@ from tstore import (
     Bits,
     CollectReport,
     Commit,
+    CopyReport,
     Diff,
     Keep,
     MinSqnr,
@@ -47,6 +48,7 @@ __all__ = [
     "Bits",
     "CollectReport",
     "Commit",
+    "CopyReport",
     "Diff",
     "Keep",
     "MinSqnr",
@@ -58,6 +60,7 @@ __all__ = [
     "Snapshot",
     "Store",
     "Transaction",
+    "copy",
     "errors",
     "open",
     "quantize",
@@ -290,5 +293,6 @@ def open(
 save = _blocking(_async.save)
 restore = _blocking(_async.restore)
 steps = _blocking(_async.steps)
+copy = _blocking(_async.copy)
 quantize = _blocking(_async.quantize)
 quantize_report = _blocking(_async.quantize_report)

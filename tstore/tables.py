@@ -22,6 +22,7 @@ __all__ = [
     "Progress",
     "plain",
     "show_collected",
+    "show_copied",
     "show_demo",
     "show_diff",
     "show_exported",
@@ -209,6 +210,17 @@ def show_collected(found: Document) -> None:
     count = f"{len(found['versions'])} versions, {len(found['transactions'])} transactions"
     by = "" if found["version"] is None else f", by version {found['version']}"
     print(plain(f"{found['store']}: {count}, {found['objects']} objects, {sized(found['bytes'])} {would}{by}"))
+
+
+def show_copied(found: Document) -> None:
+    """What was moved, and what was there already."""
+    there = f", {found['present']} were there already" if found["present"] else ""
+    print(
+        plain(
+            f"{found['destination']} has version {found['version']}: {found['commits']} commits, "
+            f"{found['objects']} objects, {sized(found['bytes'])} copied and checked{there}"
+        )
+    )
 
 
 def show_imported(found: Document) -> None:

@@ -168,6 +168,12 @@ class Backend(Protocol):
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """A writer of the new object `key`. Blocking."""
 
+    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
+        """A writer of the new object `key` of `size` bytes, which appears whole when it is finished, or never.
+
+        Finishing raises `AlreadyExists` where the key is taken by then. Blocking.
+        """
+
     def reader(self, key: str) -> PackReader:
         """A reader of the object; `NotFound`, if not here then from its first read. Blocking."""
 

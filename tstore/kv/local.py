@@ -39,7 +39,7 @@ from pathlib import Path
 
 from tstore.errors import Corrupt, NotFound, StorageFull
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
-from tstore.kv.newfile import explained, fsync_folder, new_file, rest_of, start_writeback, write_all
+from tstore.kv.newfile import NewFile, explained, fsync_folder, new_file, rest_of, start_writeback, write_all
 from tstore.pool import WORKERS, run
 
 __all__ = ["LocalBackend"]
@@ -120,6 +120,14 @@ class LocalBackend:
         with explained("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return _LocalPack(key, path, durability)
+
+    def upload(self, key: str, size: int, durability: Durability) -> NewFile:
+        path = self._path(key)
+        with explained("create", path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if durability is Durability.FSYNC:
+                self._make_durable(os.path.dirname(path))
+            return NewFile(key, path, size, durability)
 
     def reader(self, key: str) -> _LocalReader:
         with self._lock:

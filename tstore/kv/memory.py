@@ -41,7 +41,7 @@ class MemoryBackend:
         return None if found is None else len(found)
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
-        self._add(key, data)
+        self.add(key, data)
 
     async def hint(self, key: str, data: bytes) -> None:
         with self._lock:
@@ -82,8 +82,11 @@ class MemoryBackend:
 
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
-        self._add(key, data)  # at once: a transaction reads its own writes before the pack is finished
+        self.add(key, data)  # at once: a transaction reads its own writes before the pack is finished
         return _MemoryPack(self._objects, key, data)
+
+    def upload(self, key: str, size: int, durability: Durability) -> _MemoryUpload:
+        return _MemoryUpload(self, checked_key(key, self.url))
 
     def reader(self, key: str) -> _MemoryReader:
         return _MemoryReader(f"{self.url}: {key}", self._find(key))
@@ -91,7 +94,7 @@ class MemoryBackend:
     async def close(self) -> None:
         return None
 
-    def _add(self, key: str, data: bytes | bytearray) -> None:
+    def add(self, key: str, data: bytes | bytearray) -> None:
         with self._lock:
             if checked_key(key, self.url) in self._objects:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
@@ -125,6 +128,28 @@ class _MemoryPack:
 
     def discard(self) -> None:
         self._objects.pop(self.key, None)
+
+
+class _MemoryUpload:
+    def __init__(self, backend: MemoryBackend, key: str) -> None:
+        self.key = key
+        self._backend = backend
+        self._data = bytearray()
+
+    def reserve(self, size: int) -> None:
+        return None
+
+    def append(self, buffers: Buffers, size: int) -> int:
+        offset = len(self._data)
+        for buffer in buffers:
+            self._data += buffer
+        return offset
+
+    def finish(self) -> None:
+        self._backend.add(self.key, self._data)
+
+    def discard(self) -> None:
+        self._data = bytearray()
 
 
 class _MemoryReader:

@@ -1,6 +1,7 @@
 """A local file that appears whole or not at all, and never in place of another.
 
-1. Its bytes go to a temporary name in the same folder, `.<random>.tmp`, and are made durable (fsync).
+1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made
+   durable (fsync).
 2. link(2) gives it its name, and fails if the name exists, whoever made it. If it reports "exists" but the
    temporary file has two links, the reply of our own link was lost (NFS): created. Where links are not
    supported, renameat2(RENAME_NOREPLACE) takes the place of steps 2 and 3.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -29,12 +31,13 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers, Durability
 
-__all__ = ["explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
+__all__ = ["NewFile", "explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
+_IOV_MAX = 1024
 
 
 @contextlib.contextmanager
@@ -70,7 +73,7 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
     Raises OSError (FileExistsError where the name is taken by then); whatever is raised, no new name is left.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+    temporary = f"{folder}/.{_mark(path)}.{secrets.token_hex(8)}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield fd
@@ -83,6 +86,16 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
             os.unlink(temporary)
     if durability is Durability.FSYNC:
         fsync_folder(folder)
+
+
+def _remove_unfinished(path: str) -> None:
+    """Removes what creations of the file left that never ended; one that goes on then fails in the end."""
+    begin = f".{_mark(path)}."
+    with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
+        left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
+    for temporary in left:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def write_all(fd: int, buffers: Buffers, offset: int) -> int:
@@ -117,6 +130,70 @@ def start_writeback(fd: int, offset: int, size: int) -> None:
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+
+
+class _Discarded(Exception):
+    """An upload was given up."""
+
+
+class NewFile:
+    """A `PackWriter` of a file that has its name only once it is finished.
+
+    It removes what earlier ones of the same name left that never ended.
+    """
+
+    def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
+        self.key = key
+        self._path = path
+        self._end = 0
+        self._file = contextlib.ExitStack()
+        _remove_unfinished(path)
+        self._fd = self._file.enter_context(new_file(path, durability))
+        try:
+            self.reserve(size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def reserve(self, size: int) -> None:
+        """See `PackWriter.reserve`."""
+        with explained("write", self._path):
+            try:
+                os.posix_fallocate(self._fd, self._end, max(1, size))
+                os.ftruncate(self._fd, self._end + size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+
+    def append(self, buffers: Buffers, size: int) -> int:
+        """See `PackWriter.append`."""
+        offset = self._end
+        with explained("write", self._path):
+            for i in range(0, len(buffers), _IOV_MAX):
+                self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
+            start_writeback(self._fd, offset, self._end - offset)
+        return offset
+
+    def finish(self) -> None:
+        """See `PackWriter.finish`."""
+        with explained("create", self._path):
+            try:
+                self._file.close()
+            except FileNotFoundError as error:
+                raise Unavailable(
+                    f"{self._path} could not be created: its unfinished file was removed, since the same object "
+                    "was uploaded again meanwhile; let one copy run at a time"
+                ) from error
+
+    def discard(self) -> None:
+        """See `PackWriter.discard`."""
+        with contextlib.suppress(_Discarded):
+            self._file.__exit__(_Discarded, _Discarded(), None)
+
+
+def _mark(path: str) -> str:
+    """What the temporary names of a file begin with; no longer than any name may be."""
+    return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 
 def _link(temporary: str, path: str) -> None:

@@ -32,6 +32,7 @@ from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
 from tstore.kv.retry import Retry
 from tstore.kv.trace import Trace, Traffic
+from tstore.kv.upload import Upload
 from tstore.pool import STREAMS, IoCall, hold, let_go, on_io, on_shortage, start_io, wait_io
 
 __all__ = ["PACK", "RemoteBackend", "served"]
@@ -133,6 +134,10 @@ class RemoteBackend:
             if self._unfinished.setdefault(key, pack) is not pack:
                 raise AlreadyExists(f"{self.url}: {key} is being written already")
         return pack
+
+    def upload(self, key: str, size: int, durability: Durability) -> Upload:
+        """See `Backend.upload`."""
+        return Upload(self.objects, checked_key(key, self.url), size)
 
     def reader(self, key: str) -> _RemoteReader:
         """See `Backend.reader`."""

@@ -191,6 +191,10 @@ class FaultyBackend:
         """See `Backend.writer`."""
         return self.blocking("writer", key, lambda: _FaultyWriter(self, self.inner.writer(key, durability)))
 
+    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
+        """See `Backend.upload`."""
+        return self.blocking("upload", key, lambda: _FaultyWriter(self, self.inner.upload(key, size, durability)))
+
     def reader(self, key: str) -> PackReader:
         """See `Backend.reader`."""
         return self.blocking("reader", key, lambda: _FaultyReader(self, key, self.inner.reader(key)))

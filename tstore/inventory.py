@@ -1,0 +1,196 @@
+"""What versions of a store are made of: the objects that must be there to read them, and their checks.
+
+Data is needed of the versions that live: what each of them wrote, and what it holds of older ones that expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tstore.chunks import BLOCK, ChunkTable, digest
+from tstore.expiry import changes_nothing, living
+from tstore.log import Log
+from tstore.manifest import ObjectRef
+
+__all__ = ["Inventory", "PackBlocks", "PackCheck", "batched", "of_all", "of_one", "place", "together"]
+
+_AT_ONCE = 64
+
+K = TypeVar("K")
+V = TypeVar("V")
+Column = npt.NDArray[np.uint64]
+
+
+class PackBlocks:
+    """The blocks of one pack that have a checksum: where each begins, its size, and its check."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Column, Column, npt.NDArray[np.uint8]]] = []
+        self._rows = self._settled = 0
+
+    def add(self, table: ChunkTable) -> None:
+        """Takes in the chunks of a table, all of which lie in this pack."""
+        counts = np.diff(table.blocks)
+        within = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)
+        skipped = within.astype("<u8") * np.uint64(BLOCK)
+        sizes = np.minimum(np.repeat(table.length, counts) - skipped, np.uint64(BLOCK))
+        self._parts.append((np.repeat(table.offset, counts) + skipped, sizes, table.checks))
+        self._rows += len(sizes)
+        if self._rows > max(1024, 2 * self._settled):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Sorts the blocks and drops those that are named twice."""
+        starts, sizes, checks = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        halves = np.ascontiguousarray(checks).view("<u8")
+        order = np.lexsort((halves[:, 1], halves[:, 0], sizes, starts))
+        rows = np.column_stack([starts, sizes, halves])[order]
+        new = np.ones(len(rows), np.bool_)
+        new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
+        kept = order[new]
+        self._parts = [(starts[kept], sizes[kept], checks[kept])]
+        self._rows = self._settled = len(kept)
+
+    @property
+    def end(self) -> int:
+        """Where the last block ends."""
+        return max(int((starts + sizes).max(initial=0)) for starts, sizes, _ in self._parts)
+
+    def check(self) -> PackCheck:
+        """A check of the pack, to be read from its begin to its end."""
+        self._settle()
+        starts, sizes, checks = self._parts[0]
+        return PackCheck(starts, starts + sizes, checks)
+
+
+class PackCheck:
+    """Checks a pack that comes piece by piece, in order."""
+
+    def __init__(self, starts: Column, stops: Column, checks: npt.NDArray[np.uint8]) -> None:
+        self._starts = starts
+        self._stops = stops.tolist()
+        self._checks = checks.tobytes()
+        self._next = self.at = 0
+        self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
+
+    def take(self, piece: memoryview) -> int | None:
+        """Where a block begins that is not as it should be, None where all that ended so far are."""
+        begin, end = self.at, self.at + len(piece)
+        still = []
+        for number, stop, state in self._open:
+            state.update(piece[: stop - begin])
+            if stop > end:
+                still.append((number, stop, state))
+            elif state.digest() != self._check(number):
+                return int(self._starts[number])
+        last = int(np.searchsorted(self._starts, np.uint64(end)))
+        for number in range(self._next, last):
+            start, stop = int(self._starts[number]), self._stops[number]
+            if stop > end:
+                still.append((number, stop, xxhash.xxh3_128(piece[start - begin :])))
+            elif digest(piece[start - begin : stop - begin]) != self._check(number):
+                return start
+        self._open, self._next, self.at = still, last, end
+        return None
+
+    def _check(self, number: int) -> bytes:
+        return self._checks[16 * number : 16 * number + 16]
+
+
+class Inventory(NamedTuple):
+    """What `versions` are made of, as of version `base`.
+
+    `manifests` are those that are objects of their own; `packs` come with the checks of all that is read of them.
+    """
+
+    base: int
+    versions: tuple[int, ...]
+    manifests: dict[str, ObjectRef]
+    packs: dict[str, PackBlocks]
+
+    def add(self, table: ChunkTable) -> None:
+        """Takes in the packs of the chunks of a table."""
+        order = np.argsort(table.pack, kind="stable")
+        cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
+        for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
+            if isinstance(pack, str) and high > low:
+                self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
+
+
+async def of_all(log: Log, base: int) -> Inventory:
+    """What all versions up to `base` are made of that live as of then."""
+    alive, gc = await living(log, base)
+    collection = (await log.record(gc)).collection if gc else None
+    held = {key for entry in collection.alive for key in entry.holds} if collection is not None else set()
+    found = Inventory(base, (), {}, {})
+    versions = []
+    orphaned = False  # whether the version below expired, so that what is left of it was not looked at
+    for numbers in batched(range(1, base + 1)):
+        records = await together(log.record, numbers)
+        lives = [(v > gc or v in alive) and not changes_nothing(r) for v, r in zip(numbers, records, strict=True)]
+        read = iter(await together(log.manifests, itertools.compress(records, lives)))
+        for version, record, live in zip(numbers, records, lives, strict=True):
+            own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
+            if live:
+                versions.append(version)
+                found.manifests.update(own)
+                for manifest in next(read):
+                    found.add(manifest.table)
+                if orphaned and not record.replaces:
+                    found.add((await log.tree(version)).manifest().table)
+                orphaned = False
+            elif not changes_nothing(record):
+                orphaned = True
+                found.manifests.update({key: own[key] for key in own if key in held})
+    return found._replace(versions=tuple(versions))
+
+
+async def of_one(log: Log, version: int) -> Inventory:
+    """What one version is made of; where it changed nothing, the one below that it shows."""
+    base = version
+    while version and changes_nothing(await log.record(version)):
+        version -= 1
+    found = Inventory(base, (version,) if version else (), {}, {})
+    found.add((await log.tree(version)).manifest().table)
+    for numbers in batched(range(version, 0, -1)):
+        for record in await together(log.record, numbers):
+            found.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
+            if record.replaces:
+                return found
+    return found
+
+
+async def place(log: Log, inventory: Inventory, pack: str, offset: int) -> str:
+    """Which array and chunk has its bytes at that offset of a pack, for errors."""
+    for version in reversed(inventory.versions):
+        for path, node in (await log.tree(version)).nodes.items():
+            if not node.is_array or pack not in node.chunks.packs:
+                continue
+            for number, at, begin, length, _ in node.chunks.rows:
+                if node.chunks.packs[at] == pack and begin <= offset < begin + max(1, length):
+                    counts = node.meta.counts
+                    chunk = tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
+                    return f"version {version}: {path}, chunk {chunk}"
+    return f"version {inventory.base}"
+
+
+def batched(items: Iterable[K]) -> Iterator[list[K]]:
+    """The items in lists of as many as are asked for at once."""
+    source = iter(items)
+    while batch := list(itertools.islice(source, _AT_ONCE)):
+        yield batch
+
+
+async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
+    """What the call returns for each item, some at once."""
+    found: list[V] = []
+    for batch in batched(items):
+        found += await asyncio.gather(*[call(item) for item in batch])
+    return found
