@@ -400,6 +400,20 @@ async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_pat
     assert await store.tags() == {"better": 2, "good": 2, "new": 3}
     with pytest.raises(InvalidArgument, match="tag"):
         store.transaction(move_tag="12")
+    with pytest.raises(InvalidArgument, match="named twice"):
+        store.transaction(tag="a", move_tag="a")
+
+
+async def test_a_tag_that_is_not_there_can_t_be_dropped(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    with pytest.raises(NotFound, match=r"no tag 'god' to drop; its tags are: good"):
+        async with store.transaction(drop_tag="god"):
+            pass
+    with pytest.raises(InvalidArgument, match="named twice"):
+        store.transaction(move_tag="good", drop_tag="good")
+    with pytest.raises(InvalidArgument, match="without a name"):
+        store.transaction(drop_tag="good", name="n", host=0, hosts=2, attempt="a")
+    assert await store.tags() == {"good": 1}
 
 
 async def test_another_number_of_hosts_under_one_name_is_refused(tmp_path: Path) -> None:

@@ -145,6 +145,19 @@ async def test_untagged_versions_expire_and_the_newest_never_does(url: str) -> N
     await check_step(store, 1)
 
 
+async def test_a_version_whose_tag_was_dropped_expires(url: str) -> None:
+    store = await tstore.open(url)
+    for step in range(3):
+        await tstore.save(store, {"w": np.full(9, step)}, step)
+    async with store.transaction(drop_tag="step/2"):
+        pass
+    assert await tstore.steps(store) == [0, 1]
+    report = await store.collect(Keep(last=1))
+    assert (report.versions, report.tags) == ([1, 3], ["step/0"])
+    assert await tstore.steps(store) == [1]
+    assert await tstore.save(store, {"w": np.full(9, 7)}, 2) == 6
+
+
 async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
     store = await tstore.open(url)
     for value, how in enumerate(({"tag": "best"}, {"move_tag": "best"}, {})):
@@ -282,8 +295,7 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
                 for version in report.versions:
                     del model[version]
             continue
-        async with store.transaction() as tx:
-            tx._tags = (f"t{1 + await store.log.newest()}", f"step/{number}")
+        async with store.transaction(tag=f"t{1 + await store.log.newest()}", move_tag=f"step/{number}") as tx:
             some = sorted(state)[0] if state else None
             if operation == "save" or some is None:
                 await tx.replace_all(b"")

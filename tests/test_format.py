@@ -75,6 +75,7 @@ SEVERAL = Record(
     parts=(Part("a", 1.5, "m", ("x",), 4, {"step": 1}), Part("b", 2.5, "", (), 5, {})),
 )
 REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
+DROP = Record("0123abc", 41, 1.5, tags=("best",), collected=7, dropped=("good", "step/1"))
 GC = Record(
     "gc-1",
     9,
@@ -127,6 +128,10 @@ BODIES: dict[str, tuple[Any, str]] = {
         REUSE,
         "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~ACjJS#TFzI%R3Qgj3j{LK",
     ),
+    "record of dropped tags": (
+        DROP,
+        "baQlXa%EBj+yD`$FflSSVPaz`%Rl%4000000HBeiVr6r5!jO;v!hpjEkid|Vq-Sq$WTta;WpFPsvTsi$5Yd+B3$IH9>1<G8",
+    ),
     "gc": (
         GC,
         "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={_2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
@@ -159,8 +164,8 @@ def test_golden_bytes(name: str) -> None:
     assert decode(data, type(body)) == body
 
 
-def test_an_older_tstore_does_not_read_past_a_gc() -> None:
-    assert [encode(body)[7] for body in (RECORD, REUSE, GC)] == [1, 1, 2]
+def test_an_older_tstore_does_not_read_past_a_gc_or_a_dropped_tag() -> None:
+    assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP)] == [1, 1, 2, 3]
 
 
 def test_the_frame_is_what_the_documentation_says() -> None:
@@ -194,8 +199,8 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 3"):
-        decode(frame(b"R", 3, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 4"):
+        decode(frame(b"R", 4, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("chain",),
     ("codec",),
     ("manifest", "shards"),
-    ("tree", "structure", "retention"),
+    ("tree", "structure", "retention", "tags"),
     ("fragments",),
     ("policy", "commit_queue"),
     ("kv", "kv.base"),

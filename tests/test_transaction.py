@@ -324,6 +324,54 @@ async def test_tags_conflict(store: tstore.Store) -> None:
     assert caught.value.paths == ["tag x"]
 
 
+DROPS = [
+    # the edits of one, of a newer one that it meets, and whether that is a conflict
+    ({"drop_tag": "t"}, {"move_tag": "t"}, True),
+    ({"move_tag": "t"}, {"drop_tag": "t"}, True),
+    ({"drop_tag": "t"}, {"drop_tag": "t"}, False),
+    ({"drop_tag": "t"}, {"drop_tag": "u"}, False),
+    ({"drop_tag": "t"}, {"tag": "v"}, False),
+]
+
+
+@pytest.mark.parametrize(("mine", "newer", "conflict"), DROPS)
+async def test_dropped_tags_conflict(
+    store: tstore.Store, mine: dict[str, str], newer: dict[str, str], conflict: bool
+) -> None:
+    async with store.transaction(tag="t"):
+        pass
+    async with store.transaction(tag="u"):
+        pass
+    tx, other = store.transaction(**mine), store.transaction(**newer)  # type: ignore[arg-type]
+    await tx.base()
+    await other.commit()
+    if not conflict:
+        assert await tx.commit() == 5
+        return
+    with pytest.raises(Conflict) as caught:
+        await tx.commit()
+    assert caught.value.paths == ["tag t"]
+
+
+async def test_a_tag_that_was_dropped_names_nothing_and_may_be_set_again(store: tstore.Store) -> None:
+    async with store.transaction(tag="t"):
+        pass
+    async with store.transaction("away with it", tag="u", drop_tag="t"):
+        pass
+    assert await store.tags() == {"u": 3}
+    other = await tstore.open(store.url)
+    with pytest.raises(NotFound, match="no tag 't'"):
+        await other.snapshot("t")
+    assert (await other.snapshot(2)).tags == {"t": 2}
+    assert [(c.version, c.tags, c.dropped) async for c in other.history()][:2] == [
+        (3, ("u",), ("t",)),
+        (2, ("t",), ()),
+    ]
+    async with other.transaction(tag="t"):
+        pass
+    assert await store.tags() == {"u": 3, "t": 4}
+
+
 async def test_partial_writes_of_many_transactions_to_one_chunk_all_survive(store: tstore.Store) -> None:
     open_ones = []
     for i in range(64):

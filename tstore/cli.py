@@ -185,6 +185,8 @@ def _log(store: str, as_json: bool) -> int:
                     "message": c.message,
                     "facts": c.facts,
                     "expired": c.expired,
+                    "dropped": c.dropped,
+                    "tries": c.facts.get("tries", 1),
                 }
                 async for c in opened.history()
             ]

@@ -51,7 +51,8 @@ class Entry:
         self.record = record
         self.validate = validate
         self.retried = retried
-        self.changes = None if changes is None or changes.replaces else changes
+        alone = changes is None or changes.replaces or changes.dropped
+        self.changes = None if alone else changes
         self.keep_small()
         self.version: int | None = None
         self.error: BaseException | None = None

@@ -42,7 +42,7 @@ INLINE_MANIFEST = 16 << 10
 """A manifest of up to so many bytes travels in the record or fragment that refers to it."""
 
 _MAGIC = b"tstore"
-_VERSION, _COLLECTING = 1, 2
+_VERSION, _COLLECTING, _DROPPING = 1, 2, 3  # of which an older tstore would miss what others mean for it
 _HEADER = len(_MAGIC) + 2
 
 T = TypeVar("T", bound="_Body")
@@ -196,8 +196,8 @@ class Record(_Body, frozen=True):
     nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
     that it and every commit before it survive a power failure. `collected` is the version of the newest gc before
     it, 0 for none; `reused` are the packs of other transactions that its manifests refer to. A record with a
-    `collection` is a gc's, and changes nothing but tags. `parts` are the
-    transactions that it is made of, where there are several; then its own id is no transaction's.
+    `collection` is a gc's, and changes nothing but tags. `parts` are the transactions that it is made of, where
+    there are several; then its own id is no transaction's. The tags `dropped` name no version any more.
     """
 
     transaction: str
@@ -216,6 +216,7 @@ class Record(_Body, frozen=True):
     reused: tuple[str, ...] = ()
     collection: Collection | None = None
     parts: tuple[Part, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def transactions(self) -> tuple[str, ...]:
@@ -223,8 +224,8 @@ class Record(_Body, frozen=True):
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
 
-_LATER = (0, (), None)
-"""Defaults of the fields that records of the first stores do not have; at the end they are not written."""
+_LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
+"""Defaults of the fields that records of older stores do not have, by how many are before; left out at the end."""
 
 
 class Fragment(_Body, frozen=True):
@@ -260,11 +261,12 @@ def encode(body: _Body) -> bytes:
     """The frame of a record, manifest, fragment or root."""
     version, fields = _VERSION, None
     if isinstance(body, Record):
-        version = _VERSION if body.collection is None else _COLLECTING
+        version = _DROPPING if body.dropped else _VERSION if body.collection is None else _COLLECTING
         fields = msgspec.structs.astuple(body)
-        fields = fields if body.parts else fields[:-1]
-        if fields[-len(_LATER) :] == _LATER:
-            fields = fields[: -len(_LATER)]
+        for before, later in _LATER.items():
+            if fields[before:] != later:
+                break
+            fields = fields[:before]
     data = _MAGIC + _KINDS[type(body)] + bytes([version]) + msgspec.msgpack.encode(fields or body)
     return data + digest(data)
 
@@ -276,9 +278,9 @@ def decode(data: bytes, kind: type[T]) -> T:
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
     found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
-    if version > _COLLECTING:
+    if version > _DROPPING:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {_COLLECTING}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {_DROPPING}: install a newer one"
         )
     if found != _KINDS[kind]:
         raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")

@@ -30,9 +30,9 @@ class ReadSet:
         self._tops: set[str] = set()
         self._arrays = False
 
-    def node(self, path: str) -> None:
-        """Notes that the metadata of the node at a path was read, or that there is none."""
-        self._nodes.add(path)
+    def nodes(self, paths: Iterable[str]) -> None:
+        """Notes that the metadata of the nodes at these paths was read, or that there is none."""
+        self._nodes.update(paths)
 
     def values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
         """Notes that these values of an array were read, and with them all of their chunks."""

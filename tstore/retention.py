@@ -105,11 +105,11 @@ class Ledger:
         """Takes in a newer commit, no gc's."""
         if record.void:
             return
-        for tag in record.tags:
+        for tag in (*record.tags, *record.dropped):
             if tag in self._tags:
-                other = self.alive[self._tags[tag]]
+                other = self.alive[self._tags.pop(tag)]
                 self._put(other, tags=tuple(t for t in other.tags if t != tag))
-            self._tags[tag] = version
+        self._tags |= dict.fromkeys(record.tags, version)
         metrics = record.facts.get("metrics", {})
         self.alive[version] = Alive(
             version,

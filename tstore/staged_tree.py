@@ -16,6 +16,7 @@ from tstore.manifest import Manifest
 from tstore.read_set import ReadSet
 from tstore.snapshot import array_node
 from tstore.staged_array import StagedArray
+from tstore.tags import TagEdits
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 
 __all__ = ["StagedTree"]
@@ -47,7 +48,7 @@ class StagedTree:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
         path = checked_path(path) if path.strip("/") else ""
         if any(self._is_array(p) for p in (path, *parents(path))):
-            self.reads.names((path, *parents(path)))
+            self.reads.nodes((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
         self._groups[path] = group_document(attributes)
         self._stands(path)
@@ -92,7 +93,7 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
-        self.reads.node(path)
+        self.reads.nodes([path])
         node = array_node(self.base, path, self.where)
         if self.replaces or self._is_deleted(path):
             raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
@@ -124,12 +125,12 @@ class StagedTree:
         arrays = [(p, a.meta.document, a.fresh, (spans[p],)) for p, a in self.arrays.items()]
         return Manifest.of([*groups, *arrays])
 
-    def changes(self, tags: tuple[str, ...]) -> Changes:
+    def changes(self, tags: TagEdits) -> Changes:
         """Everything staged, as far as others can conflict with it."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
             nodes[path] = NodeChange(staged.fresh, staged.written().index)
-        return Changes(nodes, tuple(self.deleted), self.replaces, tags)
+        return Changes(nodes, tuple(self.deleted), self.replaces, tags.named, tags.dropped)
 
     def patched_again(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]
@@ -199,7 +200,8 @@ class StagedTree:
         below = self._standing.get(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
-            self.reads.names((path, *parents(path)))
+            self.reads.names([path])
+            self.reads.nodes(parents(path))
             raise AlreadyExists(
                 f"{self.where}: {taken!r} stands in the way of an array at {path!r}; delete it first, "
                 "or choose another path"

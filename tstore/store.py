@@ -33,6 +33,7 @@ from tstore.marker import MARKER, create_marker, read_marker
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot
+from tstore.tags import TagEdits
 from tstore.transaction import Isolation, Transaction
 
 __all__ = ["Commit", "Mode", "Store", "open", "opened"]
@@ -52,6 +53,7 @@ class Commit(NamedTuple):
     bytes_added: int
     facts: dict[str, Any]
     expired: bool = False
+    dropped: tuple[str, ...] = ()
 
 
 async def open(
@@ -125,6 +127,7 @@ class Store:
         durability: Literal["fsync", "none"] = "fsync",
         *,
         move_tag: str | None = None,
+        drop_tag: str | None = None,
         name: str | None = None,
         host: int = 0,
         hosts: int = 1,
@@ -134,7 +137,8 @@ class Store:
         """A new transaction; `async with` commits it on exit and aborts it on an exception.
 
         `tag` names the version it becomes; one that names another version is refused (`AlreadyExists`, by the
-        first use of the transaction), but `move_tag` takes its tag from whatever had it.
+        first use of the transaction), but `move_tag` takes its tag from whatever had it. `drop_tag` then names
+        no version any more; one that names none is refused (`NotFound`).
         `isolation="serializable"` also fails the commit with a `Conflict` where anything it has read through its
         own arrays and paths has changed. `durability="none"` gives up surviving a power failure. With `name`,
         `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which becomes one
@@ -149,6 +153,11 @@ class Store:
             raise InvalidArgument(
                 f"transaction {name!r} can't be serializable: a fragment does not carry what its host has read; "
                 "read and write in a transaction of one process, without a name"
+            )
+        if drop_tag is not None and name is not None:
+            raise InvalidArgument(
+                f"transaction {name!r} can't drop a tag: a fragment does not carry that; drop {drop_tag!r} in a "
+                "transaction of one process, without a name"
             )
         try:
             kept = Durability(durability)
@@ -165,8 +174,7 @@ class Store:
         found = Transaction(
             self._log,
             message=message,
-            tags=tuple(_checked_tag(t) for t in (tag, move_tag) if t is not None),
-            moved=() if move_tag is None else (move_tag,),
+            tags=TagEdits.of(tag, move_tag, drop_tag),
             isolation=isolation,
             durability=kept,
             member=member,
@@ -205,7 +213,8 @@ class Store:
         if at.tzinfo is None:
             raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
         for version in range(await self._log.newest(), 0, -1):
-            if (await self._log.record(version)).time <= at.timestamp():
+            record = await self._log.record(version)
+            if min(_when(part.time) for part in record.parts or (record,)) <= at:  # as the history tells it
                 return version
         raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
 
@@ -318,18 +327,17 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
             version,
             part.tags[0] if part.tags else None,
             part.message,
-            datetime.datetime.fromtimestamp(part.time, datetime.UTC),
+            _when(part.time),
             part.tags,
             part.transaction,
             part.bytes_added,
             {**part.facts, **record.facts},
             expired,
+            record.dropped,
         )
         for part in reversed(parts)
     ]
 
 
-def _checked_tag(tag: str) -> str:
-    if not tag or tag != tag.strip() or any(ord(c) < 32 for c in tag) or tag.isdigit():
-        raise InvalidArgument(f"tag {tag!r} can't be used: expected printable text that is no number")
-    return tag
+def _when(time: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(time, datetime.UTC)

@@ -95,17 +95,22 @@ class Progress:
 
 def show_log(found: Document) -> None:
     """The commits, newest first."""
+    heads = ["version", "tag", "time", "added", "message"]
     rows = [
         [
             str(c["version"]),
-            ", ".join(c["tags"]) + " (expired)" * c["expired"],
+            ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
             _local(c["time"]),
             sized(c["bytes_added"]),
             c["message"],
         ]
         for c in found["commits"]
     ]
-    _table(["version", "tag", "time", "added", "message"], rows, right={0, 3})
+    if any(c["tries"] > 1 for c in found["commits"]):  # as others committed first, or a server gave no answer
+        heads.insert(4, "tries")
+        for row, c in zip(rows, found["commits"], strict=True):
+            row.insert(4, str(c["tries"]))
+    _table(heads, rows, right={0, 3, 4} if "tries" in heads else {0, 3})
 
 
 def show_diff(found: Document) -> None:

@@ -14,7 +14,7 @@ The id of a transaction is never used again, so what an aborted one leaves under
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from tstore.chunk_writer import PackSet, WriteJob
 from tstore.chunks import ChunkTable
 from tstore.codec import ArrayMeta, Codecs, dtype_named
 from tstore.commit_queue import Retry
-from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
+from tstore.errors import Conflict, Corrupt, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, checked_timeout, commit_group
@@ -38,9 +38,12 @@ from tstore.pool import uncancelled
 from tstore.roster import Heart
 from tstore.staged_array import StagedArray
 from tstore.staged_tree import StagedTree
+from tstore.tags import TagEdits
 from tstore.tree import Changes, Tree, checked_path
 
 __all__ = ["Isolation", "Transaction"]
+
+_NO_EDITS = TagEdits()
 
 Isolation = Literal["snapshot", "serializable"]
 
@@ -57,8 +60,7 @@ class Transaction:
         log: Log,
         *,
         message: str = "",
-        tags: Sequence[str] = (),
-        moved: Sequence[str] = (),
+        tags: TagEdits = _NO_EDITS,
         isolation: Isolation = "snapshot",
         durability: Durability = Durability.FSYNC,
         member: Membership | None = None,
@@ -66,8 +68,7 @@ class Transaction:
     ) -> None:
         self._log = log
         self._message = message
-        self._tags = tuple(tags)
-        self._moved = frozenset(moved)
+        self._tags = tags
         self._isolation = isolation
         self._durability = durability
         self._member = member
@@ -204,7 +205,7 @@ class Transaction:
             await self._patch(staged, own)
             chunks = ChunkTable.overlay([chunks, own.written()])
         jobs = [ReadJob(path, meta, chunks, selection, out)]
-        await unexpired(self._log, staged.base.version, read_chunks(self._log.backend, jobs))
+        await self._uncollected(staged, read_chunks(self._log.backend, jobs))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
@@ -302,7 +303,7 @@ class Transaction:
             hosts=member.hosts,
             base=staged.base.version,
             message=self._message,
-            tags=self._tags,
+            tags=self._tags.named,
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifest=manifest,
@@ -318,7 +319,7 @@ class Transaction:
             base=base,
             time=world.now(),
             message=self._message,
-            tags=self._tags,
+            tags=self._tags.named,
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifests=(manifest,),
@@ -326,12 +327,20 @@ class Transaction:
             facts=self._facts,
             durable=self._durability is Durability.FSYNC,
             reused=self._reused,
+            dropped=self._tags.dropped,
         )
 
     async def _patch(self, staged: StagedTree, array: StagedArray) -> None:
         below = staged.below(array.path)
-        work = array.apply_patches(self._log.backend, self._packs, below)
-        await unexpired(self._log, staged.base.version, work)
+        await self._uncollected(staged, array.apply_patches(self._log.backend, self._packs, below))
+
+    async def _uncollected(self, staged: StagedTree, work: Awaitable[None]) -> None:
+        """Awaits what reads the base or this transaction's own packs, and tells where a gc has deleted these."""
+        try:
+            await unexpired(self._log, staged.base.version, work)
+        except (Corrupt, NotFound):
+            await self._log.check_uncollected(self.id, staged.base.version)
+            raise
 
     async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
@@ -376,13 +385,7 @@ class Transaction:
 
     async def _begin(self) -> StagedTree:
         staged = await self._based()
-        for tag in self._tags:
-            version = staged.base.tags.get(tag)
-            if version is not None and tag not in self._moved:
-                raise AlreadyExists(
-                    f"{self._log.backend.url}: the tag {tag!r} is taken, by version {version}; choose another "
-                    "one, or move it: transaction(move_tag=…)"
-                )
+        self._tags.check(staged.base.tags, self._log.backend.url)
         return staged
 
     async def _based(self) -> StagedTree:

@@ -13,7 +13,9 @@ What becomes of a commit that meets a newer one, committed since its base:
     created a node                 created one there, above it or below it        Conflict
     created a node                 deleted a node above it                        Conflict
     created a node                 created one elsewhere, in one new group too    both stay
-    set a tag                      set the same tag                               Conflict
+    set or moved a tag             set, moved or dropped the same tag             Conflict
+    dropped a tag                  set or moved the same tag                      Conflict
+    dropped a tag                  dropped it too                                 both stay
     touched any node               replaced the whole tree (a checkpoint)         Conflict
     replaced the whole tree        did anything but set the same tag              replaces that too
     read (serializable)            changed what was read                          Conflict (`read_set`)
@@ -106,7 +108,10 @@ class Tree:
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
         """The tree that the commit makes of this one."""
-        tags = {**self.tags, **dict.fromkeys(record.tags, version)} if record.tags else self.tags
+        tags = self.tags
+        if record.tags or record.dropped:
+            tags = {t: v for t, v in tags.items() if t not in record.dropped}
+            tags.update(dict.fromkeys(record.tags, version))
         if record.collection is not None:
             gone = set(record.collection.expired)
             tags = {tag: named for tag, named in tags.items() if named not in gone}
@@ -163,6 +168,7 @@ class Changes(NamedTuple):
     deleted: tuple[str, ...] = ()
     replaces: bool = False
     tags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @staticmethod
     def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
@@ -173,11 +179,12 @@ class Changes(NamedTuple):
             if path in nodes:  # transactions that were committed together wrote different chunks of it
                 fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
             nodes[path] = NodeChange(fresh, numbers)
-        return Changes(nodes, record.deleted, record.replaces, record.tags)
+        return Changes(nodes, record.deleted, record.replaces, record.tags, record.dropped)
 
     def overlap(self, other: Changes) -> Overlap:
         """Where these changes, not yet committed, meet those of a newer commit."""
-        fatal = [f"tag {t}" for t in self.tags if t in other.tags]
+        fatal = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
+        fatal += [f"tag {t}" for t in self.dropped if t in other.tags]
         if self.replaces:
             return Overlap(fatal, {})
         if other.replaces:

@@ -1,0 +1,49 @@
+"""What a transaction does with tags, and whether the tags that are there allow it; pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+
+__all__ = ["TagEdits"]
+
+
+class TagEdits(NamedTuple):
+    """`named` are the tags of the version to be, of which those in `moved` may name another one before.
+
+    `dropped` name no version any more.
+    """
+
+    named: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(tag: str | None, move_tag: str | None, drop_tag: str | None) -> TagEdits:
+        """One of each kind; `InvalidArgument` for what can't be a tag, or is to become two things at once."""
+        given = [t for t in (tag, move_tag, drop_tag) if t is not None]
+        for name in given:
+            if not name or name != name.strip() or any(ord(c) < 32 for c in name) or name.isdigit():
+                raise InvalidArgument(f"tag {name!r} can't be used: expected printable text that is no number")
+        twice = [name for name in given if given.count(name) > 1]
+        if twice:
+            raise InvalidArgument(
+                f"tag {twice[0]!r} is named twice: expected in one of tag=, move_tag=, drop_tag="
+            )
+        moved, dropped = ((t,) if t is not None else () for t in (move_tag, drop_tag))
+        return TagEdits((*((tag,) if tag is not None else ()), *moved), moved, dropped)
+
+    def check(self, known: Mapping[str, int], where: str) -> None:
+        """Raises `AlreadyExists` for one that is taken and not to be moved, `NotFound` where one is not there."""
+        for tag in self.named:
+            if tag in known and tag not in self.moved:
+                raise AlreadyExists(
+                    f"{where}: the tag {tag!r} is taken, by version {known[tag]}; choose another one, or move it: "
+                    "transaction(move_tag=…)"
+                )
+        for tag in self.dropped:
+            if tag not in known:
+                names = ", ".join(sorted(known)[-10:]) or "none"
+                raise NotFound(f"{where}: there is no tag {tag!r} to drop; its tags are: {names}")
