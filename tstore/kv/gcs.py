@@ -97,13 +97,11 @@ class GcsObjects:
         async with self._data(key, fields) as response:
             if response.status == 416 or response.content_length == 0:  # fake-gcs-server: 206, "bytes 0--1/0"
                 return b""
-            if response.status == 206:
-                found = content_range(response, self._where(key))
-                if start >= 0 and (found.start != start or (stop is not None and found.stop > stop)):
-                    raise Corrupt(
-                        f"{self._where(key)}: bytes {found.start} to {found.stop} came, not {start} to {stop}"
-                    )
-            return await response.read()
+            found = _held(response, self._where(key))
+            if start >= 0 and (found.start > start or (found.start < start and response.status != 200)):
+                raise Corrupt(f"{self._where(key)}: bytes from {found.start} on came, not from {start} on")
+            data = await response.read()
+            return data[start:stop] if response.status == 200 else data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
@@ -111,12 +109,10 @@ class GcsObjects:
             return
         where = self._where(key)
         async with self._data(key, {"Range": f"bytes={offset}-{offset + size - 1}"}) as response:
-            found = None if response.status == 416 else content_range(response, where)
-            if found is None or found.start != offset or found.stop != offset + size:
-                raise Corrupt(
-                    f"{where}: {size} bytes expected at {offset}, but "
-                    + ("the object ends before" if found is None else f"{found.start} to {found.stop} came")
-                )
+            found = _held(response, where)
+            if found != range(offset, offset + size):
+                came = f"{found.start} to {found.stop} came" if found else "the object ends before"
+                raise Corrupt(f"{where}: {size} bytes expected at {offset}, but {came}")
             sink = Sink(buffers)
             async for block in response.content.iter_any():
                 if not sink.take(block):
@@ -218,7 +214,7 @@ class GcsObjects:
     async def _data(self, key: str, fields: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer with an object's bytes: all of them, or with `Range` in the fields a part (or status 416)."""
         name = quote(self._name(key), safe="")
-        fine = (206, 416) if fields else (200,)
+        fine = (200, 206, 416) if fields else (200,)
         try:
             async with self._asked(
                 "GET", "download/storage/v1", name, {"alt": "media"}, self._where(key), fields, fine=fine
@@ -310,6 +306,14 @@ def _payer(url: str, project: str | None, requester_pays: bool | str) -> str | N
     if requester_pays is True and not project:
         raise InvalidArgument(f"{url}: with requester_pays=True, project=… says who pays")
     return requester_pays if isinstance(requester_pays, str) else project if requester_pays else None
+
+
+def _held(response: aiohttp.ClientResponse, where: str) -> range:
+    """Which bytes of the object the answer holds; all of them where the server does not know ranges."""
+    if response.status == 206:
+        start, stop, _ = content_range(response, where)
+        return range(start, stop)
+    return range(response.content_length or 0) if response.status == 200 else range(0)
 
 
 def _crc32c(data: Buffers) -> str:

@@ -63,8 +63,8 @@ class Retry(Wrapper):
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """See `Objects.pages`; a listing that broke off is begun again, and what was listed is left out."""
-        last, pages = "", aiter(self.inner.pages(prefix, delimiter))
-        begun = True
+        pages = aiter(self.inner.pages(prefix, delimiter))
+        begun, entry, folder = True, "", ""  # the last of each; some servers show all folders with the first page
 
         async def next_page() -> Page | None:
             nonlocal pages, begun
@@ -77,9 +77,9 @@ class Retry(Wrapper):
                 raise
 
         while (page := await self.around(Request("list", prefix), next_page)) is not None:
-            entries = [e for e in page.entries if e.key > last]
-            folders = [f for f in page.folders if f > last]
-            last = max([last, *(e.key for e in entries), *folders])
+            entries = [e for e in page.entries if e.key > entry]
+            folders = [f for f in page.folders if f > folder]
+            entry, folder = max([entry, *(e.key for e in entries)]), max([folder, *folders])
             yield Page(entries, folders)
 
     async def _repeated(
