@@ -8,8 +8,9 @@ import uuid
 import msgspec
 
 from tstore import world
-from tstore.errors import AlreadyExists, Corrupt, NotAStore, NotFound, UnsupportedFormat
-from tstore.kv.base import Backend, Durability
+from tstore.errors import Corrupt, NotAStore, NotFound, UnsupportedFormat
+from tstore.kv.base import Backend
+from tstore.kv.probe import prove, race
 
 __all__ = ["FORMAT_VERSION", "MARKER", "Marker", "create_marker", "read_marker"]
 
@@ -36,8 +37,14 @@ async def read_marker(backend: Backend) -> Marker | None:
     """
     try:
         data = await backend.get(MARKER)
+    except NotAStore:  # there is no such bucket
+        raise
     except NotFound:
         return None
+    return _decoded(backend, data)
+
+
+def _decoded(backend: Backend, data: bytes) -> Marker:
     try:
         written = msgspec.json.decode(data, type=_Format).format
         if written > FORMAT_VERSION:  # all else may be different there
@@ -52,13 +59,16 @@ async def read_marker(backend: Backend) -> Marker | None:
         ) from error
 
 
-async def create_marker(backend: Backend) -> tuple[Marker, bool]:
+async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:
     """The marker of a new store, and whether this call made it, not another process meanwhile.
 
-    Raises `NotAStore` where other files are.
+    So many creates race for it, each with another uuid: a backend on which not exactly one wins is refused.
+    Raises `NotAStore` where other files are, `Denied`.
     """
     try:
         empty = await backend.empty()
+    except NotAStore:
+        raise
     except NotFound as error:
         raise NotAStore(f"{backend.url} is no folder, so it can't be a store; choose another path") from error
     if not empty and await read_marker(backend) is None:  # another host may have made it just now
@@ -66,10 +76,9 @@ async def create_marker(backend: Backend) -> tuple[Marker, bool]:
             f"{backend.url} holds other files and no {MARKER}, so it is not made a store; choose an empty or "
             "a new folder"
         )
+    if not backend.capabilities.conditional_create:
+        await prove(backend)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
-    marker = Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now)
-    try:
-        await backend.create(MARKER, msgspec.json.encode(marker), Durability.FSYNC)
-    except AlreadyExists:
-        return await read_marker(backend) or marker, False
-    return marker, True
+    markers = [Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now) for _ in range(racers)]
+    ended = await race(backend, MARKER, [msgspec.json.encode(m) for m in markers])
+    return _decoded(backend, ended.stored), ended.ours

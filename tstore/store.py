@@ -24,12 +24,13 @@ from tstore.errors import (
 from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
 from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
+from tstore.kv.probe import RACERS, prove
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.trace import Traffic
 from tstore.kv.url import connect
 from tstore.log import Log
 from tstore.manifest import Part, Record
-from tstore.marker import MARKER, create_marker, read_marker
+from tstore.marker import MARKER, Marker, create_marker, read_marker
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot
@@ -67,21 +68,33 @@ async def open(
     `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere.
     Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied`, `InvalidArgument`.
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
+    which is put to the test where a store is made), `InvalidArgument`.
     """
     if mode not in ("r", "a", "x"):
         raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
+    try:
+        return Store(backend, (await _marker(backend, mode)).uuid, mode)
+    except BaseException:
+        if backend is not url:
+            await backend.close()
+        raise
+
+
+async def _marker(backend: Backend, mode: Mode) -> Marker:
     marker = await read_marker(backend)
-    if marker is not None and mode == "x":
-        raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
     if marker is None:
         if mode == "r":
             raise NotAStore(f"{backend.url} is not a tstore store: it has no {MARKER}; check the path")
-        marker, made = await create_marker(backend)
+        marker, made = await create_marker(backend, RACERS if mode == "x" else 2)
         if mode == "x" and not made:
             raise AlreadyExists(f"{backend.url} was made a store by another process just now")
-    return Store(backend, marker.uuid, mode)
+    elif mode == "x":
+        raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
+    elif mode == "a" and not backend.capabilities.conditional_create:
+        await prove(backend)
+    return marker
 
 
 @contextlib.asynccontextmanager

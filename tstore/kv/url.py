@@ -21,7 +21,7 @@ __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_KNOWN = "expected a path, file://, memory://, http(s):// or gs://"
+_KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or another that fsspec knows"
 
 
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -64,8 +64,19 @@ def _objects(scheme: str, url: str, options: dict[str, Any]) -> Objects | None:
             from tstore.kv.gcs import GcsObjects
 
             return _made(GcsObjects, url, options)
+        case "s3" | "s3a":
+            _need(url, "s3", "s3fs")
+            from tstore.kv.s3 import S3Objects
+
+            return _made(S3Objects, url, options)
         case other:
-            raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
+            from fsspec.registry import known_implementations, registry
+
+            if other not in known_implementations and other not in registry:
+                raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
+            from tstore.kv.fsspec import FsspecObjects
+
+            return FsspecObjects(url, **options)
 
 
 def _made(kind: Callable[..., Objects], url: str, options: dict[str, Any]) -> Objects:

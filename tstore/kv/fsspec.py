@@ -1,0 +1,238 @@
+"""Objects on any file system of fsspec: for reading, and for writing where the probe finds a true create.
+
+fsspec promises little about its `mode="create"`: some file systems ask the server for it, some ignore it, and its
+own way, which most inherit, is to look first and then to write; that one is refused here. Of the others nobody
+knows, so `capabilities.conditional_create` is False, and who wants to write asks `kv.probe`.
+File systems with coroutines run on the I/O loop, others in the pool's threads. Instances and listings are never
+shared or cached: a store must see what others write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import errno
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    TStoreError,
+    Unavailable,
+)
+from tstore.kv.base import Buffers, Capabilities, checked_key
+from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.pool import run
+
+__all__ = ["FsspecObjects"]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITTEN = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
+
+class FsspecObjects:
+    """The files below one path of a file system that fsspec knows."""
+
+    capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Takes whatever options the file system takes; it connects at the first request, as a rule.
+
+        Raises `InvalidArgument` where fsspec does not know the scheme, or the package that it needs is missing.
+        """
+        parts = urlsplit(url)
+        self.url = url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1).rstrip("/")
+        self._address = url
+        self._options = options
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._files, self._root = self._connect(asynchronous=False)
+
+    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+        """See `Objects.get`."""
+        start, stop = span
+        if start < 0 or (stop is not None and stop < 0):
+            start, stop, _ = slice(start, stop).indices(await self._size(key))
+        if stop is not None and stop <= start:
+            await self._size(key)
+            return b""
+        if (start, stop) == (0, None):
+            return await self._cat(key)
+        try:
+            data = await self._cat(key, start=start, end=stop)
+        except (Unavailable, InvalidArgument):
+            if start < await self._size(key):
+                raise
+            return b""  # servers refuse ranges behind the end
+        if stop is not None and len(data) > stop - start:
+            raise Corrupt(f"{self.url}: {len(data)} bytes of {key} came where {stop - start} were asked for")
+        return data
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        """See `Objects.read`."""
+        data = memoryview(await self.get(key, Span(offset, offset + size)))
+        if len(data) != size:
+            raise Corrupt(
+                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} are there; "
+                "restore the object from a copy of the store"
+            )
+        at = 0
+        for buffer in buffers:
+            view = memoryview(buffer)
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+    async def head(self, key: str) -> Entry | None:
+        """See `Objects.head`."""
+        try:
+            found = await self._call("look at", key, "info", self._path(key))
+        except NotFound:
+            return None
+        return None if found["type"] == "directory" else Entry(key, int(found["size"]), _age(found))
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        """See `Objects.put`; how far a create is exclusive is the file system's affair."""
+        path, body = self._path(key), b"".join(data)
+        asked: dict[str, Any] = {}
+        if mode is PutMode.CREATE:
+            self._check_creates()
+            asked = {"mode": "create"}
+        try:
+            await self._call("write", key, "pipe_file", path, body, **asked)
+        except NotFound:  # folders exist there
+            await self._call("write", key, "makedirs", path.rpartition("/")[0], exist_ok=True)
+            await self._call("write", key, "pipe_file", path, body, **asked)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Objects.pages`; one page holds everything."""
+        folder = f"{self._root}/{prefix}".rpartition("/")[0]
+        try:
+            if delimiter:
+                found = await self._call("list", prefix, "ls", folder, detail=True)
+            else:
+                found = (await self._call("list", prefix, "find", folder, detail=True)).values()
+        except NotFound:
+            return
+        page = Page([], [])
+        for info in sorted(found, key=lambda info: str(info["name"])):
+            key = str(info["name"]).removeprefix(f"{self._root}/").rstrip("/")
+            if not key.startswith(prefix):
+                continue
+            if info["type"] == "directory":
+                page.folders.append(f"{key}/")
+            else:
+                page.entries.append(Entry(key, int(info["size"]), _age(info)))
+        yield page
+
+    async def delete(self, key: str) -> None:
+        """See `Objects.delete`."""
+        path = self._path(key)
+        try:
+            await self._call("delete", key, "rm_file", path)
+        except TStoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return
+            if not await self._call("look at", key, "isdir", path):
+                raise
+            with contextlib.suppress(TStoreError):  # something is left in it
+                await self._call("delete", key, "rmdir", path)
+
+    async def close(self) -> None:
+        """See `Objects.close`; sessions end with their file system."""
+        self._loop = None
+
+    def __repr__(self) -> str:
+        return f"<FsspecObjects {self.url}>"
+
+    def _connect(self, asynchronous: bool) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        kept = {"skip_instance_cache": True, "use_listings_cache": False}
+        if asynchronous:
+            kept["asynchronous"] = True
+        try:
+            files, path = url_to_fs(self._address, **{**self._options, **kept})
+        except ImportError as error:
+            raise InvalidArgument(f"{self.url}: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{self.url}: {error}; mend the URL or storage_options") from error
+        return files, str(path).rstrip("/")
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checked_key(key, self.url)}"
+
+    async def _size(self, key: str) -> int:
+        found = await self.head(key)
+        if found is None:
+            raise NotFound(f"{self.url}: there is no object {key}")
+        return found.size
+
+    async def _cat(self, key: str, **span: int | None) -> bytes:
+        return bytes(await self._call("read", key, "cat_file", self._path(key), **span))
+
+    def _check_creates(self) -> None:
+        from fsspec import AbstractFileSystem
+
+        create = self._method("pipe_file")
+        if getattr(create, "__func__", create) is AbstractFileSystem.pipe_file:
+            why = "fsspec looks whether a name is free, and then writes"
+        elif "mode" not in inspect.signature(create).parameters:
+            why = "this file system overwrites what is there"
+        else:
+            return
+        raise Denied(
+            f"{self.url} does not create exclusively: {why}, so two jobs could overwrite each other's commits; "
+            "read it with mode='r', and write elsewhere"
+        )
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self._files, f"_{name}" if self._files.async_impl else name)
+        return found
+
+    async def _call(self, action: str, key: str, name: str, *arguments: Any, **options: Any) -> Any:
+        if self._files.async_impl and self._loop is not (loop := asyncio.get_running_loop()):
+            self._files, self._root = self._connect(asynchronous=True)  # its session belongs to one loop
+            self._loop = loop
+        with self._explained(action, key):
+            if self._files.async_impl:
+                return await self._method(name)(*arguments, **options)
+            return await run(lambda: self._method(name)(*arguments, **options))
+
+    @contextlib.contextmanager
+    def _explained(self, action: str, key: str) -> Iterator[None]:
+        what = f"{self.url}: can't {action} {key!r}"
+        try:
+            yield
+        except TStoreError:
+            raise
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise NotFound(f"{what}: there is no such object") from error
+        except FileExistsError as error:
+            raise AlreadyExists(f"{what}: it exists already") from error
+        except PermissionError as error:
+            raise Denied(f"{what}: {error}; check the credentials and permissions") from error
+        except NotImplementedError as error:
+            raise Denied(f"{what}: the file system has no such operation") from error
+        except OSError as error:
+            if error.errno in _FULL:
+                raise StorageFull(f"{what}: {error}; make room, then repeat") from error
+            raise Unavailable(f"{what}: {error or type(error).__name__}; try again") from error
+        except ValueError as error:
+            raise InvalidArgument(f"{what}: {error}") from error
+        except Exception as error:  # the libraries under fsspec have errors of their own
+            raise Unavailable(f"{what}: {type(error).__name__}: {error}; try again") from error
+
+
+def _age(info: Mapping[str, Any]) -> float | None:
+    written = next((info[name] for name in _WRITTEN if info.get(name) is not None), None)
+    if isinstance(written, datetime.datetime):
+        written = written.timestamp()
+    return max(0.0, time.time() - written) if isinstance(written, (int, float)) else None

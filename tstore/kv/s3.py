@@ -1,0 +1,365 @@
+"""Objects in a bucket of S3, or of a server that speaks its protocol.
+
+s3fs holds the session, for it takes credentials and options as its users know them; the requests go to its client
+directly, each exactly once, since repeating a write is `kv.retry`'s business: s3fs and botocore would repeat a
+create blindly and then report its own object as another's.
+
+Create, so that of many writers exactly one is told that it has won:
+
+1. PUT with `If-None-Match: *`, and with a random token in the object's metadata.
+2. 412 says that the key is taken. The HTTP client may have sent the request twice (on a connection that was closed
+   under it), so HEAD tells whether the object carries our token: then it was this very request that made it.
+3. 409 says that another write of the key is under way: not decided, so `Unavailable`, and the caller asks again.
+
+Bodies are checked by the server (CRC32, by botocore), and answers by the checksums of what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotAStore,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+)
+from tstore.kv.base import Buffers, Capabilities, checked_key
+from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+
+__all__ = ["S3Objects"]
+
+_CONNECTIONS = 64
+_CONNECT_TIMEOUT, _READ_TIMEOUT = 10, 30
+_PIECE = 256 << 10
+_TOKEN = "tstore-put"
+
+_MISSING = {"NoSuchKey", "404", "NotFound"}
+_DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
+_BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
+_FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
+_LATER = {
+    "RequestTimeout",
+    "ConditionalRequestConflict",
+    "OperationAborted",
+    "InternalError",
+    "ServiceUnavailable",
+}
+
+
+class S3Objects:
+    """The objects of a bucket whose keys begin with a prefix: `s3://bucket/prefix`."""
+
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        secret: str | None = None,
+        token: str | None = None,
+        profile: str | None = None,
+        anon: bool = False,
+        endpoint_url: str | None = None,
+        use_ssl: bool = True,
+        requester_pays: bool = False,
+        cache_regions: bool = False,
+        client_kwargs: Mapping[str, Any] | None = None,
+        config_kwargs: Mapping[str, Any] | None = None,
+        s3_additional_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes options of s3fs, which documents each, and connects at the first request.
+
+        `s3_additional_kwargs` go with every write. What is not given comes from where botocore finds it: the
+        environment, its files, the machine's role. Raises `InvalidArgument` where the URL names no bucket.
+        """
+        path = url.partition("://")[2].strip("/")
+        self._bucket, _, prefix = path.partition("/")
+        if not self._bucket or "@" in self._bucket:
+            raise InvalidArgument(
+                "the URL of a store on S3 is s3://bucket/prefix; credentials go into storage_options, as key and "
+                "secret, or into the environment"
+            )
+        self.url = f"s3://{path}"
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._options: dict[str, Any] = {
+            "key": key,
+            "secret": secret,
+            "token": token,
+            "anon": anon,
+            "endpoint_url": endpoint_url,
+            "use_ssl": use_ssl,
+            "requester_pays": requester_pays,
+            "cache_regions": cache_regions,
+            "client_kwargs": dict(client_kwargs or {}),
+            "s3_additional_kwargs": dict(s3_additional_kwargs or {}),
+            "config_kwargs": {
+                "connect_timeout": _CONNECT_TIMEOUT,
+                "read_timeout": _READ_TIMEOUT,
+                "max_pool_connections": _CONNECTIONS,
+                "retries": {"total_max_attempts": 1},
+                "response_checksum_validation": "when_required",  # chunks and records carry their own
+                **(config_kwargs or {}),
+            },
+        }
+        if profile is not None:
+            self._options["profile"] = profile
+        from s3fs import S3FileSystem  # takes 0.3 s
+
+        self._file_system = S3FileSystem
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting = asyncio.Lock()
+        self._files: Any = None
+        self._client: Any = None
+
+    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+        """See `Objects.get`."""
+        start, stop = span
+        if (start < 0 and stop is not None) or (stop is not None and stop < 0):
+            size = await self._size(key)
+            start, stop, _ = slice(start, stop).indices(size)
+        if stop is not None and stop <= start:
+            await self._size(key)
+            return b""
+        if (start, stop) == (0, None):
+            return bytes(await self._read(key, None, None))
+        asked = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if stop is None else stop - 1}"
+        try:
+            return bytes(await self._read(key, asked, None if stop is None else stop - start))
+        except _BeyondTheEnd:
+            return b""
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        """See `Objects.read`."""
+        if size == 0:
+            return
+        async with self._answers("read", key) as client:
+            try:
+                answer = await client.get_object(
+                    Bucket=self._bucket,
+                    Key=self._name(key),
+                    Range=f"bytes={offset}-{offset + size - 1}",
+                    **self._files.req_kw,
+                )
+            except Exception as error:
+                if _status(error) == 416:
+                    raise self._short(key, offset, size, 0) from error
+                raise
+            async with answer["Body"] as body:
+                self._check_range(key, answer, offset)
+                await self._fill(key, body, offset, buffers, size)
+
+    async def head(self, key: str) -> Entry | None:
+        """See `Objects.head`."""
+        try:
+            answer = await self._head(key)
+        except NotFound:
+            return None
+        return Entry(key, answer["ContentLength"], _age(answer, answer.get("LastModified")))
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        """See `Objects.put`; the joined buffers are at most 5 GB."""
+        token = secrets.token_hex(8)
+        asked: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
+        body = data[0] if len(data) == 1 and isinstance(data[0], (bytes, bytearray)) else b"".join(data)
+        try:
+            async with self._answers("write", key) as client:
+                asked |= self._files.s3_additional_kwargs | self._files.req_kw
+                asked["Metadata"] = {**asked.get("Metadata", {}), _TOKEN: token}
+                await client.put_object(Bucket=self._bucket, Key=self._name(key), Body=body, **asked)
+        except AlreadyExists:
+            try:
+                found = (await self._head(key)).get("Metadata", {}).get(_TOKEN)
+            except NotFound as error:
+                raise Unavailable(
+                    f"{self.url}: {key} was there when it was to be created, and then was not; try again"
+                ) from error
+            if found != token:
+                raise
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Objects.pages`."""
+        asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
+        skip = len(self._prefix)
+        while True:
+            async with self._answers("list", prefix) as client:
+                answer = await client.list_objects_v2(**asked, **self._files.req_kw)
+            entries = [
+                Entry(found["Key"][skip:], found["Size"], _age(answer, found.get("LastModified")))
+                for found in answer.get("Contents", [])
+                if not found["Key"].endswith("/")  # a "folder" that some console made
+            ]
+            yield Page(entries, [found["Prefix"][skip:] for found in answer.get("CommonPrefixes", [])])
+            if not answer.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = answer["NextContinuationToken"]
+
+    async def delete(self, key: str) -> None:
+        """See `Objects.delete`."""
+        async with self._answers("delete", key) as client:
+            await client.delete_object(Bucket=self._bucket, Key=self._name(key), **self._files.req_kw)
+
+    async def close(self) -> None:
+        """See `Objects.close`; the next call connects again."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():  # another loop has died with a fork
+            await client.close()
+
+    def __repr__(self) -> str:
+        return f"<S3Objects {self.url}>"
+
+    def _name(self, key: str) -> str:
+        return self._prefix + checked_key(key, self.url)
+
+    async def _connected(self) -> Any:
+        if self._loop is not (loop := asyncio.get_running_loop()):  # the first, or another after a fork
+            self._loop, self._connecting, self._client = loop, asyncio.Lock(), None
+        async with self._connecting:
+            if self._client is None:
+                self._files = self._file_system(
+                    **self._options,
+                    asynchronous=True,
+                    skip_instance_cache=True,
+                    use_listings_cache=False,
+                )
+                await self._files.set_session()
+                self._client = await self._files.get_s3(self._bucket)
+        return self._client
+
+    @contextlib.asynccontextmanager
+    async def _answers(self, action: str, key: str) -> AsyncIterator[Any]:
+        """The client; what it raises becomes an error of tstore."""
+        try:
+            yield await self._connected()
+        except TStoreError:
+            raise
+        except Exception as error:
+            raise self._explained(action, key, error) from error
+
+    async def _head(self, key: str) -> Any:
+        async with self._answers("look at", key) as client:
+            return await client.head_object(Bucket=self._bucket, Key=self._name(key), **self._files.req_kw)
+
+    async def _size(self, key: str) -> int:
+        return int((await self._head(key))["ContentLength"])
+
+    async def _read(self, key: str, asked: str | None, longest: int | None) -> bytearray:
+        """The body of a whole object or of a range of at most `longest` bytes."""
+        async with self._answers("read", key) as client:
+            span = {} if asked is None else {"Range": asked}
+            name = self._name(key)
+            try:
+                answer = await client.get_object(Bucket=self._bucket, Key=name, **span, **self._files.req_kw)
+            except Exception as error:
+                if _status(error) == 416:
+                    raise _BeyondTheEnd from error
+                raise
+            async with answer["Body"] as body:
+                size = int(answer["ContentLength"])
+                if asked is not None:
+                    start, _, stop = asked.removeprefix("bytes=").partition("-")
+                    if start or size > int(stop):  # all of a short object answers a suffix as well
+                        self._check_range(key, answer, int(start) if start else None)
+                if longest is not None and size > longest:
+                    raise Corrupt(f"{self.url}: {size} bytes of {key} came where {longest} were asked for")
+                data = bytearray(size)
+                await self._fill(key, body, 0, [data], size)
+        return data
+
+    async def _fill(self, key: str, body: Any, offset: int, buffers: Buffers, size: int) -> None:
+        done = 0
+        for buffer in buffers:
+            view = memoryview(buffer)
+            at = 0
+            while at < len(view):
+                piece = await body.read(min(_PIECE, len(view) - at))
+                if not piece:
+                    raise self._short(key, offset, size, done)
+                view[at : at + len(piece)] = piece
+                at += len(piece)
+                done += len(piece)
+
+    def _check_range(self, key: str, answer: Any, start: int | None) -> None:
+        """A server that ignores ranges answers 200 and sends everything."""
+        status, found = answer["ResponseMetadata"]["HTTPStatusCode"], str(answer.get("ContentRange", ""))
+        if status != 206 or (start is not None and not found.startswith(f"bytes {start}-")):
+            raise Corrupt(
+                f"{self.url}: the server sent another range of {key} than it was asked for (status {status}, "
+                f"{found or 'no Content-Range'}); it can't be used for a store"
+            )
+
+    def _short(self, key: str, offset: int, size: int, done: int) -> Corrupt:
+        return Corrupt(
+            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {done} are there; "
+            "restore the object from a copy of the store"
+        )
+
+    def _explained(self, action: str, key: str, error: Exception) -> TStoreError:
+        """The error of tstore for one of botocore, of the HTTP client, or of the network."""
+        from botocore import exceptions as boto
+
+        what = f"{self.url}: can't {action} {key!r}"
+        if isinstance(error, boto.ClientError):
+            return self._refused(action, what, error)
+        if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
+            return Denied(
+                f"{what}: {error}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, or set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
+            return InvalidArgument(f"{what}: {error}; mend the URL or storage_options")
+        return Unavailable(f"{what}: {error or type(error).__name__}; try again, or check endpoint_url")
+
+    def _refused(self, action: str, what: str, error: Any) -> TStoreError:
+        code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
+        said = f"{what}: {error.response.get('Error', {}).get('Message') or code} ({code}, status {status})"
+        if code == "NoSuchBucket" or (status == 404 and action == "write"):
+            return NotAStore(f"{said}; there is no bucket {self._bucket!r}: make it first, or check the URL")
+        if code in _MISSING or (status == 404 and not code):
+            return NotFound(said)
+        if code == "PreconditionFailed" or status == 412:
+            return AlreadyExists(f"{what}: it exists already")
+        if code in _BUSY or (status == 503 and "rate" in said):
+            after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
+            return Throttled(f"{said}; fewer requests at once", float(after) if after.isdigit() else None)
+        if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
+            return Unavailable(f"{said}; try again")
+        if code in _FULL or status in (413, 507):
+            return StorageFull(f"{said}; make room or raise the quota, then repeat")
+        if code in _DENIED or status in (401, 403):
+            return Denied(
+                f"{said}; check the credentials and the rights of their owner on bucket {self._bucket!r}"
+            )
+        if status == 501:
+            return Denied(f"{said}; the server lacks what a store needs, use another")
+        return InvalidArgument(f"{said}; check the URL and storage_options")
+
+
+class _BeyondTheEnd(NotFound):
+    """The range begins behind the object's last byte."""
+
+
+def _status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    found = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _age(answer: Any, written: Any) -> float | None:
+    """Seconds between the two times of the server's clock."""
+    date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+    if date is None or written is None:
+        return None
+    return max(0.0, float((email.utils.parsedate_to_datetime(date) - written).total_seconds()))

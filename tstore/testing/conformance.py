@@ -1,0 +1,57 @@
+"""What every backend must do, as checks that find those which do not.
+
+For whoever writes a backend, with pytest and pytest-asyncio (`connect` makes one more client of the same place at
+each call; it gives a `Backend`, or `Objects` of which a backend is then made):
+
+    @pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
+    async def test_mine(check: conformance.Check) -> None:
+        await check(conformance.Subject(lambda: MyObjects("mine://host/folder")))
+
+and for users as `tstore probe URL`. A check raises AssertionError where the backend breaks a promise, and
+`unittest.SkipTest` where it can't be judged. It works in a folder of its own below `txn/`, under names that a
+store's layout has, so that it harms no store that lies there, and removes what it made.
+
+A check can only find a fault; it can't prove that there is none. A race is run many times for that reason.
+"""
+
+from __future__ import annotations
+
+import time
+import unittest
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from tstore.testing.promises import CHECKS
+from tstore.testing.subject import Check, Subject
+
+__all__ = ["CHECKS", "Check", "Finding", "Subject", "judge"]
+
+
+class Finding(NamedTuple):
+    """What a check has found."""
+
+    check: str
+    promise: str
+    outcome: Literal["holds", "fails", "skipped"]
+    detail: str
+    seconds: float
+
+
+async def judge(
+    subject: Subject, checks: Iterable[Check] | None = None, tell: Callable[[str], None] = lambda name: None
+) -> list[Finding]:
+    """The findings of the checks (by default all), made one after the other; `tell` hears what comes next."""
+    findings = []
+    for check in CHECKS if checks is None else checks:
+        tell(check.name)
+        begun = time.monotonic()
+        outcome: Literal["holds", "fails", "skipped"] = "holds"
+        detail = ""
+        try:
+            await check(subject)
+        except unittest.SkipTest as reason:
+            outcome, detail = "skipped", str(reason)
+        except AssertionError as fault:
+            outcome, detail = "fails", str(fault)
+        findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - begun))
+    return findings

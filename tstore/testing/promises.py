@@ -1,0 +1,348 @@
+"""What every backend promises, each promise as a check that fails where it is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+import unittest
+from collections.abc import Awaitable, Callable, Sequence
+
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
+from tstore.kv.base import Backend, Durability
+from tstore.kv.objects import Objects, Page, Span
+from tstore.pool import on_io, run
+from tstore.testing.racers import Turn, race_of_processes
+from tstore.testing.subject import Check, Place, Work, many
+
+__all__ = ["CHECKS"]
+
+_NONE, _FSYNC = Durability.NONE, Durability.FSYNC
+_RACERS, _ROUNDS = 8, 12
+_NAMES = 1005
+_LARGE = 24 << 20
+
+_ODD = (
+    "with space",
+    "ünïcödé/日本",
+    "a%2fb",
+    "*?[x]",
+    "x" * 200,
+    "-",
+    "~",
+    "a:b",
+    "a+b&c=d#e",
+    "A/a",
+    "a\\b",
+    '"',
+)
+_BAD = ("", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "a/./b", "a/.tmp", "a\0b")
+
+CHECKS: list[Check] = []
+"""All checks, the quick ones first."""
+
+
+def _promise(promise: str, needs: str = "") -> Callable[[Work], Work]:
+    def add(work: Work) -> Work:
+        CHECKS.append(Check(getattr(work, "__name__", ""), promise, work, needs))
+        return work
+
+    return add
+
+
+@_promise("of the store that lies here, the marker is read in any parts")
+async def reading(place: Place) -> None:
+    try:
+        whole = await place.one.get("tstore.json")
+    except NotFound as error:
+        raise unittest.SkipTest("no store lies here") from error
+    size = len(whole)
+    assert await place.other.size("tstore.json") == size, "its length is not that of its bytes"
+    for start, stop in ((0, size), (0, 1), (3, 9), (size - 1, size)):
+        part = await run(_read, place.other, "tstore.json", start, [stop - start])
+        assert part == whole[start:stop], f"other bytes came for {stop - start} at {start}"
+    await _raises(Corrupt, run(_read, place.one, "tstore.json", size - 1, [2]), "reading beyond the end")
+
+
+@_promise("what was created is read at once, whole, by every client, also by one that had missed it before")
+async def read_after_create(place: Place) -> None:
+    for size, durability in ((0, _FSYNC), (1, _NONE), (25_600, _FSYNC)):
+        key, data = place.key(size), bytes(range(256)) * (size // 256) or b"x" * size
+        for client in (place.other, place.one):
+            assert await client.size(key) is None, f"{key} has a size before it was created"
+            await _raises(NotFound, client.get(key), f"reading {key} before it was created")
+        await place.one.create(key, data, durability)
+        for client in (place.other, place.one):
+            assert await client.get(key) == data, f"{size} bytes were created, others are read"
+            assert await client.size(key) == size, f"size() is {await client.size(key)}, {size} were created"
+
+
+@_promise("a name that is taken is never created again")
+async def create_never_replaces(place: Place) -> None:
+    await place.one.create(place.key(1), b"first", _FSYNC)
+    for client in (place.one, place.other):
+        for data in (b"second", b"first", b""):
+            await _raises(AlreadyExists, client.create(place.key(1), data, _FSYNC), "creating a name again")
+            assert await client.get(place.key(1)) == b"first", "an object was replaced by a second create"
+
+
+@_promise("of racing creates of one name exactly one wins, and its bytes stay")
+async def one_winner(place: Place) -> None:
+    for turn in range(_ROUNDS):
+        key = place.key(turn)
+        bodies = [b"%d of %d" % (racer, turn) * 20 for racer in range(_RACERS)]
+        clients = [place.one if racer % 2 else place.other for racer in range(_RACERS)]
+        won = await asyncio.gather(*[_won(c, key, b) for c, b in zip(clients, bodies, strict=True)])
+        stored = await place.one.get(key)
+        _judge_race(key, Turn([b for b, w in zip(bodies, won, strict=True) if w], stored, _RACERS))
+        assert await place.other.get(key) == stored, f"two clients read different bytes of {key}"
+
+
+@_promise("the same, where the racers are processes")
+async def one_winner_among_processes(place: Place) -> None:
+    if place.subject.url is None:
+        raise unittest.SkipTest("it has no URL under which other processes find it")
+    url, options = place.subject.url, place.subject.storage_options
+    keys = [place.key(turn) for turn in range(_ROUNDS)]
+    for key, won in (await race_of_processes(url, options, keys, _RACERS)).items():
+        _judge_race(key, Turn(won, await place.one.get(key), _RACERS))
+
+
+@_promise("what is missing is not found, and removing it is no error")
+async def missing(place: Place) -> None:
+    key = place.key("nothing")
+    assert await place.one.size(key) is None, "a missing object has a size"
+    await _raises(NotFound, place.one.get(key), "get() of a missing object")
+    await _raises(NotFound, run(_read, place.one, key, 0, [1]), "reading a missing pack")
+    await place.one.delete(key)
+    if place.one.capabilities.listing:
+        assert await place.one.list(f"{place.folder}/") == [], "a new folder is not empty"
+        assert await place.one.age(place.folder) is None, "a folder without objects has an age"
+
+
+@_promise("packs are read in any parts, exactly, and never beyond their end", "ranges")
+async def ranges(place: Place) -> None:
+    key, whole = f"{place.folder}/pack-0", secrets.token_bytes(70_000)
+    await run(_write_packs, place.one, key, [whole[:1], whole[1:1000], whole[1000:]])
+    await place.one.settle(place.folder, _FSYNC)
+    parts = [(0, [70_000]), (5, [1, 2, 3]), (69_999, [1]), (17, [9] * 3000), (0, [1]), (1000, [65_536]), (3, [])]
+    for client in (place.one, place.other):
+        for offset, sizes in parts:
+            found = await run(_read, client, key, offset, sizes)
+            assert found == whole[offset : offset + sum(sizes)], f"other bytes came for {sum(sizes)} at {offset}"
+        for offset, size in ((0, 70_001), (69_999, 2), (70_000, 1), (1 << 20, 1)):
+            what = f"reading {size} bytes at {offset} of 70000"
+            await _raises(Corrupt, run(_read, client, key, offset, [size]), what)
+
+
+@_promise("a span of an object is what a slice of its bytes is", "ranges")
+async def spans(place: Place) -> None:
+    for data in (bytes(range(100)), b""):
+        key = place.key(len(data))
+        await place.one.create(key, data, _FSYNC)
+        bounds = (None, 0, 1, 40, 99, 100, 101, 5000)
+        asked = [Span(a or 0, b) for a in bounds for b in bounds] + [Span(-n) for n in (1, 99, 100, 101, 5000)]
+        found = await asyncio.gather(*[on_io(place.objects.get(key, span)) for span in asked])
+        for span, part in zip(asked, found, strict=True):
+            assert part == data[slice(*span)], f"{tuple(span)} of {len(data)} bytes gave {len(part)} others"
+    for span in (Span(), Span(3), Span(3, 3), Span(-3), Span(0, 3)):
+        await _raises(NotFound, on_io(place.objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
+
+
+@_promise("a hint replaces, and every client sees the new one at once")
+async def hint_replaces(place: Place) -> None:
+    for data in (b"1", b"22222", b"", b"3"):
+        await place.one.hint(place.key("hint"), data)
+        for client in (place.other, place.one):
+            assert await client.get(place.key("hint")) == data, "a hint that was replaced is still read"
+
+
+@_promise("a list holds every name that begins with the prefix, in order, and no other, at once", "listing")
+async def listing(place: Place) -> None:
+    names = ["1", "10", "2", "2-3", "3"]
+    keys = sorted(place.key(name) for name in names)
+    for key in reversed(keys):
+        await place.one.create(key, b"x", _NONE)
+        assert key in await place.other.list(f"{place.folder}/"), "a name is missing in a list after its create"
+    for prefix in (
+        f"{place.folder}/",
+        place.folder,
+        place.key(""),
+        place.key("1"),
+        place.key("2-"),
+        place.key("4"),
+    ):
+        found = await place.other.list(prefix)
+        assert found == [k for k in keys if k.startswith(prefix)], f"list({prefix!r}) gave {found}"
+    assert place.folder.removeprefix("txn/") in await place.other.folders("txn/"), "its folder is missing"
+    age = await place.other.age(place.folder)
+    assert age is not None, "a folder of objects has no age"
+    assert -60 < age < 600, f"objects were written {age} seconds ago, by the server's clock: just now, by ours"
+    assert not await place.one.empty(), "the place is said to be empty"
+
+
+@_promise("pages hold every object once, with its length, and with a delimiter the folders", "listing")
+async def pages(place: Place) -> None:
+    objects = place.objects
+    await asyncio.gather(*[place.one.create(place.key(n), b"x" * n, _NONE) for n in range(5)])
+    entries = [e for p in await _pages(objects, f"{place.folder}/", "/") for e in p.entries]
+    assert [(e.key, e.size) for e in entries] == [(place.key(n), n) for n in range(5)], f"entries are {entries}"
+    folders = [f for p in await _pages(objects, place.folder, "/") for f in p.folders]
+    assert folders == [f"{place.folder}/"], f"with a delimiter the folders are {folders}"
+    deep = [e.key for p in await _pages(objects, place.folder, "") for e in p.entries]
+    assert deep == [place.key(n) for n in range(5)], f"without a delimiter the keys are {deep}"
+    found = await on_io(objects.head(place.key(3)))
+    assert found is not None, "head() finds nothing"
+    assert found.size == 3, f"head() gives a length of {found.size}, 3 were written"
+
+
+@_promise("what was deleted is gone for every client, and its name is free", "listing")
+async def deletes(place: Place) -> None:
+    for name in (1, 2):
+        await place.one.create(place.key(name), b"old", _FSYNC)
+        assert await place.other.get(place.key(name)) == b"old", "other bytes are read than were created"
+    await place.one.delete(place.key(1))
+    await place.one.delete(place.key(1))
+    for client in (place.other, place.one):
+        assert await client.size(place.key(1)) is None, "a deleted object has a size"
+        await _raises(NotFound, client.get(place.key(1)), "reading a deleted object")
+        assert await client.list(f"{place.folder}/") == [place.key(2)], "a deleted object is listed"
+    await place.one.create(place.key(1), b"new", _FSYNC)
+    assert await place.other.get(place.key(1)) == b"new", "an object deleted before is read"
+
+
+@_promise("names with odd characters are kept apart, and listed as they were given")
+async def odd_names(place: Place) -> None:
+    keys = [f"{place.folder}/{name}" for name in _ODD]
+    try:
+        await place.one.create(keys[0], keys[0].encode(), _NONE)
+    except (Denied, InvalidArgument) as error:
+        raise unittest.SkipTest("the server takes names of a store's layout only") from error
+    for key in keys[1:]:
+        await place.one.create(key, key.encode(), _NONE)
+    for key in keys:
+        assert await place.other.get(key) == key.encode(), f"{key!r} holds the bytes of another"
+    if place.one.capabilities.listing:
+        found = await place.other.list(f"{place.folder}/")
+        assert found == sorted(keys), f"names are listed as others: {sorted(set(found) ^ set(keys))}"
+
+
+@_promise("names that lead elsewhere, or have two spellings, are refused")
+async def bad_names(place: Place) -> None:
+    for key in _BAD:
+        for call in (place.one.get(key), place.one.size(key), place.one.create(key, b"x", _NONE)):
+            await _raises(InvalidArgument, call, f"the name {key!r}")
+        for begin in (place.one.reader, lambda k: place.one.writer(k, _NONE)):
+            await _raises(InvalidArgument, run(begin, key), f"the name {key!r}")
+
+
+@_promise("a create that is cancelled leaves the whole object or none, and a client that works")
+async def cancellation(place: Place) -> None:
+    data = bytes(range(256)) * 256
+    begun = time.monotonic()
+    await place.one.create(place.key("first"), data, _NONE)
+    took = time.monotonic() - begun
+    for step in range(20):
+        task = asyncio.ensure_future(place.one.create(place.key(step), data, _NONE))
+        await asyncio.wait([task], timeout=took * step / 16)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with contextlib.suppress(NotFound):
+            assert await place.one.get(place.key(step)) == data, "half an object is read after a cancelled create"
+    await place.one.create(place.key("last"), data, _NONE)
+    assert await place.other.get(place.key("last")) == data, "other bytes are read after cancelled creates"
+
+
+@_promise("a create whose reply is lost is never said to be another's")
+async def lost_replies(place: Place) -> None:
+    if place.subject.relay is None:
+        raise unittest.SkipTest("no relay stands between client and server that could lose a reply")
+    for turn in range(6):
+        key, data = place.key(turn), b"%d" % turn * 100
+        with place.subject.relay.losing("request" if turn % 3 == 2 else "reply"):
+            try:
+                await place.one.create(key, data, _FSYNC)
+                certain = True
+            except Unavailable:
+                certain = False
+            except AlreadyExists as error:
+                raise AssertionError("a create calls its own object another's, for its reply was lost") from error
+        stored = await place.other.get(key) if certain or await place.other.size(key) is not None else None
+        assert stored in (None, data), "half an object is read after a lost reply"
+
+
+@_promise("large objects are written and read as they are", "ranges")
+async def large_objects(place: Place) -> None:
+    piece = secrets.token_bytes(_LARGE // 12)
+    packs = await run(_write_packs, place.one, f"{place.folder}/pack-0", [piece] * 12)
+    await place.one.settle(place.folder, _FSYNC)
+    for key, count in packs:
+        assert await place.other.size(key) == count * len(piece), "a pack has another length than was written"
+        assert await place.other.get(key) == piece * count, "other bytes are read of a large object"
+        middle = await run(_read, place.other, key, len(piece) // 2, [len(piece) // 2])
+        assert middle == piece[len(piece) // 2 :], "other bytes are read in the middle of a large object"
+
+
+@_promise(f"a list of {_NAMES} names is whole", "listing")
+async def long_lists(place: Place) -> None:
+    keys = [place.key(f"{number:05d}") for number in range(_NAMES)]
+    await many(lambda key: place.one.create(key, b"", _NONE), keys)
+    found = await place.other.list(f"{place.folder}/")
+    assert found == keys, f"{len(keys)} names were created, {len(found)} are listed"
+
+
+def _judge_race(key: str, turn: Turn) -> None:
+    won, stored, racers = turn
+    assert len(won) == 1, f"{len(won)} of {racers} racing creates of one name were told that they have won ({key})"
+    assert won[0] == stored, f"the bytes of {key} are not those of the create that has won"
+
+
+async def _won(client: Backend, key: str, data: bytes) -> bool:
+    try:
+        await client.create(key, data, _NONE)
+    except AlreadyExists:
+        return False
+    return True
+
+
+async def _raises(expected: type[TStoreError], call: Awaitable[object], what: str) -> None:
+    try:
+        found = await call
+    except expected:
+        return
+    except TStoreError as error:
+        raise AssertionError(
+            f"{what} gave {type(error).__name__}, {expected.__name__} was expected: {error}"
+        ) from error
+    shown = f"{len(found)} bytes" if isinstance(found, (bytes, bytearray)) else repr(found)
+    raise AssertionError(f"{what} gave {shown}, {expected.__name__} was expected")
+
+
+def _read(client: Backend, key: str, offset: int, sizes: Sequence[int]) -> bytes:
+    buffers = [bytearray(size) for size in sizes]
+    client.reader(key).read_into(offset, buffers, sum(sizes))
+    return b"".join(buffers)
+
+
+def _write_packs(client: Backend, key: str, pieces: Sequence[bytes]) -> list[tuple[str, int]]:
+    """The packs that the pieces filled, the first under `key`, and how many pieces each has."""
+    packs: list[tuple[str, int]] = []
+    writer, count = client.writer(key, _FSYNC), 0
+    for piece in pieces:
+        if writer.append([piece[:7], piece[7:]], len(piece)) is None:
+            writer.finish()
+            packs.append((writer.key, count))
+            writer, count = client.writer(f"{key}-{len(packs)}", _FSYNC), 0
+            assert writer.append([piece], len(piece)) == 0, "an empty pack does not begin at 0"
+        count += 1
+    writer.finish()
+    return [*packs, (writer.key, count)]
+
+
+async def _pages(objects: Objects, prefix: str, delimiter: str) -> list[Page]:
+    async def collect() -> list[Page]:
+        return [page async for page in objects.pages(prefix, delimiter)]
+
+    return await on_io(collect())

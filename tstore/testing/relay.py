@@ -1,0 +1,101 @@
+"""A relay between clients and a server that loses what it is told to lose.
+
+    async with Relay.to("127.0.0.1", port) as relay:
+        ...                                  # clients talk to relay.host, relay.port
+        with relay.losing("reply"):          # the next request is done, then its connection is closed
+            ...
+
+It forwards bytes of TCP and knows nothing of what they mean. "request" closes a connection before anything of the
+next request has reached the server. Only the next one is lost, also where the client then repeats it. With
+`rewrite`, what clients send is changed on its way: so an honest server seems one that ignores a condition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Literal
+
+__all__ = ["Relay"]
+
+_PIECE = 64 << 10
+
+Loss = Literal["request", "reply"]
+Rewrite = Callable[[bytes], bytes]
+
+
+class Relay:
+    """What listens on `host` and `port` and talks to the server."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, server: str, server_port: int, rewrite: Rewrite | None = None) -> None:
+        self.port = 0
+        self.lost = 0
+        """How many requests or replies were lost so far."""
+        self._server = (server, server_port)
+        self._rewrite = rewrite
+        self._loss: Loss | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def to(cls, server: str, port: int, rewrite: Rewrite | None = None) -> AsyncIterator[Relay]:
+        """A relay to that server, while the block lasts; `rewrite` gives other bytes of the same length."""
+        relay = cls(server, port, rewrite)
+        listening = await asyncio.start_server(relay._serve, cls.host, 0)
+        relay.port = listening.sockets[0].getsockname()[1]
+        try:
+            yield relay
+        finally:
+            listening.close()
+            for task in list(relay._tasks):
+                task.cancel()
+            await asyncio.gather(*relay._tasks, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def losing(self, loss: Loss) -> Iterator[None]:
+        """Loses the next request, or the next reply, within the block."""
+        self._loss = loss
+        try:
+            yield
+        finally:
+            self._loss = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            with contextlib.suppress(OSError):
+                await self._forward(reader, writer)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, mine = await asyncio.open_connection(*self._server)
+        try:
+            ways = [
+                asyncio.ensure_future(self._copy(reader, mine, "request")),
+                asyncio.ensure_future(self._copy(theirs, writer, "reply")),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        finally:
+            mine.close()
+
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, kind: Loss) -> None:
+        """Copies until the source ends, or until this is what is to be lost."""
+        while data := await source.read(_PIECE):
+            if self._loss == kind:
+                self._loss = None
+                self.lost += 1
+                return
+            target.write(self._rewrite(data) if self._rewrite is not None and kind == "request" else data)
+            await target.drain()
