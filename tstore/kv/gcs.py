@@ -161,7 +161,6 @@ class GcsObjects:
                 f"{where}: sent were {size} bytes with CRC32C {check}, but the server stored {stored.size} bytes "
                 f"with {legible(str(stored.crc32c))}; what stands there is damaged, delete it"
             )
-        self._bucket_seen = True
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """The objects whose keys begin with the prefix, page by page as the server gives them."""
@@ -183,7 +182,6 @@ class GcsObjects:
                     now = clock(response)
             except NotFound:
                 raise self._no_bucket() from None
-            self._bucket_seen = True
             entries = [  # consoles put an empty object "folder/" where a folder is made; it is none of ours
                 Entry(found.name[cut:], found.size, age(found, now))
                 for found in listing.items
@@ -286,6 +284,7 @@ class GcsObjects:
             shown = {**(fields or {}), **await self._login.fields()}
             async with self._session.answer(method, url, shown, where, data) as response:
                 if response.status in fine:
+                    self._bucket_seen = True
                     yield response
                     return
                 if response.status == 401 and not last and await self._login.renew(shown):

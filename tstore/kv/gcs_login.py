@@ -21,7 +21,6 @@ from tstore.pool import run
 __all__ = ["Login"]
 
 _METHODS = ("anon", "google_default", "cloud", "cache")
-_GOOGLE = "googleapis.com"
 
 
 class Login:
@@ -110,7 +109,8 @@ class Login:
         token = self._token
         if token is None:
             host = urlsplit(anonymous.base).hostname or ""
-            if host != _GOOGLE and not host.endswith(f".{_GOOGLE}"):
+            google = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
+            if not host.endswith(f".{google}"):
                 return anonymous
             return self._mapped(self._environment, system, anonymous)
         if isinstance(token, str) and token not in _METHODS and not os.path.exists(token):
