@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("policy", "commit_queue"),
     ("kv", "kv.base"),
     ("kv.newfile", "kv.objects", "kv.http_answer"),
-    ("kv.http_session", "kv.gcs_login"),
+    ("kv.http_session", "kv.http_pass", "kv.gcs_login"),
     ("kv.gcs_answer",),
     ("kv.upload", "kv.retry", "kv.limits", "kv.trace", "kv.prefix", "kv.readonly", "kv.faults"),
     ("kv.memory", "kv.local", "kv.http", "kv.gcs", "kv.s3", "kv.fsspec"),

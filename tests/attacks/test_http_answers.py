@@ -294,6 +294,96 @@ async def test_a_weak_etag_is_the_same_object() -> None:
         await read(store)
 
 
+# ---- it ignores ranges
+
+
+@contextlib.asynccontextmanager
+async def ignoring_ranges(answer: Answer) -> AsyncIterator[tuple[HttpObjects, Server]]:
+    """Objects of a server that gives its answer whatever is asked, of which that is known."""
+    async with serving(ok(DATA), answer) as server, objects(server) as store:
+        with pytest.warns(RuntimeWarning, match="ignores Range"):
+            assert await store.get("other", Span(5, 9)) == DATA[5:9]
+        server.asked.clear()
+        yield store, server
+
+
+async def test_one_pass_over_an_object_serves_many_reads() -> None:
+    buffers = {(i, n): bytearray(n) for i in range(0, 190, 3) for n in (1, 10)}
+    async with ignoring_ranges(ok(DATA)) as (store, server):
+        await asyncio.gather(*[store.read("k", i, [buffer], n) for (i, n), buffer in buffers.items()])
+        assert [(r.method, r.path, r.fields.get("Range")) for r in server.asked] == [("GET", "/k", None)]
+    assert all(buffer == DATA[i : i + n] for (i, n), buffer in buffers.items())
+
+
+async def test_a_read_behind_a_pass_waits_for_the_next_one() -> None:
+    half, ahead = asyncio.Event(), asyncio.Event()
+
+    async def halting(request: Request) -> bytes:
+        request.writer.write(ok(DATA[:100], length=200))
+        half.set()
+        await ahead.wait()
+        return DATA[100:]
+
+    async with ignoring_ranges(halting) as (store, server):
+        first, second, late, joining = (bytearray(20) for _ in range(4))
+        reads = [asyncio.ensure_future(store.read("k", at, [b], 20)) for at, b in [(0, first), (150, second)]]
+        await half.wait()
+        await reads[0]  # so the pass is on its way
+        reads += [asyncio.ensure_future(store.read("k", at, [b], 20)) for at, b in [(10, late), (180, joining)]]
+        await asyncio.sleep(0)
+        ahead.set()
+        await asyncio.gather(*reads)
+        assert len(server.asked) == 2
+    assert [first, second, late, joining] == [DATA[0:20], DATA[150:170], DATA[10:30], DATA[180:200]]
+
+
+async def test_a_cancelled_read_is_not_filled_and_the_others_are() -> None:
+    begun, ahead = asyncio.Event(), asyncio.Event()
+
+    async def halting(request: Request) -> bytes:
+        begun.set()
+        await ahead.wait()
+        return ok(DATA)
+
+    async with ignoring_ranges(halting) as (store, _):
+        given_up, kept = bytearray(20), bytearray(20)
+        reads = [asyncio.ensure_future(store.read("k", 5, [buffer], 20)) for buffer in (given_up, kept)]
+        await begun.wait()
+        reads[0].cancel()
+        await asyncio.wait(reads[:1])
+        ahead.set()
+        await reads[1]
+    assert (given_up, kept) == (bytearray(20), DATA[5:25])
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (then(ok(DATA[:100], length=200), close), Unavailable),
+        (ok(DATA[:100]), Corrupt),
+        (ok(b"", status="404 Not Found"), NotFound),
+        (ok(b"", status="503 Busy"), Unavailable),
+        (PAGE, Corrupt),
+    ],
+)
+async def test_a_pass_that_fails_fails_all_its_reads(answer: Answer, kind: type[TStoreError]) -> None:
+    async with ignoring_ranges(answer) as (store, server):
+        reads = [store.read("k", at, [bytearray(20)], 20) for at in (0, 95, 150)]
+        found = await asyncio.gather(*reads, return_exceptions=True)
+        assert found[0] is None or type(found[0]) is kind
+        assert [type(error) for error in found[1:]] == [kind] * 2
+        assert f"{server.url}: k" in str(found[1])
+
+
+async def test_closing_ends_a_pass() -> None:
+    async with ignoring_ranges(hang) as (store, _):
+        read = asyncio.ensure_future(store.read("k", 0, [bytearray(5)], 5))
+        await asyncio.sleep(0)
+        await store.close()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+
+
 # ---- it refuses
 
 

@@ -3,8 +3,8 @@
 Reading
 1. A part of an object is asked for with `Range`. The answer must be 206, name exactly that range, and be as long.
    Its bytes go from the socket into the caller's buffers as they come; no object is held in memory.
-2. A server that ignores `Range` (200) is read from the object's start: what was not asked for goes by, and the
-   connection is closed behind what was. It is slow, so there is one warning.
+2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that
+   still lie ahead (`http_pass`), and the connection is closed behind the last. It is slow, so there is a warning.
 3. Objects of a store never change. The ETag (or else length and time) of each object that is read in parts is
    remembered, and another one later is `Corrupt`. Whatever the server says, checksums have the last word.
 4. A web page, an encoded answer, a part that nobody asked for are `Corrupt`, whatever their status.
@@ -23,7 +23,7 @@ import os
 import ssl
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 import aiohttp
@@ -33,7 +33,8 @@ from yarl import URL
 
 from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, Unavailable
 from tstore.kv.base import Buffers, Capabilities, checked_key
-from tstore.kv.http_answer import Sink, age, check_data, content_range, legible, refusal, version
+from tstore.kv.http_answer import Sink, age, check_data, content_range, legible, refusal, short, version
+from tstore.kv.http_pass import Passes
 from tstore.kv.http_session import Session, Token, address
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
@@ -82,6 +83,7 @@ class HttpObjects:
         self._creates = False
         self._ranges: bool | None = None
         self._versions: OrderedDict[str, str] = OrderedDict()
+        self._passes = Passes()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,33 +135,10 @@ class HttpObjects:
         """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
         if not size:
             return
-        end = offset + size
-        async with self._answer("GET", key, {"Range": f"bytes={offset}-{end - 1}"}) as (response, where):
-            if response.status == 416:
-                raise _short(where, offset, end)
-            await self._succeeded(response, where, 200, 206)
-            total = response.content_length
-            if response.status == 206:
-                part = content_range(response, where)
-                total = part.total
-                if part.start == offset and part.stop == total and part.stop < end:
-                    raise _short(where, offset, end, total)
-                if (part.start, part.stop) != (offset, end):
-                    raise _another(where, f"bytes {offset} to {end}", part.start, part.stop)
-            elif total is not None and total < end:
-                raise _short(where, offset, end, total)
-            else:
-                self._without_ranges()
-            self._check_unchanged(key, response, total, where)
-            sink = Sink(buffers, 0 if response.status == 206 else offset)
-            async for block in response.content.iter_any():
-                fits = sink.take(block)
-                if sink.full and response.status == 200:
-                    return  # the connection is closed: the rest of the object is not wanted
-                if not fits:
-                    raise _another(where, f"bytes {offset} to {end}", offset, None)
-            if not sink.full:
-                raise _short(where, offset, end)
+        if self._ranges is not False and await self._read_range(key, offset, buffers, offset + size):
+            return
+        where = f"{self.url}: {checked_key(key, self.url)}"
+        await self._passes.read(self._blocks, key, offset, buffers, size, where)
 
     async def head(self, key: str) -> Entry | None:
         """The object's length and age, None where it does not exist."""
@@ -219,6 +198,7 @@ class HttpObjects:
 
     async def close(self) -> None:
         """Ends the session with the server."""
+        await self._passes.close()
         await self._session.close()
 
     def __repr__(self) -> str:
@@ -233,6 +213,36 @@ class HttpObjects:
         async with self._session.answer(method, url, fields, where, data) as response:
             self._learn(response)
             yield response, where
+
+    async def _read_range(self, key: str, offset: int, buffers: Buffers, end: int) -> bool:
+        """Whether the server gave the range alone."""
+        async with self._answer("GET", key, {"Range": f"bytes={offset}-{end - 1}"}) as (response, where):
+            if response.status == 416:
+                raise short(where, offset, end)
+            await self._succeeded(response, where, 200, 206)
+            if response.status == 200:
+                self._without_ranges()
+                return False
+            part = content_range(response, where)
+            if part.start == offset and part.stop == part.total and part.stop < end:
+                raise short(where, offset, end, part.total)
+            if (part.start, part.stop) != (offset, end):
+                raise _another(where, f"bytes {offset} to {end}", part.start, part.stop)
+            self._check_unchanged(key, response, part.total, where)
+            sink = Sink(buffers)
+            async for block in response.content.iter_any():
+                if not sink.take(block):
+                    raise _another(where, f"bytes {offset} to {end}", offset, None)
+            if not sink.full:
+                raise short(where, offset, end)
+            return True
+
+    async def _blocks(self, key: str) -> AsyncGenerator[bytes, None]:
+        async with self._answer("GET", key, {}) as (response, where):
+            await self._succeeded(response, where, 200)
+            self._check_unchanged(key, response, response.content_length, where)
+            async for block in response.content.iter_any():
+                yield block
 
     def _learn(self, response: aiohttp.ClientResponse) -> None:
         """What the store's own server is; what it once showed it keeps."""
@@ -281,8 +291,8 @@ class HttpObjects:
         if self._ranges is not False:
             self._ranges = False
             warnings.warn(
-                f"{self.url}: the server ({self._server}) ignores Range, so each read of a part transfers "
-                "the object from its start; serve the store with one that has ranges, as nginx or tstore serve",
+                f"{self.url}: the server ({self._server}) ignores Range, so whoever reads parts has whole "
+                "objects transferred; serve the store with one that has ranges, as nginx or tstore serve",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -342,11 +352,6 @@ def _trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise InvalidArgument(f"ca_file {os.fspath(path)} can't be read as certificates (PEM): {error}") from error
     return context
-
-
-def _short(where: str, offset: int, end: int, total: int | None = None) -> Corrupt:
-    length = "is shorter" if total is None else f"has only {total}"
-    return Corrupt(f"{where}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 
 
 def _another(where: str, wanted: str, start: int, stop: int | None) -> Corrupt:

@@ -21,7 +21,7 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers
 
-__all__ = ["Answer", "Sink", "age", "check_data", "content_range", "legible", "refusal", "version"]
+__all__ = ["Answer", "Sink", "age", "check_data", "content_range", "legible", "refusal", "short", "version"]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
 _PAGE = ("text/html", "application/xhtml+xml")
@@ -173,27 +173,28 @@ def refusal(answer: Answer, where: str, said: str, known: bool) -> TStoreError:
             return Corrupt(f"{where}: the server answered {status}{because}, which is no answer to that request")
 
 
-class Sink:
-    """Buffers that are filled one after the other, once the first `skipped` bytes have gone by."""
+def short(where: str, offset: int, end: int, total: int | None = None) -> Corrupt:
+    """The error for an object that ends before what is read of it."""
+    length = "is shorter" if total is None else f"has only {total}"
+    return Corrupt(f"{where}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 
-    def __init__(self, buffers: Buffers, skipped: int = 0) -> None:
+
+class Sink:
+    """Buffers that are filled one after the other."""
+
+    def __init__(self, buffers: Buffers) -> None:
         self._rest: Iterator[memoryview] = (v for v in (memoryview(b).cast("B") for b in buffers) if len(v))
         self._room = next(self._rest, None)
-        self._skipped = skipped
 
     @property
     def full(self) -> bool:
         """Whether every buffer is filled."""
         return self._room is None
 
-    def take(self, block: bytes) -> bool:
+    def take(self, block: bytes | memoryview) -> bool:
         """Puts the bytes where they belong; False where some are left over."""
         rest = memoryview(block)
-        if self._skipped:
-            gone = min(self._skipped, len(rest))
-            self._skipped -= gone
-            rest = rest[gone:]
-        while len(rest) and self._room is not None:
+        while rest and self._room is not None:
             size = min(len(rest), len(self._room))
             self._room[:size] = rest[:size]
             rest = rest[size:]
