@@ -12,6 +12,7 @@ from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
 from tstore.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
+from tstore.kv.cache import Cache
 from tstore.policy import Bits, MinSqnr
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.quantize import quantize, quantize_report
@@ -26,6 +27,7 @@ __all__ = [
     "Array",
     "ArrayDiff",
     "Bits",
+    "Cache",
     "CollectReport",
     "Commit",
     "CopyReport",

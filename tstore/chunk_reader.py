@@ -24,6 +24,7 @@ from tstore.codec import ArrayMeta
 from tstore.errors import Corrupt, NotFound
 from tstore.grid import Cover, Selection, chunk_number, part_of
 from tstore.kv.base import Backend, PackReader, Transfer
+from tstore.kv.cache import forget
 from tstore.pool import WORKERS, each, scratch
 
 __all__ = ["ReadJob", "pack_reader", "read_chunks"]
@@ -98,7 +99,17 @@ async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     workers = len(first)
     if transfer.streams <= WORKERS:  # else they mostly wait, and cost little
         workers = min(workers, -(-sum(t.length for t in tasks) // _WORKER_SHARE))
-    await each(lambda batch: _read_batch(backend, batch), itertools.chain(first, batches), workers)
+
+    def read(batch: list[ChunkBox | _Part]) -> None:
+        try:
+            _read_batch(backend, batch)
+        except Corrupt:
+            pack = batch[0].pack if isinstance(batch[0], ChunkBox) else batch[0].task.pack
+            if isinstance(pack, bytes) or not forget(backend, pack):
+                raise
+            _read_batch(backend, batch)
+
+    await each(read, itertools.chain(first, batches), workers)
 
 
 def _place(task: _Work) -> tuple[bool, str, int]:

@@ -31,10 +31,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.expiry import unexpired
 from tstore.inventory import Inventory, batched, of_all, of_one, place, together
 from tstore.kv.base import Backend, Durability
+from tstore.kv.cache import uncached
+from tstore.kv.probe import prove
 from tstore.kv.url import connect
 from tstore.log import HINT, ROOT_EVERY, Log, commit_key, root_key
 from tstore.manifest import Collection, Record, Root, decode, encode, reference
@@ -78,7 +80,7 @@ async def copy(
     `SnapshotExpired` for a version that is not there, `Denied`.
     """
     async with opened(source, "r") as store:
-        target = destination.log.backend if isinstance(destination, Store) else connect(destination)
+        target = uncached(destination.log.backend) if isinstance(destination, Store) else connect(destination)
         try:
             return await copy_to(store, target, at, progress)
         finally:
@@ -159,7 +161,7 @@ class _Copy:
         alone: Record | None = None,
     ) -> None:
         self._log = log
-        self._source = log.backend
+        self._source = uncached(log.backend)
         self._target = target
         self._inventory = inventory
         self._marker = marker
@@ -186,10 +188,7 @@ class _Copy:
         """The newest version that the destination has of this store, None where it is no store yet."""
         found = await read_marker(self._target)
         if not self._target.capabilities.conditional_create:  # known by the first answer
-            raise Denied(
-                f"{self._target.url} does not create exclusively, so no store can be written there; "
-                "choose another destination"
-            )
+            await prove(self._target)
         if found is None:
             return None
         if found.uuid != self._marker.uuid:

@@ -24,6 +24,7 @@ from tstore.errors import (
 from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
 from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
+from tstore.kv.cache import Cache, CachedBackend, uncached
 from tstore.kv.probe import RACERS, prove
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.trace import Traffic
@@ -62,10 +63,12 @@ async def open(
     mode: Mode = "a",
     *,
     storage_options: Mapping[str, Any] | None = None,
+    cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
     """The store at a URL: a path, `file://…` or `memory://name`; or on a backend of your own.
 
-    `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere.
+    `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
+    of this machine in which what is read is kept, under `Cache`'s limit of bytes.
     Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
@@ -75,7 +78,11 @@ async def open(
         raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     try:
-        return Store(backend, (await _marker(backend, mode)).uuid, mode)
+        identity = (await _marker(backend, mode)).uuid
+        if cache is not None:
+            kept = cache if isinstance(cache, Cache) else Cache(cache)
+            return Store(CachedBackend(backend, kept, identity), identity, mode)
+        return Store(backend, identity, mode)
     except BaseException:
         if backend is not url:
             await backend.close()
@@ -124,7 +131,7 @@ class Store:
     @property
     def traffic(self) -> Traffic | None:
         """What was asked of the server since the store was opened; None for a store without one."""
-        backend = self._log.backend
+        backend = uncached(self._log.backend)
         return backend.traffic if isinstance(backend, RemoteBackend) else None
 
     @property
@@ -289,8 +296,11 @@ class Store:
         return await finish_group(self._log, await find_pending(self._log, transaction))
 
     async def verify(self) -> VerifyReport:
-        """Reads and checks every record, manifest and chunk of every version; the report lists each fault."""
-        return await verify_store(self._log)
+        """Reads and checks every record, manifest and chunk of every version; the report lists each fault.
+
+        No cache is used.
+        """
+        return await verify_store(Log(uncached(self._log.backend)))
 
     async def collect(
         self,

@@ -22,6 +22,7 @@ import tstore as _async
 from tstore import (
     ArrayDiff,
     Bits,
+    Cache,
     CollectReport,
     Commit,
     CopyReport,
@@ -46,6 +47,7 @@ __all__ = [
     "Array",
     "ArrayDiff",
     "Bits",
+    "Cache",
     "CollectReport",
     "Commit",
     "CopyReport",
@@ -284,10 +286,14 @@ class Store(_Twin):
 
 @functools.wraps(_async.open)
 def open(
-    url: str | os.PathLike[str] | Backend, mode: Mode = "a", *, storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str] | Backend,
+    mode: Mode = "a",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
     """The store at a URL, for blocking use."""
-    return Store(_loop.run(_async.open(url, mode, storage_options=storage_options)))
+    return Store(_loop.run(_async.open(url, mode, storage_options=storage_options, cache=cache)))
 
 
 save = _blocking(_async.save)
