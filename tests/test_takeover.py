@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tstore
@@ -183,6 +184,18 @@ async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: 
 
 
 # ---- finishing for others
+
+
+async def test_a_checkpoint_is_finished_by_its_name(url: str) -> None:
+    store = await tstore.open(url)
+    faulty, faults = await open_faulty(url)
+    faults.fail("create", "commits/*", times=99)
+    calls = [tstore.save(faulty, {"w": np.arange(9)}, 5, host=h, hosts=2, attempt="a/b c") for h in range(2)]
+    await outcomes(*calls)
+    [state] = await store.transactions()
+    assert (state.name, state.absent) == ("step/5", ())
+    assert await store.finish("step/5") == 1
+    assert await tstore.steps(store) == [5]
 
 
 async def test_finishing_a_group_that_is_not_complete_or_not_there(url: str) -> None:

@@ -19,9 +19,16 @@ import xxhash
 
 from tstore.chunk_writer import WriteJob
 from tstore.codec import ArrayMeta, Codecs
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
+from tstore.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    SnapshotExpired,
+    SourceCondemned,
+    StructureMismatch,
+)
 from tstore.grid import Selection, default_chunks
-from tstore.group import checked_timeout
+from tstore.group import checked_timeout, detected_attempt
 from tstore.packed import is_packed
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.plan import rules_for
@@ -45,6 +52,10 @@ __all__ = [
     "steps",
     "structure_attributes",
 ]
+
+
+_OVERTAKEN = 8
+"""As often may newer steps and gcs overtake the reading of the newest step."""
 
 
 def step_tag(step: int) -> str:
@@ -87,7 +98,8 @@ async def save(
     rules = await _rules(codecs, leaves, hosts)
     structure = {**(attributes or {}), **structure_attributes(document)}
     tag = step_tag(step)
-    async with opened(where) as store:
+
+    async def once(store: Store, attempt: str | None, *, anew: bool) -> int:
         tx = store.transaction(
             message,
             tag,
@@ -101,7 +113,8 @@ async def save(
         base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
         if tag in base.tags:
             return await _saved_already(store, step, base.tags[tag], tx.id)
-        jobs = _jobs(leaves, rules.codecs, await _newest_step(store, base.tags), host, hosts)
+        prior = None if anew else await _newest_step(store, base.tags)
+        jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
         try:
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
             if host == 0:
@@ -111,6 +124,13 @@ async def save(
         except BaseException:
             await tx.abort()
             raise
+
+    async with opened(where) as store:
+        try:
+            return await once(store, attempt, anew=False)
+        except SourceCondemned:  # every host of a group learns this, as the gc's record stands for good
+            token = attempt if attempt is not None else detected_attempt(os.environ)
+            return await once(store, None if token is None else f"{token}.anew", anew=True)
 
 
 async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
@@ -240,27 +260,37 @@ async def restore(
     Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
     other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
     back as `exmy.Quantized`, as they are stored, without decoding.
-    Raises `NotFound`, `Corrupt`, `StructureMismatch`, `InvalidArgument`.
+    Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
+    Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
+    `InvalidArgument`.
     """
     if step is not None and at is not None:
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
     async with opened(where, "r") as store:
-        snapshot = await chosen_snapshot(store, step, at)
-        name = f"{store.url} at version {snapshot.version}"
-        document = _document(snapshot)
-        wanted = list(paths_in(document))
-        if only is not None:
-            matches = compile_patterns(only)
-            wanted = [p for p in wanted if matches(p)]
-            if not wanted:
-                raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
-        if target is None:
-            return unflatten(document, await _read(snapshot, dict.fromkeys(wanted), packed))
-        given, leaves = flatten(target)
-        if only is not None:
-            leaves = {p: v for p, v in leaves.items() if matches(p)}
-        scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
-        return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
+        for _ in range(1 if step is not None or at is not None else _OVERTAKEN):
+            try:
+                return await _restored(await chosen_snapshot(store, step, at), target, only, packed)
+            except SnapshotExpired as error:
+                expired = error
+        raise expired
+
+
+async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
+    name = snapshot.where
+    document = _document(snapshot)
+    wanted = list(paths_in(document))
+    if only is not None:
+        matches = compile_patterns(only)
+        wanted = [p for p in wanted if matches(p)]
+        if not wanted:
+            raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
+    if target is None:
+        return unflatten(document, await _read(snapshot, dict.fromkeys(wanted), packed))
+    given, leaves = flatten(target)
+    if only is not None:
+        leaves = {p: v for p, v in leaves.items() if matches(p)}
+    scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
+    return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:

@@ -12,6 +12,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   └── SnapshotExpired      the version was collected; open a newer one
     ├── AlreadyExists        choose another name
     ├── Conflict             read again, decide again, retry     (lists the paths)
+    │   └── SourceCondemned      a gc took chunks that were re-used; repeat, and write them anew
     ├── Inconsistent         the hosts of a group disagree; mend the job
     ├── Corrupt              restore from a copy                 (names path and chunk)
     ├── UnsupportedFormat    install a newer tstore
@@ -41,6 +42,7 @@ __all__ = [
     "NotFinite",
     "NotFound",
     "SnapshotExpired",
+    "SourceCondemned",
     "StorageFull",
     "StructureMismatch",
     "TStoreError",
@@ -124,6 +126,10 @@ class Conflict(TStoreError):
     def __init__(self, message: str, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         super().__init__(f"{message}:{listed(self.paths)}" if self.paths else message)
+
+
+class SourceCondemned(Conflict):
+    """A gc condemned chunks of an older version that this transaction re-uses; `paths` are their packs."""
 
 
 class Inconsistent(TStoreError):

@@ -45,7 +45,7 @@ from tstore.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.tree import Changes
 
-__all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group"]
+__all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group", "slug"]
 
 DEFAULT_TIMEOUT = 300.0
 _MOST_HOSTS = 100_000
@@ -82,7 +82,7 @@ class Membership(NamedTuple):
                 "incarnations of the job could mix in one checkpoint"
             )
         unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
-        family = f"{_slug(name)}.{_slug(token)}.{unique}"
+        family = f"{slug(name)}.{slug(token)}.{unique}"
         return Membership(f"{family}-of-{hosts:05d}", name, host, hosts)
 
     @staticmethod
@@ -135,7 +135,8 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
     return "-".join(found) or None
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """The text as ids hold it."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]
 
 

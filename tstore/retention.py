@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from tstore.errors import Conflict, InvalidArgument, NotFound
+from tstore.errors import Conflict, InvalidArgument, NotFound, SourceCondemned
 from tstore.manifest import Alive, Collection, Record
 
 __all__ = ["Best", "Keep", "Ledger", "check_condemned", "step_of"]
@@ -149,7 +149,9 @@ class Ledger:
 
 
 def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
-    """Raises `Conflict` where the gc of a version condemned the record's transaction or what it re-uses."""
+    """Raises `Conflict` where the gc of a version condemned the record's transaction, or `SourceCondemned` where
+    it condemned what that re-uses.
+    """
     if record.transaction in collection.transactions:
         raise Conflict(
             f"{url}: transaction {record.transaction} was taken for abandoned, and collected by version "
@@ -159,7 +161,7 @@ def check_condemned(url: str, record: Record, version: int, collection: Collecti
     whole, single = set(collection.transactions), set(collection.objects)
     gone = [key for key in record.reused if key in single or key.split("/")[1] in whole]
     if gone:
-        raise Conflict(
+        raise SourceCondemned(
             f"{url}: this transaction re-uses chunks that version {version}, a gc that was committed since then, "
             "condemned; nothing of it was committed. Read again and repeat it",
             gone,

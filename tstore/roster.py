@@ -17,9 +17,10 @@ import msgspec
 
 from tstore import world
 from tstore.errors import InvalidArgument, NotFound, TStoreError
-from tstore.group import Membership
+from tstore.group import Membership, slug
 from tstore.kv.base import Backend
 from tstore.log import Log
+from tstore.manifest import Fragment
 
 __all__ = ["Heart", "PendingTransaction", "find_pending", "pending"]
 
@@ -114,7 +115,7 @@ async def find_pending(log: Log, name: str) -> Membership:
     if member is not None:
         return member
     all_of_them = await pending(log)
-    named = [p for p in all_of_them if p.name == name]
+    named = [p for p in all_of_them if p.name == name] or [p for p in all_of_them if slug(p.name) == slug(name)]
     if len(named) > 1:
         raise InvalidArgument(
             f"{log.backend.url}: several attempts of transaction {name!r} are under way; pass the id of one: "
@@ -138,5 +139,8 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
         except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
+    if delivered and not heartbeats and member is not None:
+        tags = (await log.read(member.key(0, min(delivered)), Fragment)).tags
+        name = next((tag for tag in tags if slug(tag) == name), name)  # a checkpoint's name, which its id cuts
     absent = tuple(h for h in range(hosts) if h not in delivered)
     return PendingTransaction(transaction, name, hosts, tuple(sorted(delivered)), absent, heartbeats)

@@ -34,6 +34,11 @@ class Snapshot:
         return self._tree.version
 
     @property
+    def where(self) -> str:
+        """The store and the version, as errors name them."""
+        return f"{self._log.backend.url} at version {self.version}"
+
+    @property
     def tags(self) -> dict[str, int]:
         """Every tag that was set up to this version, with the version it names."""
         return dict(self._tree.tags)
@@ -55,18 +60,18 @@ class Snapshot:
     async def array(self, path: str) -> Array:
         """The array at a path; `NotFound` names near paths where there is none."""
         path = checked_path(path)
-        return Array(self, path, array_node(self._tree, path, self._where()).meta)
+        return Array(self, path, array_node(self._tree, path, self.where).meta)
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out`, which has one axis per axis of the array."""
-        node = array_node(self._tree, path, self._where())
+        node = array_node(self._tree, path, self.where)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
         """Fills many arrays (path, selection or None for all of it, destination) in one call."""
         jobs = []
         for path, selection, out in wanted:
-            node = array_node(self._tree, path, self._where())
+            node = array_node(self._tree, path, self.where)
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
         await self._read(jobs)
@@ -77,7 +82,7 @@ class Snapshot:
     async def read_packed(self, path: str) -> exmy.Quantized:
         """An array of eXmY chunks as it is stored; `InvalidArgument` for any other, `NotFound`."""
         path = checked_path(path)
-        node = array_node(self._tree, path, self._where())
+        node = array_node(self._tree, path, self.where)
         return await unexpired(self._log, self.version, read_packed(self._log.backend, path, node.meta, node))
 
     async def write_array(
@@ -90,11 +95,8 @@ class Snapshot:
         """Refuses: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
 
-    def _where(self) -> str:
-        return f"{self._log.backend.url} at version {self.version}"
-
     def __repr__(self) -> str:
-        return f"<tstore.Snapshot {self._where()}>"
+        return f"<tstore.Snapshot {self.where}>"
 
 
 def array_node(tree: Tree, path: str, where: str) -> Node:
