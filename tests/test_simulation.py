@@ -67,7 +67,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "writes below a deletion pass": [
         Edit(TREE + "overlap", "for p in self.nodes if any(is_below(p, d) for d in other.deleted)", "for p in ()"),
     ],
-    "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags", "if False")],
+    "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own lost reply taken for another's commit": [
         Edit(LOG + "_append", "if other.transaction == record.transaction:", "if False:")
