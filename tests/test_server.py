@@ -8,13 +8,9 @@ import io
 import json
 import logging
 import os
-import signal
 import ssl
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,7 +18,7 @@ import numpy as np
 import pytest
 import trustme
 import xxhash
-from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, wire
+from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
 
 import tstore
 from tstore.cli import main
@@ -451,32 +447,16 @@ async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-@contextlib.contextmanager
-def serving(*arguments: object, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
-    """A process of `tstore serve`, and what it printed first."""
-    command = [sys.executable, "-m", "tstore", "serve", *map(str, arguments), "--port", "0", "--json"]
-    environment = {**os.environ, **variables}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        try:
-            yield process, json.loads(process.stdout.readline() or b"null")
-        finally:
-            process.kill()
-
-
 async def test_the_command(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", TSTORE_SERVER_TOKENS=f"write {WRITE}") as (process, said):
-        assert said["store"] == str(tmp_path / "store")
-        async with aiohttp.ClientSession(said["url"]) as session:
+    with serving(tmp_path / "store") as served:
+        async with aiohttp.ClientSession(served.url) as session:
             client = Client(session)
             assert (await client("GET", "/-/health")).status == 200
             assert (await client("GET", PACK)).status == 401
             assert (await client.with_token(WRITE).create(PACK, b"abc")).status == 201
-        process.send_signal(signal.SIGTERM)
-        rest, logged = process.communicate(timeout=30)
-    assert (process.returncode, rest) == (0, b"")
-    assert [json.loads(line)["status"] for line in logged.splitlines()] == [200, 401, 201]
-    assert WRITE.encode() not in logged
+        logged = served.end()
+    assert [line["status"] for line in logged] == [200, 401, 201]
+    assert WRITE not in str(logged)
     assert (tmp_path / "store" / PACK[1:]).read_bytes() == b"abc"
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from typing import IO, Any, NamedTuple
 
 import aiohttp
 
@@ -98,3 +105,45 @@ async def wire(server: Server) -> AsyncIterator[Wire]:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+class Process(NamedTuple):
+    """A process of `tstore serve`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: IO[bytes]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Ends it as a service manager does; what it logged."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.communicate(timeout=60)[0] == b""
+        assert self.process.returncode == 0
+        self.log.seek(0)
+        return [json.loads(line) for line in self.log]
+
+
+@contextlib.contextmanager
+def serving(
+    store: object, *options: str, longest: int = resource.RLIM_INFINITY, tokens: str = f"write {WRITE}"
+) -> Iterator[Process]:
+    """A process that serves a store, and can make no file above `longest` bytes."""
+    limited = (
+        f"import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, ({longest}, {longest})); from tstore import cli"
+    )
+    command = [sys.executable, "-c", f"{limited}; sys.exit(cli.main())", "serve", str(store), *options]
+    environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
+    with tempfile.TemporaryFile() as log:  # no pipe: nobody reads it meanwhile
+        with subprocess.Popen(
+            [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=log, env=environment
+        ) as process:
+            assert process.stdout is not None
+            try:
+                yield Process(process, json.loads(process.stdout.readline())["url"], log)
+            finally:
+                process.kill()

@@ -15,7 +15,7 @@ from tstore.server.limits import PIECE, Limits
 
 __all__ = ["Connections"]
 
-_LINGER = 5.0
+_LINGER = 2.0
 
 _log = logging.getLogger("tstore.server")
 
@@ -69,7 +69,12 @@ class Connections:
         assert isinstance(connection, _Connection)
         connection.answering = True
         try:
-            return await self._handler(request)
+            response = await self._handler(request)
+            if response.status == 408:  # no use in waiting for the rest of the body
+                await response.prepare(request)
+                await response.write_eof()
+                connection.force_close()
+            return response
         finally:
             connection.answering = False
 
