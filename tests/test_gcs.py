@@ -17,11 +17,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_endpoint import Endpoint, Fault, Wrong, at
 from processes import python
 
+import tstore
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
     Denied,
     InvalidArgument,
+    NotAStore,
     NotFound,
     StorageFull,
     Throttled,
@@ -31,6 +33,8 @@ from tstore.errors import (
 from tstore.kv.gcs import GcsObjects
 from tstore.kv.objects import Entry, PutMode, Span
 from tstore.kv.retry import Retry
+from tstore.testing import conformance
+from tstore.testing.relay import Relay
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 
@@ -73,6 +77,33 @@ async def entries(objects: GcsObjects, prefix: str = "") -> list[Entry]:
 
 
 # ---- what is promised of every server of objects
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
+async def test_conformance(check: conformance.Check, emulator: str) -> None:
+    url, port = f"gs://{gcs.new_bucket(emulator)}/s", int(emulator.rpartition(":")[2])
+    async with await tstore.open(url, storage_options={"endpoint_url": emulator}) as store:
+        await tstore.save(store, {"a": np.ones(10)}, step=1)
+    if check.name != "lost_replies":
+        await check(conformance.Subject.of(url, {"endpoint_url": emulator}))
+        return
+    async with Relay.to("127.0.0.1", port) as relay:
+        through = {"endpoint_url": f"http://{relay.host}:{relay.port}"}
+        await check(conformance.Subject.of(url, through, relay=relay))
+
+
+async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
+    with gcs.lying_server(tmp_path) as liar:
+        options = {"endpoint_url": liar}
+        url = f"gs://{gcs.new_bucket(liar)}/s"
+        for mode in ("x", "a"):
+            with pytest.raises(Denied, match="does not create exclusively"):
+                await tstore.open(url, mode, storage_options=options)
+        [check] = [check for check in conformance.CHECKS if check.name == "one_winner"]
+        with pytest.raises(AssertionError, match="racing creates"):
+            await check(conformance.Subject.of(url, options))
+        with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it was left
+            await tstore.open(url, "r", storage_options=options)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 1, 5 << 20])
@@ -176,7 +207,7 @@ async def test_a_missing_bucket_is_named_by_every_call(emulator: str) -> None:
         objects.put("tstore.json", [b"{}"], CREATE),
         entries(objects),
     ):
-        with pytest.raises(InvalidArgument, match="there is no bucket not-there; check the URL"):
+        with pytest.raises(NotAStore, match="there is no bucket not-there; check the URL"):
             await call
     await objects.close()
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from gcs_endpoint import Endpoint, Fault, Wrong
 
 import tstore
-from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, NotFound, Unavailable
+from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, NotAStore, Unavailable
 
 HOSTS = 8
 ROWS = 4096
@@ -65,10 +65,10 @@ async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytes
 
 async def test_a_missing_bucket_is_told_when_a_store_is_opened(emulator: str) -> None:
     for mode in ("r", "a", "x"):
-        with pytest.raises(tstore.errors.InvalidArgument, match="there is no bucket nowhere"):
+        with pytest.raises(NotAStore, match="there is no bucket nowhere"):
             await tstore.open("gs://nowhere/run", mode=mode, storage_options={"endpoint_url": emulator})
     url = f"gs://{gcs.new_bucket(emulator)}/run"
-    with pytest.raises(NotFound, match=url):
+    with pytest.raises(NotAStore, match=rf"{url} is not a tstore store"):
         await tstore.open(url, mode="r", storage_options={"endpoint_url": emulator})
 
 

@@ -35,6 +35,7 @@ from tstore.errors import (
     Corrupt,
     Denied,
     InvalidArgument,
+    NotAStore,
     NotFound,
     TStoreError,
     Unavailable,
@@ -124,6 +125,8 @@ class GcsObjects:
         """The object's length and age, None where it does not exist."""
         try:
             found, now = await self._metadata(key, "name,size,updated")
+        except NotAStore:  # there is no such bucket
+            raise
         except NotFound:
             return None
         return Entry(key, found.size, age(found, now))
@@ -243,7 +246,7 @@ class GcsObjects:
         return found.metadata.get(_TOKEN) == token
 
     async def _check_bucket(self) -> None:
-        """Raises `InvalidArgument` where the bucket is missing, if that can be learned."""
+        """Raises `NotAStore` where the bucket is missing, if that can be learned."""
         if self._bucket_seen:
             return
         with contextlib.suppress(Denied):  # who may read objects may not list them
@@ -255,7 +258,7 @@ class GcsObjects:
         self._bucket_seen = True
 
     def _no_bucket(self) -> TStoreError:
-        return InvalidArgument(
+        return NotAStore(
             f"{self.url}: there is no bucket {self._bucket}; check the URL (and endpoint_url or "
             f"STORAGE_EMULATOR_HOST), or create the bucket (gcloud storage buckets create gs://{self._bucket})"
         )
