@@ -5,15 +5,16 @@
 2. Each writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent; a second,
    different one of the same host is refused, and so is another number of hosts under the same name and attempt.
 3. Merging is a tree (`fragments`): a host whose fragment is durable looks whether the hosts that share its
-   hundred are all there. Whoever sees a full hundred merges it to `merge-1-<hundred>-of-<hosts>`, looks whether
-   the hundreds are all there, and so on. Up to a hundred hosts need no step between.
-4. Whoever sees all that is below the top merges it: same metadata and structure, no chunk twice, every chunk
+   hundred are all there. The first to say so (`merging-…`, created if absent) merges them to
+   `merge-1-<hundred>-of-<hosts>`, looks whether the hundreds are all there, and so on; the others leave it to the
+   first. Up to a hundred hosts need no step between.
+4. The first who sees all that is below the top merges it: same metadata and structure, no chunk twice, every chunk
    present. Then it appends the record, reading every record from the lowest base among the fragments on, so that
    a late finisher meets an earlier commit of the same transaction and never makes a second. Creation is
    exclusive and what is created is determined by the fragments, so at each step several may try.
-5. A host that completed the set itself commits at once. The others wait for the record; whoever waits in vain
-   makes up for hosts that died between the fragment and the commit: it merges what nobody merged, and commits. So
-   may any process, by `finish_group`, also long after.
+5. The others wait for the record, and ask for nothing else as a rule. Now and then, the more hosts the more
+   seldom, each makes up for hosts that died after their fragment: it merges what is full and nobody merged, and
+   commits. So may any process, by `finish_group`, also long after.
 6. Every wait has a deadline, whose error names the absent hosts. A group that lost a host never commits.
 """
 
@@ -37,6 +38,7 @@ from tstore.errors import (
     Inconsistent,
     InvalidArgument,
     NotFound,
+    Unavailable,
 )
 from tstore.fragments import FAN, check_complete, merged, record_of
 from tstore.kv.base import Durability
@@ -50,7 +52,7 @@ __all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", 
 DEFAULT_TIMEOUT = 300.0
 _MOST_HOSTS = 100_000
 _POLL_FIRST, _POLL_MOST = 0.005, 0.2
-_POLLS = 2000.0  # a second, of all waiting hosts together, where they are many
+_POLLS = 1000.0  # a second, of all waiting hosts together, where they are many
 _GRACE = 0.25
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
@@ -150,36 +152,36 @@ async def commit_group(
     await _deliver(log, member, fragment, durability)
     if await _climb(log, member, durability):
         return await uncancelled(_finish(log, member))
-    grace = _GRACE * max(1, member.hosts / FAN)  # the more hosts wait, the less often each makes up for others
-    look = clock() + grace * world.uniform(1, 2)
-    seen, pause, takeover = fragment.base, _POLL_FIRST, math.inf
+    waited, floor = clock(), max(_POLL_FIRST, member.hosts / _POLLS)
+    grace = _GRACE * max(1, member.hosts / FAN) ** 2  # of a large group few look at once: each may read a hundred
+    look = waited + _GRACE + grace * world.uniform(0, 2)
+    seen, takeover = fragment.base, math.inf
     while True:
-        newest = await log.newest()  # asked first: what commits after this is looked at in the next round
-        version = await log.find(fragment.transaction, seen)
+        pause = max(floor, min(_POLL_MOST, (clock() - waited) / 20))
+        await asyncio.sleep(min(pause * world.uniform(0.5, 1), max(0.001, deadline - clock())))
+        version, seen = await log.scan(fragment.transaction, seen)
         if version is not None:
             await log.backend.settle("commits", durability)  # its creator may not have got to it
             return version
-        seen = max(seen, newest)
         now = clock()
-        if takeover == math.inf:
-            ready = len(await _there(log, member, member.top, 0)) == member.count(member.top)
-            if not ready and now >= min(look, deadline):
-                absent = await _absent(log, member, durability)
-                ready, grace = not absent, 2 * grace
-                look = now + grace * world.uniform(1, 2)
-            if ready:
+        if takeover < math.inf:
+            if now >= min(takeover, deadline):
+                return await uncancelled(_finish(log, member))
+        elif now >= deadline:
+            absent = await _absent(log, member, durability)
+            if absent:
+                raise DeadlineExceeded(
+                    f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "
+                    f"{member.hosts}; it is not committed, and will be only if they still deliver. Start the job "
+                    "again with another attempt, or give them more time",
+                    absent,
+                )
+            takeover = now
+        elif now >= look:
+            if await _help(log, member, durability):
                 takeover = now + _GRACE * world.uniform(1, 2)
-        elif now >= min(takeover, deadline):
-            return await uncancelled(_finish(log, member))
-        if now >= deadline and takeover == math.inf:
-            raise DeadlineExceeded(
-                f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "
-                f"{member.hosts}; it is not committed, and will be only if they still deliver. Start the job "
-                "again with another attempt, or give them more time",
-                absent,
-            )
-        await asyncio.sleep(min(pause * world.uniform(0.5, 1), max(0.001, deadline - now)))
-        pause = min(max(_POLL_MOST, member.hosts / _POLLS), pause * 1.5)
+            grace *= 2
+            look = now + grace * world.uniform(1, 2)
 
 
 async def finish_group(log: Log, member: Membership) -> int:
@@ -234,15 +236,15 @@ async def _deliver(log: Log, member: Membership, fragment: Fragment, durability:
 
 async def _check_size(log: Log, member: Membership, part: str) -> None:
     """Raises `Inconsistent` where fragments say another number of hosts; `part` is how their keys begin."""
-    keys = await log.backend.list(f"txn/{member.family}-of-")
-    own = f"txn/{member.transaction}/"
-    strange = [k for k in keys if not k.startswith(own) and f"/part-{part}" in k]
-    if strange:
-        raise Inconsistent(
-            f"{log.backend.url}: transaction {member.name!r} was begun with another number of hosts than "
-            f"{member.hosts}; a group of another size needs another attempt",
-            strange,
-        )
+    begin = f"txn/{member.family}-of-"
+    for size in await log.backend.folders(begin):
+        strange = [] if int(size) == member.hosts else await log.backend.list(f"{begin}{size}/part-{part}")
+        if strange:
+            raise Inconsistent(
+                f"{log.backend.url}: transaction {member.name!r} was begun with another number of hosts than "
+                f"{member.hosts}; a group of another size needs another attempt",
+                strange,
+            )
 
 
 async def _there(log: Log, member: Membership, level: int, group: int) -> set[int]:
@@ -252,10 +254,15 @@ async def _there(log: Log, member: Membership, level: int, group: int) -> set[in
 
 
 async def _climb(log: Log, member: Membership, durability: Durability) -> bool:
-    """Whether all below the top is there, once every full group from this host upwards is merged."""
+    """Whether this host is to finish: all below the top is there, and it was the first to say that it merges it.
+
+    Every full group from this host upwards is merged, by the first who says so.
+    """
     group = member.host // FAN
     for level in range(member.top + 1):
         if len(await _there(log, member, level, group)) < len(member.siblings(level, group)):
+            return False
+        if not await _first_to_merge(log, member, level, group):
             return False
         if level < member.top:
             await _merge(log, member, level, group, durability)
@@ -263,20 +270,51 @@ async def _climb(log: Log, member: Membership, durability: Durability) -> bool:
     return True
 
 
-async def _absent(log: Log, member: Membership, durability: Durability) -> list[int]:
-    """The hosts that have not delivered; every group that has, and was not merged, is merged now."""
+async def _first_to_merge(log: Log, member: Membership, level: int, group: int) -> bool:
+    key = f"txn/{member.transaction}/merging-{level}-{group:05d}-of-{member.hosts:05d}"
+    try:
+        await log.backend.create(key, str(member.host).encode(), Durability.NONE)
+    except (AlreadyExists, Unavailable):
+        return False  # another one does; should it die, whoever waits makes up for it
+    return True
 
-    async def below(level: int, group: int) -> list[int]:
+
+async def _help(log: Log, member: Membership, durability: Durability) -> bool:
+    """Whether all below the top is there; else a group that is full but not merged is, if one is found.
+
+    It looks where this host is, or where it is merged already anywhere else, so that many find all.
+    """
+    group, level = 0, member.top
+    while True:
         there = await _there(log, member, level, group)
         missing = [i for i in member.siblings(level, group) if i not in there]
+        if not missing:
+            break
         if level == 0:
-            return missing
+            return False
+        own = member.host // FAN**level
+        group = own if own in missing else missing[int(world.uniform(0, len(missing)))]
+        level -= 1
+    if level < member.top:
+        await _merge(log, member, level, group, durability)
+    return level == member.top
+
+
+async def _absent(log: Log, member: Membership, durability: Durability) -> list[int]:
+    """The hosts that have not delivered; every group that has, and was not merged, is merged now."""
+    found = set(await log.backend.list(f"txn/{member.transaction}/part-"))
+
+    async def below(level: int, group: int) -> list[int]:
+        if level == 0:
+            return [i for i in member.siblings(0, group) if member.key(0, i) not in found]
+        there = await _there(log, member, level, group)
         absent = []
-        for number in missing:
-            lost = await below(level - 1, number)
-            absent += lost
-            if not lost:
-                await _merge(log, member, level - 1, number, durability)
+        for number in member.siblings(level, group):
+            if number not in there:
+                lost = await below(level - 1, number)
+                absent += lost
+                if not lost:
+                    await _merge(log, member, level - 1, number, durability)
         return absent
 
     return await below(member.top, 0)

@@ -293,14 +293,8 @@ class Log:
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
-        void = Record(
-            record.transaction + ".void",
-            record.base,
-            record.time,
-            void=True,
-            durable=False,
-            collected=record.collected,
-        )
+        void = Record(record.transaction + ".void", record.base, record.time, void=True, durable=False)
+        void = replace(void, collected=record.collected)
         try:
             if await self._record_or_none(version) is None:
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)
@@ -378,12 +372,16 @@ class Log:
 
     async def find(self, transaction: str, above: int = 0) -> int | None:
         """The version above `above` that a transaction became, None where it is not committed."""
+        return (await self.scan(transaction, above))[0]
+
+    async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
+        """The version above `above` that a transaction became, if any, and the last version that was looked at."""
         version = above
         while (record := await self._record_or_none(version + 1)) is not None:
             version += 1
             if transaction in (record.transaction, *record.transactions):
-                return version
-        return None
+                return version, version
+        return None, version
 
     async def resolve(self, at: int | str) -> int:
         """The version of a number or tag; `NotFound` names what there is."""

@@ -145,7 +145,7 @@ class Backend(Protocol):
         """The keys that begin with the prefix, sorted."""
 
     async def folders(self, prefix: str) -> Keys:
-        """The names that stand in front of the next `/` behind the prefix (which ends in `/`), sorted."""
+        """The names, or rests of names, that stand in front of the next `/` behind the prefix, sorted."""
 
     async def age(self, prefix: str) -> float | None:
         """Seconds since an object below the folder `prefix` was last written, by the store's clock.

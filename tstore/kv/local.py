@@ -213,13 +213,15 @@ class LocalBackend:
         self._durable_folders.discard(path)
 
     def _folders(self, prefix: str) -> Keys:
-        top = self._path(prefix.rstrip("/"))
-        with explained("list", top):
+        top, _, begin = prefix.rpartition("/")
+        path = self._path(top) if top else self.url
+        with explained("list", path):
             try:
-                with os.scandir(top) as entries:
-                    return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+                with os.scandir(path) as entries:
+                    names = [e.name for e in entries if e.name.startswith(begin) and e.is_dir()]
             except FileNotFoundError:
                 return []
+        return sorted(n[len(begin) :] for n in names if not n.startswith("."))
 
     def _age(self, prefix: str) -> float | None:
         top = self._path(prefix)
