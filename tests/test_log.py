@@ -12,7 +12,7 @@ import pytest
 import tstore
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
-from tstore.log import ROOT_EVERY, commit_key, root_key
+from tstore.records import ROOT_EVERY, commit_key, root_key
 from tstore.testing.faults import FaultyBackend, open_faulty
 
 NONE = Durability.NONE

@@ -56,6 +56,7 @@ MOST = 600
 """Runs within which a mutation must be found."""
 
 LOG, GROUP, TREE = "tstore.log:Log.", "tstore.group:", "tstore.tree:Changes."
+RECORDS = "tstore.records:Records."
 TX, STORAGE = "tstore.transaction:Transaction.", "tstore.testing.storage:Storage."
 GC = "tstore.collect:"
 DECIDE = "await self._decide(seen + 1, record, error)"
@@ -83,9 +84,13 @@ MUTATIONS: dict[str, list[Edit]] = {
     "outcome unknown told as a failure": [Edit(LOG + "_met", "if version == asked:", "if False:")],
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
     "the hint is trusted": [
-        Edit(LOG + "newest", "step = 1\n", "return low\n"),
+        Edit(
+            RECORDS + "newest",
+            "if known and not await self._exists(known + 1):",
+            "if known := known or await read_hint(self.backend):",
+        ),
     ],
-    "the hint need not exist": [Edit(LOG + "_hinted", "and await self._exists(version) ", "")],
+    "the hint need not exist": [Edit(RECORDS + "newest", "sure=hint == 0", "sure=True")],
     "patches not applied again": [Edit(TX + "_redo", "if redo:", "if False:")],
     "patches applied again on the old version": [
         Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")

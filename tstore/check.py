@@ -12,9 +12,10 @@ from tstore.chunks import BLOCK, ChunkRow, block_checks
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.expiry import living
 from tstore.kv.base import Backend
-from tstore.log import ROOT_EVERY, Log, commit_key, root_key
+from tstore.log import Log
 from tstore.manifest import Manifest, Record, Root
 from tstore.pool import each, scratch
+from tstore.records import ROOT_EVERY, commit_key, root_key
 from tstore.tree import Node, Tree
 
 __all__ = ["VerifyReport", "verify_store"]

@@ -33,7 +33,7 @@ from tstore.packed import is_packed
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.plan import rules_for
 from tstore.shards import Shards
-from tstore.snapshot import Snapshot
+from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 from tstore.structure import (
     compile_patterns,
@@ -113,7 +113,7 @@ async def save(
         base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
         if tag in base.tags:
             return await _saved_already(store, step, base.tags[tag], tx.id)
-        prior = None if anew else await _newest_step(store, base.tags)
+        prior = None if anew else await _newest_step(store, base.tags, base.version)
         jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
         try:
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
@@ -226,10 +226,10 @@ def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tu
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
 
 
-async def _newest_step(store: Store, tags: Mapping[str, int]) -> Snapshot | None:
+async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
     found = _steps(tags)
     try:
-        return await store.snapshot(step_tag(found[-1])) if found else None
+        return await snapshot_of(store.log, tags[step_tag(found[-1])], newest) if found else None
     except SnapshotExpired:  # a gc came between, and left a newer step
         return None
 
@@ -302,9 +302,9 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     if step is not None:
         if step not in found:
             raise NotFound(f"{store.url} has no step {step}; its steps are: {found[-10:] or 'none'}")
-        return await store.snapshot(step_tag(step))
+        return await snapshot_of(store.log, newest.tags[step_tag(step)], newest.version)
     if found:
-        return await store.snapshot(step_tag(found[-1]))
+        return await snapshot_of(store.log, newest.tags[step_tag(found[-1])], newest.version)
     if newest.version == 0:
         raise NotFound(f"{store.url} holds no commit yet; save one first")
     return newest

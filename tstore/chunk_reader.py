@@ -25,7 +25,7 @@ from tstore.errors import Corrupt, NotFound
 from tstore.grid import Cover, Selection, chunk_number, part_of
 from tstore.kv.base import Backend, PackReader, Transfer
 from tstore.kv.cache import forget
-from tstore.pool import WORKERS, each, scratch
+from tstore.pool import each, scratch
 
 __all__ = ["ReadJob", "pack_reader", "read_chunks"]
 
@@ -97,7 +97,7 @@ async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     batches = _batches(tasks, transfer)
     first = list(itertools.islice(batches, transfer.streams))
     workers = len(first)
-    if transfer.streams <= WORKERS:  # else they mostly wait, and cost little
+    if not transfer.waits:
         workers = min(workers, -(-sum(t.length for t in tasks) // _WORKER_SHARE))
 
     def read(batch: list[ChunkBox | _Part]) -> None:

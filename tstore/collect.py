@@ -32,9 +32,10 @@ from tstore import world
 from tstore.errors import InvalidArgument, NotFound
 from tstore.expiry import living
 from tstore.kv.base import Durability
-from tstore.log import ROOT_EVERY, Log, root_key
+from tstore.log import Log
 from tstore.manifest import Collection, ObjectRef, Record
 from tstore.pool import uncancelled
+from tstore.records import ROOT_EVERY, root_key
 from tstore.retention import Keep, Ledger
 from tstore.tree import Tree
 

@@ -38,9 +38,10 @@ from tstore.kv.base import Backend, Durability
 from tstore.kv.cache import uncached
 from tstore.kv.probe import prove
 from tstore.kv.url import connect
-from tstore.log import HINT, ROOT_EVERY, Log, commit_key, root_key
+from tstore.log import Log
 from tstore.manifest import Collection, Record, Root, decode, encode, reference
 from tstore.marker import MARKER, Marker, read_marker
+from tstore.records import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.retention import Ledger
 from tstore.shipment import DamagedPack, Shipment
 from tstore.store import Store, opened

@@ -1,9 +1,4 @@
-"""The log of commits: numbered records, each created once.
-
-Finding the newest version
-1. Start from the highest version this process has seen, or from the `latest` hint if that version exists.
-2. Gallop: probe 1, 2, 4, … numbers further while they exist; numbers are dense and never deleted.
-3. Bisect between the last that exists and the first that does not.
+"""The log of commits: numbered records, each created once, and how one is appended.
 
 Appending a record (its data is durable already)
 1. Read every record above the one it was validated against. If one carries the same transaction id, that is
@@ -28,8 +23,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -38,48 +32,28 @@ from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
     Conflict,
-    Corrupt,
     Denied,
     NotFound,
     StorageFull,
     TStoreError,
     Unavailable,
-    UnsupportedFormat,
 )
 from tstore.kv.base import Backend, Durability
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode, encode
+from tstore.manifest import Record, decode, encode
+from tstore.records import HINT, ROOT_EVERY, Records, commit_key, root_key
 from tstore.retention import check_condemned
 from tstore.tree import Changes, Tree
 
-__all__ = ["HINT", "ROOT_EVERY", "Log", "commit_key", "root_key"]
+__all__ = ["Log"]
 
-ROOT_EVERY = 64
-
-HINT = "latest"
-_CACHED = 256
-
-T = TypeVar("T", Record, Manifest, Fragment, Root)
+_MOST_AHEAD = 32
 
 
-def commit_key(version: int) -> str:
-    """The key of a commit's record."""
-    return f"commits/{version:020d}"
+class Log(Records):
+    """The commits of one store, to be read and appended to."""
 
-
-def root_key(version: int) -> str:
-    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
-    return f"roots/{version:020d}"
-
-
-class Log:
-    """The commits of one store. Records and trees never change, so what was read once is kept."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._newest = 0
-        self._records: dict[int, Record] = {}
-        self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
-        self._changes: dict[int, tuple[Record, Changes]] = {}
+    def __init__(self, backend: Backend, hint: int | None = None) -> None:
+        super().__init__(backend, hint)
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
         self._queues = weakref.WeakKeyDictionary()  # a loop has its own; a forked child has another loop
 
@@ -88,97 +62,6 @@ class Log:
         """How many commits of the running event loop wait while another is in flight."""
         queue = self._queues.get(asyncio.get_running_loop())
         return 0 if queue is None else len(queue)
-
-    async def newest(self) -> int:
-        """The highest version that is committed now; 0 for an empty log."""
-        low = self._newest or await self._hinted()
-        step = 1
-        while await self._exists(low + step):
-            low += step
-            step *= 2
-        high = low + step
-        while high - low > 1:
-            middle = (low + high) // 2
-            if await self._exists(middle):
-                low = middle
-            else:
-                high = middle
-        self._newest = max(self._newest, low)
-        return low
-
-    async def record(self, version: int) -> Record:
-        """The record of a version; `NotFound` where there is none."""
-        found = self._records.get(version)
-        if found is None:
-            found = await self.read(commit_key(version), Record)
-            self._records[version] = found
-            if len(self._records) > _CACHED:
-                del self._records[next(iter(self._records))]
-        return found
-
-    async def changes(self, version: int, record: Record) -> Changes:
-        """What the record of a version changed; many transactions of a process validate against the same ones."""
-        known, changes = self._changes.get(version, (None, None))
-        if known is not record or changes is None:
-            changes = Changes.of(record, await self.manifests(record))
-            self._changes[version] = record, changes
-            if len(self._changes) > _CACHED:
-                del self._changes[next(iter(self._changes))]
-        return changes
-
-    async def manifests(self, record: Record) -> list[Manifest]:
-        """The manifests of a record, read where they do not travel in it."""
-        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
-
-    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
-        """The manifest itself, or the one at that place, checked against its reference."""
-        if isinstance(where, Manifest):
-            return where
-        data = await self.backend.get(where.key)
-        if len(data) != where.length or data[-len(where.check) :] != where.check:
-            raise Corrupt(
-                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
-                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
-            )
-        return self._decoded(where.key, data, Manifest)
-
-    async def read(self, key: str, kind: type[T]) -> T:
-        """The object at a key; errors name it."""
-        return self._decoded(key, await self.backend.get(key), kind)
-
-    def _decoded(self, key: str, data: bytes, kind: type[T]) -> T:
-        try:
-            return decode(data, kind)
-        except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
-
-    async def tree(self, version: int) -> Tree:
-        """The tree as of a version that exists."""
-        if version in self._trees:
-            return self._trees[version]
-        start = await self._nearest_tree(version)
-        numbers = range(start.version + 1, version + 1)
-        records = await asyncio.gather(*[self._record_below(v, version) for v in numbers])
-        resets = [v for v, r in zip(numbers, records, strict=True) if r.replaces]
-        tree = start
-        for number, record in zip(numbers, records, strict=True):
-            hidden = bool(resets) and number < resets[-1]  # a later commit replaces all that it wrote
-            manifests: Sequence[Manifest] = () if hidden else await self.manifests(record)
-            tree = tree.after(number, record, manifests)
-        self._trees[version] = tree
-        while len(self._trees) > 4:
-            del self._trees[next(v for v in self._trees if v != 0)]
-        return tree
-
-    async def _nearest_tree(self, version: int) -> Tree:
-        cached = self._trees[max(v for v in self._trees if v <= version)]  # held: others may evict it meanwhile
-        rooted = version - version % ROOT_EVERY
-        while rooted > cached.version:
-            try:
-                return Tree.of(await self.read(root_key(rooted), Root))
-            except NotFound:
-                rooted -= ROOT_EVERY
-        return cached
 
     async def append(
         self,
@@ -205,7 +88,9 @@ class Log:
         seen, asked, tries = record.base, 0, 1  # asked: the number whose creation was last asked for
         collected, pause = await self.collected(seen), SHORTEST_PAUSE
         while True:
-            newer = await self._above(seen, record.transaction, asked)
+            newer, later = await asyncio.gather(
+                self._above(seen, record.transaction, asked), self._exists_surely(seen + 2)
+            )
             for version, other in newer:
                 if other.transaction == record.transaction:
                     await self._settle(version, record.transaction, durability)
@@ -232,13 +117,15 @@ class Log:
                     [],
                 ) from error
             record = replace(record, collected=collected)
-            await self._check_no_hole(seen + 1)
+            if newer or later is not False:
+                await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
             tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
             asked = seen + 1
+            data = encode(tried)
             try:
-                await self.backend.create(commit_key(asked), encode(tried), durability)
+                await self.backend.create(commit_key(asked), data, durability)
             except AlreadyExists:
                 retried(Retry(asked, "another transaction became this version first"))
                 await asyncio.sleep(pause := next_pause(pause, tries))
@@ -249,7 +136,8 @@ class Log:
                 if await self._met(asked, record.transaction, asked) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
-                return await self._appended(seen + 1)
+                self._keep(asked, decode(data, Record))
+                return await self._appended(asked)
             tries += 1
 
     async def _above(self, version: int, transaction: str, asked: int = 0) -> list[tuple[int, Record]]:
@@ -258,12 +146,20 @@ class Log:
         That of the version `asked` may be it.
         """
         found: list[tuple[int, Record]] = []
-        while (record := await self._met(version + 1, transaction, asked)) is not None:
-            version += 1
-            found.append((version, record))
-            if record.transaction == transaction:
-                break
-        return found
+        ahead = 1
+        while True:
+            numbers = range(version + 1, version + 1 + ahead)
+            for number, record in zip(
+                numbers, await asyncio.gather(*[self._met(v, transaction, asked) for v in numbers]), strict=True
+            ):
+                if record is None:
+                    return found
+                found.append((number, record))
+                if record.transaction == transaction:
+                    return found
+            version += ahead
+            if self.backend.transfer.waits:
+                ahead = min(2 * ahead, _MOST_AHEAD)
 
     async def check_uncollected(self, transaction: str, base: int) -> None:
         """Raises `Conflict` where a gc above `base` condemned a transaction that did not commit before."""
@@ -273,23 +169,17 @@ class Log:
             if other.collection is not None:
                 check_condemned(self.backend.url, Record(transaction, base, 0.0), version, other.collection)
 
-    async def collected(self, version: int) -> int:
-        """The version of the newest gc up to a version, 0 where there is none."""
-        if version == 0:
-            return 0
-        record = await self.record(version)
-        return record.collected if record.collection is None else version
+    async def _exists_surely(self, version: int) -> bool | None:
+        """Whether a version exists, None where that can't be learned now."""
+        try:
+            return await self._exists(version)
+        except Unavailable:
+            return None
 
     async def _check_no_hole(self, version: int) -> None:
         """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
         if await self._exists(version + 1) and await self._record_or_none(version) is None:
             raise self._hole(version)
-
-    def _hole(self, version: int) -> Corrupt:
-        return Corrupt(
-            f"{self.backend.url}: {commit_key(version)} is missing, though later commits are there; restore it "
-            "from a copy of the store, until then nothing can be committed (tstore verify tells more)"
-        )
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
@@ -345,53 +235,3 @@ class Log:
             await self.backend.hint(HINT, str(version).encode())
         except (Denied, StorageFull, Unavailable):
             return  # only a hint: the next reader gallops further
-
-    async def _hinted(self) -> int:
-        try:
-            version = int(await self.backend.get(HINT))
-        except (NotFound, ValueError):
-            return 0
-        return version if version > 0 and await self._exists(version) else 0
-
-    async def _exists(self, version: int) -> bool:
-        return version in self._records or await self.backend.size(commit_key(version)) is not None
-
-    async def _record_below(self, version: int, later: int) -> Record:
-        try:
-            return await self.record(version)
-        except NotFound:
-            if version < later:
-                raise self._hole(version) from None
-            raise
-
-    async def _record_or_none(self, version: int) -> Record | None:
-        try:
-            return await self.record(version)
-        except NotFound:
-            return None
-
-    async def find(self, transaction: str, above: int = 0) -> int | None:
-        """The version above `above` that a transaction became, None where it is not committed."""
-        return (await self.scan(transaction, above))[0]
-
-    async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
-        """The version above `above` that a transaction became, if any, and the last version that was looked at."""
-        version = above
-        while (record := await self._record_or_none(version + 1)) is not None:
-            version += 1
-            if transaction in (record.transaction, *record.transactions):
-                return version, version
-        return None, version
-
-    async def resolve(self, at: int | str) -> int:
-        """The version of a number or tag; `NotFound` names what there is."""
-        newest = await self.newest()
-        if isinstance(at, int):
-            if not 0 <= at <= newest:
-                raise NotFound(f"{self.backend.url} has no version {at}; its newest is {newest}")
-            return at
-        tags = (await self.tree(newest)).tags
-        if at not in tags:
-            known = ", ".join(sorted(tags)[-10:]) or "none"
-            raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
-        return tags[at]

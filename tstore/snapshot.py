@@ -12,13 +12,13 @@ from tstore.array import Array
 from tstore.chunk_reader import ReadJob, read_chunks
 from tstore.codec import ArrayMeta
 from tstore.errors import Misuse, NotFound
-from tstore.expiry import unexpired
+from tstore.expiry import check_alive, unexpired
 from tstore.grid import Selection, whole
 from tstore.log import Log
 from tstore.packed import read_packed
 from tstore.tree import Node, Tree, checked_path
 
-__all__ = ["Snapshot", "array_node"]
+__all__ = ["Snapshot", "array_node", "snapshot_of"]
 
 
 class Snapshot:
@@ -97,6 +97,12 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<tstore.Snapshot {self.where}>"
+
+
+async def snapshot_of(log: Log, version: int, newest: int) -> Snapshot:
+    """The snapshot of a version; `SnapshotExpired` where a gc up to version `newest` or later removed it."""
+    await check_alive(log, version, newest)
+    return Snapshot(log, await unexpired(log, version, log.tree(version)))
 
 
 def array_node(tree: Tree, path: str, where: str) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import os
@@ -20,8 +21,9 @@ from tstore.errors import (
     Misuse,
     NotAStore,
     NotFound,
+    TStoreError,
 )
-from tstore.expiry import check_alive, check_tag, living, newest_tree, unexpired
+from tstore.expiry import check_tag, living, newest_tree
 from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cache import Cache, CachedBackend, uncached
@@ -32,9 +34,10 @@ from tstore.kv.url import connect
 from tstore.log import Log
 from tstore.manifest import Part, Record
 from tstore.marker import MARKER, Marker, create_marker, read_marker
+from tstore.records import read_hint
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction, find_pending, pending
-from tstore.snapshot import Snapshot
+from tstore.snapshot import Snapshot, snapshot_of
 from tstore.tags import TagEdits
 from tstore.transaction import Isolation, Transaction
 
@@ -77,13 +80,16 @@ async def open(
     if mode not in ("r", "a", "x"):
         raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
+    early = asyncio.ensure_future(_early_hint(backend))
     try:
         identity = (await _marker(backend, mode)).uuid
         if cache is not None:
             kept = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedBackend(backend, kept, identity), identity, mode)
-        return Store(backend, identity, mode)
+            return Store(CachedBackend(backend, kept, identity), identity, mode, await early)
+        return Store(backend, identity, mode, await early)
     except BaseException:
+        early.cancel()
+        await asyncio.wait([early])
         if backend is not url:
             await backend.close()
         raise
@@ -104,6 +110,16 @@ async def _marker(backend: Backend, mode: Mode) -> Marker:
     return marker
 
 
+async def _early_hint(backend: Backend) -> int | None:
+    """The hint to the newest version, asked for at the same time as the marker; None where it can't be had now."""
+    if not backend.transfer.waits:
+        return None
+    try:
+        return await read_hint(backend)
+    except TStoreError:
+        return None
+
+
 @contextlib.asynccontextmanager
 async def opened(where: str | os.PathLike[str] | Store, mode: Mode = "a") -> AsyncIterator[Store]:
     """The store itself, left as it is, or the one at that URL, closed in the end."""
@@ -117,8 +133,8 @@ async def opened(where: str | os.PathLike[str] | Store, mode: Mode = "a") -> Asy
 class Store:
     """Everything under one URL. Readers never block; writers meet only in the commit."""
 
-    def __init__(self, backend: Backend, identity: str, mode: Mode) -> None:
-        self._log = Log(backend)
+    def __init__(self, backend: Backend, identity: str, mode: Mode, hint: int | None = None) -> None:
+        self._log = Log(backend, hint)
         self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
         self.uuid = identity
         self.mode = mode
@@ -212,27 +228,27 @@ class Store:
         """
         if at is None:
             return Snapshot(self._log, await newest_tree(self._log))
-        if isinstance(at, datetime.datetime):
-            version = await self._version_at(at)
-        elif isinstance(at, (int, str)) and not isinstance(at, bool):
-            version = await self._resolve(at)
-        else:
+        if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
             raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
-        await check_alive(self._log, version)
-        return Snapshot(self._log, await unexpired(self._log, version, self._log.tree(version)))
+        newest = await self._log.newest()
+        if isinstance(at, datetime.datetime):
+            version = await self._version_at(at, newest)
+        else:
+            version = await self._resolve(at, newest)
+        return await snapshot_of(self._log, version, newest)
 
-    async def _resolve(self, at: int | str) -> int:
+    async def _resolve(self, at: int | str, newest: int) -> int:
         try:
-            return await self._log.resolve(at)
+            return await self._log.resolve(at, newest)
         except NotFound:
             if isinstance(at, str):
                 await check_tag(self._log, at)
             raise
 
-    async def _version_at(self, at: datetime.datetime) -> int:
+    async def _version_at(self, at: datetime.datetime, newest: int) -> int:
         if at.tzinfo is None:
             raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-        for version in range(await self._log.newest(), 0, -1):
+        for version in range(newest, 0, -1):
             record = await self._log.record(version)
             if min(_when(part.time) for part in record.parts or (record,)) <= at:  # as the history tells it
                 return version

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tstore.errors import InvalidArgument
+from tstore.pool import WORKERS
 
 __all__ = [
     "Backend",
@@ -74,6 +75,11 @@ class Transfer(NamedTuple):
     """Bytes of one read of a longer stretch that goes to its place as it is stored."""
     gap: int
     """Bytes between what is wanted that are rather read too than left out by another read."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests mostly wait for a server, so that many at once take no longer than one."""
+        return self.streams > WORKERS
 
 
 class PackWriter(Protocol):

@@ -12,8 +12,8 @@ import re
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.log import ROOT_EVERY
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.records import ROOT_EVERY
 from tstore.server.names import Kind, kind_of, number_of
 
 __all__ = ["check"]

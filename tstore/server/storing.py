@@ -15,8 +15,9 @@ from aiohttp import web
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.kv.objects import PutMode
-from tstore.log import Log, commit_key
+from tstore.log import Log
 from tstore.pool import run
+from tstore.records import commit_key
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, Budget, Limits

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tstore.errors import SnapshotExpired, TStoreError
-from tstore.log import commit_key
 from tstore.pool import inline
+from tstore.records import commit_key
 from tstore.store import Store
 from tstore.testing.checker import Committed, violations
 from tstore.testing.history import CELLS, History

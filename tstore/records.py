@@ -1,0 +1,260 @@
+"""The records of a log as they are read: which is the newest, and what the tree is as of a version.
+
+Records and trees never change, so what was read once is kept.
+
+Finding the newest version
+1. Start from the highest version this process has seen, or from the `latest` hint if that version exists.
+2. Gallop: probe 1, 2, 4, … numbers further while they exist; numbers are dense and never deleted.
+3. Bisect between the last that exists and the first that does not.
+
+Where a request mostly waits for a server, many numbers are probed at once, and the last steps take one round trip
+each, as a rule. A process that knows the newest version looks only at the next number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.kv.base import Backend
+from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.tree import Changes, Tree
+
+__all__ = ["HINT", "ROOT_EVERY", "Records", "commit_key", "read_hint", "root_key"]
+
+ROOT_EVERY = 64
+HINT = "latest"
+
+_CACHED = 256
+_PROBES = 31  # at once, where they cost little
+_DOUBLINGS = 7
+
+T = TypeVar("T", Record, Manifest, Fragment, Root)
+
+
+def commit_key(version: int) -> str:
+    """The key of a commit's record."""
+    return f"commits/{version:020d}"
+
+
+def root_key(version: int) -> str:
+    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
+    return f"roots/{version:020d}"
+
+
+async def read_hint(backend: Backend) -> int:
+    """What the hint says is the newest version, not to be trusted; 0 where there is none."""
+    try:
+        return max(0, int(await backend.get(HINT)))
+    except (NotFound, ValueError):
+        return 0
+
+
+class Records:
+    """The commits of one store. `hint` is what `read_hint` gave, if that was asked already."""
+
+    def __init__(self, backend: Backend, hint: int | None = None) -> None:
+        self.backend = backend
+        self._hint = hint
+        self._newest = 0
+        self._records: dict[int, Record] = {}
+        self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
+        self._changes: dict[int, tuple[Record, Changes]] = {}
+
+    async def newest(self) -> int:
+        """The highest version that is committed now; 0 for an empty log."""
+        known = self._newest
+        if known and not await self._exists(known + 1):
+            return known
+        if known:
+            low, high = await self._gallop(known + 1, sure=True)
+        else:
+            hint = await read_hint(self.backend) if self._hint is None else self._hint
+            low, high = await self._gallop(hint, sure=hint == 0)
+        while high - low > 1:
+            between = self._between(low, high)
+            at = await self._first_absent(between)
+            low, high = [low, *between][at], [*between, high][at]
+        self._newest = max(self._newest, low)
+        return low
+
+    async def _gallop(self, base: int, *, sure: bool) -> tuple[int, int]:
+        """A version that exists (or 0) and one behind it that does not, found from `base`, which may not exist."""
+        low, done = base, 0
+        doublings = _DOUBLINGS if self.backend.transfer.waits else 1
+        while True:
+            ahead = [base + (1 << i) for i in range(done, done + doublings)]
+            probes = ahead if sure else [base, *ahead]
+            at = await self._first_absent(probes)
+            if at == 0 and not sure:
+                return await self._gallop(0, sure=True)
+            if at < len(probes):
+                return [low, *probes][at], probes[at]
+            low, done, sure = probes[-1], done + doublings, True
+
+    def _between(self, low: int, high: int) -> list[int]:
+        """Versions to look at next; all between the two, or some that divide the range."""
+        most = _PROBES if self.backend.transfer.waits else 1
+        if high - low - 1 <= most:
+            return list(range(low + 1, high))
+        return [low + (high - low) * i // (most + 1) for i in range(1, most + 1)]
+
+    async def record(self, version: int) -> Record:
+        """The record of a version; `NotFound` where there is none."""
+        found = self._records.get(version)
+        if found is None:
+            found = await self.read(commit_key(version), Record)
+            self._keep(version, found)
+        return found
+
+    def _keep(self, version: int, record: Record) -> None:
+        self._records[version] = record
+        if len(self._records) > _CACHED:
+            del self._records[next(iter(self._records))]
+
+    async def changes(self, version: int, record: Record) -> Changes:
+        """What the record of a version changed; many transactions of a process validate against the same ones."""
+        known, changes = self._changes.get(version, (None, None))
+        if known is not record or changes is None:
+            changes = Changes.of(record, await self.manifests(record))
+            self._changes[version] = record, changes
+            if len(self._changes) > _CACHED:
+                del self._changes[next(iter(self._changes))]
+        return changes
+
+    async def manifests(self, record: Record) -> list[Manifest]:
+        """The manifests of a record, read where they do not travel in it."""
+        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
+
+    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
+        """The manifest itself, or the one at that place, checked against its reference."""
+        if isinstance(where, Manifest):
+            return where
+        data = await self.backend.get(where.key)
+        if len(data) != where.length or data[-len(where.check) :] != where.check:
+            raise Corrupt(
+                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
+                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
+            )
+        return self._decoded(where.key, data, Manifest)
+
+    async def read(self, key: str, kind: type[T]) -> T:
+        """The object at a key; errors name it."""
+        return self._decoded(key, await self.backend.get(key), kind)
+
+    def _decoded(self, key: str, data: bytes, kind: type[T]) -> T:
+        try:
+            return decode(data, kind)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
+
+    async def tree(self, version: int) -> Tree:
+        """The tree as of a version that exists."""
+        if version in self._trees:
+            return self._trees[version]
+        tree, records = await self._way_to(version)
+        numbers = range(tree.version + 1, version + 1)
+        last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
+        shown = [r for v, r in zip(numbers, records, strict=True) if v >= last]  # it replaces what came before
+        manifests: list[list[Manifest]] = [[]] * (len(records) - len(shown))
+        manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
+        for number, record, found in zip(numbers, records, manifests, strict=True):
+            tree = tree.after(number, record, found)
+        self._trees[version] = tree
+        while len(self._trees) > 4:
+            del self._trees[next(v for v in self._trees if v != 0)]
+        return tree
+
+    async def _way_to(self, version: int) -> tuple[Tree, list[Record]]:
+        """The nearest tree that is known or has a root, and all records from there up to a version."""
+        cached = self._trees[max(v for v in self._trees if v <= version)]  # held: others may evict it meanwhile
+        rooted, top = version - version % ROOT_EVERY, version
+        records: list[Record] = []
+        while True:
+            numbers = range(max(rooted, cached.version) + 1, top + 1)
+            reading = [self._record_below(v, version) for v in numbers]
+            root, found = await asyncio.gather(self._root(rooted, cached), asyncio.gather(*reading))
+            records[:0] = found
+            if root is not None:
+                return root, records
+            rooted, top = rooted - ROOT_EVERY, rooted
+
+    async def _root(self, version: int, cached: Tree) -> Tree | None:
+        """The tree of the root of a version, or the known one if that is newer; None where there is none."""
+        if version <= cached.version:
+            return cached
+        try:
+            return Tree.of(await self.read(root_key(version), Root))
+        except NotFound:
+            return None
+
+    async def collected(self, version: int) -> int:
+        """The version of the newest gc up to a version, 0 where there is none."""
+        if version == 0:
+            return 0
+        record = await self.record(version)
+        return record.collected if record.collection is None else version
+
+    async def _exists(self, version: int) -> bool:
+        if version in self._records:
+            return True
+        if not self.backend.transfer.waits:
+            return await self.backend.size(commit_key(version)) is not None
+        try:
+            await self.record(version)  # as soon as its length, and as a rule it is read next
+        except NotFound:
+            return False
+        except (Corrupt, UnsupportedFormat):
+            return True
+        return True
+
+    async def _first_absent(self, versions: list[int]) -> int:
+        """The place in the list of the first version that does not exist, by its end if all exist."""
+        found = await asyncio.gather(*[self._exists(v) for v in versions])
+        return [*found, False].index(False)
+
+    def _hole(self, version: int) -> Corrupt:
+        return Corrupt(
+            f"{self.backend.url}: {commit_key(version)} is missing, though later commits are there; restore it "
+            "from a copy of the store, until then nothing can be committed (tstore verify tells more)"
+        )
+
+    async def _record_below(self, version: int, later: int) -> Record:
+        try:
+            return await self.record(version)
+        except NotFound:
+            if version < later:
+                raise self._hole(version) from None
+            raise
+
+    async def _record_or_none(self, version: int) -> Record | None:
+        try:
+            return await self.record(version)
+        except NotFound:
+            return None
+
+    async def find(self, transaction: str, above: int = 0) -> int | None:
+        """The version above `above` that a transaction became, None where it is not committed."""
+        return (await self.scan(transaction, above))[0]
+
+    async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
+        """The version above `above` that a transaction became, if any, and the last version that was looked at."""
+        version = above
+        while (record := await self._record_or_none(version + 1)) is not None:
+            version += 1
+            if transaction in (record.transaction, *record.transactions):
+                return version, version
+        return None, version
+
+    async def resolve(self, at: int | str, newest: int) -> int:
+        """The version of a number or tag, as of the version `newest`; `NotFound` names what there is."""
+        if isinstance(at, int):
+            if not 0 <= at <= newest:
+                raise NotFound(f"{self.backend.url} has no version {at}; its newest is {newest}")
+            return at
+        tags = (await self.tree(newest)).tags
+        if at not in tags:
+            known = ", ".join(sorted(tags)[-10:]) or "none"
+            raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
+        return tags[at]
