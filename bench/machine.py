@@ -14,7 +14,7 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-PACKAGES = ("tstore", "tensorstore", "safetensors", "numpy", "zarr", "xxhash", "ml_dtypes")
+PACKAGES = ("tstore", "tensorstore", "safetensors", "numpy", "zarr", "xxhash", "ml_dtypes", "aiohttp", "gcsfs")
 
 
 def describe(folder: Path) -> dict[str, Any]:

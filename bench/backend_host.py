@@ -1,0 +1,51 @@
+"""One host of a measurement: does what it is told on standard input, one line of JSON each, and answers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import machine
+import numpy as np
+from backend_peers import CONTENDERS, Contender, Share
+
+warnings.simplefilter("ignore")
+
+
+def main() -> None:
+    host, hosts, size = map(int, sys.argv[1:])
+    share = Share(host, hosts, size)
+    subject: Contender | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if "contender" in asked:
+                subject = CONTENDERS[asked["contender"]](share, asked["place"], asked["server"])
+                answer: dict[str, Any] = {}
+            else:
+                assert subject is not None
+                answer = _do(share, subject, **asked)
+        except Exception:
+            answer = {"error": traceback.format_exc().strip().splitlines()[-1]}
+        print(json.dumps(answer), flush=True)
+
+
+def _do(share: Share, subject: Contender, do: str, run: str) -> dict[str, Any]:
+    gc.collect()
+    before = machine.reset_peak()
+    if do == "save":
+        subject.save(run)
+        return {"requests": subject.requests, "peak": machine.peak() - before}
+    found = subject.restore(run)
+    peak = machine.peak() - before - sum(array.nbytes for array in found.values())
+    if not all(np.array_equal(found[name], share.arrays[name]) for name in share.names):
+        raise ValueError("the restored values differ")
+    return {"requests": subject.requests, "peak": peak}
+
+
+if __name__ == "__main__":
+    main()
