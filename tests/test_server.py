@@ -189,6 +189,7 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         ("/txn/abc/manifest-1", whole),
         ("/txn/abc/part-00000-of-00002", whole),
         ("/txn/abc/alive-0", b"[1]"),
+        ("/txn/abc/merging-0-00000-of-00002", b"x"),
     ):
         assert (await client.create(path, body)).status == 422, path
         assert (await client("GET", path)).status == 404

@@ -9,6 +9,7 @@ The server takes and gives only these, so that nothing else that lies in a folde
     txn/<id>/pack-…                    encoded chunks
     txn/<id>/manifest…                 a manifest
     txn/<id>/part-…, merge-…           a fragment
+    txn/<id>/merging-…                 the number of the host that merges
     txn/<id>/alive-…                   a heartbeat; may be replaced, and removed by who may write
 """
 
@@ -41,6 +42,7 @@ class Kind(enum.Enum):
     PACK = _TRANSACTION + r"/pack-[A-Za-z0-9._-]{1,200}"
     MANIFEST = _TRANSACTION + r"/manifest(?:-[A-Za-z0-9._-]{1,200})?"
     FRAGMENT = _TRANSACTION + r"/(?:part|merge)-[A-Za-z0-9._-]{1,200}"
+    MERGER = _TRANSACTION + r"/merging-[A-Za-z0-9._-]{1,200}"
     HEARTBEAT = _TRANSACTION + r"/alive-[A-Za-z0-9._-]{1,200}"
     OTHER = r"(?!)"
 

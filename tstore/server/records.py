@@ -39,6 +39,9 @@ def check(key: str, kind: Kind, data: bytes) -> None:
             _json(data, _Marker)
         case Kind.HEARTBEAT:
             _json(data, _Beat)
+        case Kind.MERGER:
+            if not re.fullmatch(rb"[0-9]{1,10}", data):
+                raise Corrupt("it is no number of a host")
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
                 raise Corrupt("the hint is no version")

@@ -27,7 +27,7 @@ from tstore.server.served import Served
 
 __all__ = ["Storing"]
 
-_SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT)
+_SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT, Kind.MERGER)
 _GCS = 8
 
 
