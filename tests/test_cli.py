@@ -421,7 +421,7 @@ def test_not_a_store(tmp_path: Path, call: Call, command: list[str]) -> None:
     (tmp_path / "folder" / "file").write_text("x")
     for path in (tmp_path / "none", tmp_path / "folder", tmp_path / "folder" / "file"):
         failed(call(name, path, *out, *options), str(path))
-    failed(call(name, "ftp://host/x", *out, *options), "ftp://")
+    failed(call(name, "gopher://host/x", *out, *options), "gopher://")
     assert sorted(os.listdir(tmp_path)) == ["folder"]
 
 

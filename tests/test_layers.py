@@ -71,6 +71,7 @@ LAYERS: list[tuple[str, ...]] = [
         "console",
         "copy_command",
         "gc_command",
+        "probe_command",
         "serve_command",
         "cli",
         "demo",
@@ -87,10 +88,21 @@ LAYERS: list[tuple[str, ...]] = [
 
 # What a module may import besides the layers below its own; a name stands for its submodules too.
 ALSO: dict[str, tuple[str, ...]] = {
-    "cli": ("sync", "server", "demo", "tables", "console", "copy_command", "gc_command", "serve_command"),
+    "cli": (
+        "sync",
+        "server",
+        "demo",
+        "tables",
+        "console",
+        "copy_command",
+        "gc_command",
+        "probe_command",
+        "serve_command",
+    ),
     "console": ("tables",),
     "copy_command": ("tables", "console"),
     "gc_command": ("tables", "console"),
+    "probe_command": ("tables", "console", "testing"),
     "serve_command": ("server", "tables", "console"),
     "demo": ("sync", "testing"),
     "__main__": ("cli",),

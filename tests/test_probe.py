@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import tstore
+from tstore.cli import main
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable
 from tstore.kv.base import Buffers
 from tstore.kv.memory import MemoryBackend, MemoryObjects
 from tstore.kv.objects import PutMode
 from tstore.kv.remote import RemoteBackend
+from tstore.kv.url import connect
 from tstore.testing.faults import FaultyBackend
 
 
@@ -174,3 +177,38 @@ async def test_a_scheme_that_nobody_knows(tmp_path: Path) -> None:
         await tstore.open("abfs://container/x")
     with pytest.raises(NotFound):
         await tstore.open(f"local://{tmp_path}/none", "r")
+    assert connect("ftp://user:geheim@host/x").url == "ftp://host/x"
+
+
+# ---- the command
+
+
+def probed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["probe", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, str(tmp_path / "s"))
+    assert (code, err) == (0, "")
+    assert "holds" in out
+    assert "of racing creates of one name exactly one wins" in out
+    assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault was found")
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = probed(capsys, f"careless://{tmp_path}/s", "--json")
+    found = json.loads(out)
+    assert (code, found["ok"]) == (1, False)
+    outcomes = {c["check"]: c["outcome"] for c in found["checks"]}
+    assert outcomes["create_never_replaces"] == outcomes["one_winner"] == "fails"
+    assert outcomes["ranges"] == outcomes["listing"] == outcomes["long_lists"] == "holds"
+    assert found["fails"] == sum(o == "fails" for o in outcomes.values())
+
+
+def test_the_command_tells_at_once_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, "gopher://x")
+    assert (code, out) == (1, "")
+    assert err.startswith("tstore: gopher://x: scheme")

@@ -30,6 +30,7 @@ from tstore.convert.safetensors import read_header
 from tstore.copy_command import copy
 from tstore.gc_command import gc
 from tstore.policy import parse_policy
+from tstore.probe_command import probe
 from tstore.quantization.plot import check_plot, plot_report
 from tstore.serve_command import serve
 from tstore.tables import (
@@ -352,6 +353,7 @@ def _verify(store: str, as_json: bool) -> int:
 
 cli.add_command(copy)
 cli.add_command(gc)
+cli.add_command(probe)
 cli.add_command(serve)
 
 

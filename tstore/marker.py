@@ -37,8 +37,6 @@ async def read_marker(backend: Backend) -> Marker | None:
     """
     try:
         data = await backend.get(MARKER)
-    except NotAStore:  # there is no such bucket
-        raise
     except NotFound:
         return None
     return _decoded(backend, data)
@@ -67,8 +65,6 @@ async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:
     """
     try:
         empty = await backend.empty()
-    except NotAStore:
-        raise
     except NotFound as error:
         raise NotAStore(f"{backend.url} is no folder, so it can't be a store; choose another path") from error
     if not empty and await read_marker(backend) is None:  # another host may have made it just now

@@ -30,6 +30,7 @@ __all__ = [
     "show_imported",
     "show_log",
     "show_ls",
+    "show_probed",
     "show_quantized",
     "show_transactions",
     "show_verified",
@@ -226,6 +227,14 @@ def show_copied(found: Document) -> None:
             f"{found['objects']} objects, {sized(found['bytes'])} copied and checked{there}"
         )
     )
+
+
+def show_probed(found: Document) -> None:
+    """One row for each promise, and what follows for a store."""
+    rows = [[c["outcome"], c["promise"], c["detail"]] for c in found["checks"]]
+    _table(["", "promise", "what was found"], rows, right=set())
+    verdict = "no fault was found" if found["ok"] else f"{found['fails']} promises are broken: write no store here"
+    print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
 
 
 def show_imported(found: Document) -> None:

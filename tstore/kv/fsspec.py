@@ -19,6 +19,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from fsspec import AbstractFileSystem, get_filesystem_class
+from fsspec.core import url_to_fs
+
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -45,7 +48,7 @@ class FsspecObjects:
     capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Takes whatever options the file system takes; it connects at the first request, as a rule.
+        """Takes whatever options the file system takes, and connects at the first request.
 
         Raises `InvalidArgument` where fsspec does not know the scheme, or the package that it needs is missing.
         """
@@ -53,8 +56,16 @@ class FsspecObjects:
         self.url = url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1).rstrip("/")
         self._address = url
         self._options = options
+        try:
+            kind = get_filesystem_class(parts.scheme)
+        except (ImportError, ValueError) as error:
+            raise InvalidArgument(f"{self.url}: {error}") from error
+        self._async = bool(kind.async_impl)
+        self._create: Callable[..., Any] = kind._pipe_file if self._async else kind.pipe_file
+        self._root = str(kind._strip_protocol(url)).rstrip("/")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._files, self._root = self._connect(asynchronous=False)
+        self._connecting = asyncio.Lock()
+        self._files: Any = None
 
     async def get(self, key: str, span: Span = WHOLE) -> bytes:
         """See `Objects.get`."""
@@ -147,24 +158,28 @@ class FsspecObjects:
 
     async def close(self) -> None:
         """See `Objects.close`; sessions end with their file system."""
-        self._loop = None
+        self._files = None
 
     def __repr__(self) -> str:
         return f"<FsspecObjects {self.url}>"
 
-    def _connect(self, asynchronous: bool) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs
-
+    def _connect(self) -> Any:
         kept = {"skip_instance_cache": True, "use_listings_cache": False}
-        if asynchronous:
+        if self._async:
             kept["asynchronous"] = True
         try:
-            files, path = url_to_fs(self._address, **{**self._options, **kept})
-        except ImportError as error:
-            raise InvalidArgument(f"{self.url}: {error}") from error
-        except (TypeError, ValueError) as error:
+            return url_to_fs(self._address, **{**self._options, **kept})[0]
+        except (ImportError, TypeError, ValueError) as error:
             raise InvalidArgument(f"{self.url}: {error}; mend the URL or storage_options") from error
-        return files, str(path).rstrip("/")
+
+    async def _connected(self) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the first, or another after a fork; sessions belong to one
+            self._loop, self._connecting, self._files = loop, asyncio.Lock(), None
+        async with self._connecting:
+            if self._files is None:
+                self._files = self._connect() if self._async else await run(self._connect)
+        return self._files
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key, self.url)}"
@@ -179,12 +194,9 @@ class FsspecObjects:
         return bytes(await self._call("read", key, "cat_file", self._path(key), **span))
 
     def _check_creates(self) -> None:
-        from fsspec import AbstractFileSystem
-
-        create = self._method("pipe_file")
-        if getattr(create, "__func__", create) is AbstractFileSystem.pipe_file:
+        if self._create is AbstractFileSystem.pipe_file:
             why = "fsspec looks whether a name is free, and then writes"
-        elif "mode" not in inspect.signature(create).parameters:
+        elif "mode" not in inspect.signature(self._create).parameters:
             why = "this file system overwrites what is there"
         else:
             return
@@ -193,18 +205,12 @@ class FsspecObjects:
             "read it with mode='r', and write elsewhere"
         )
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self._files, f"_{name}" if self._files.async_impl else name)
-        return found
-
     async def _call(self, action: str, key: str, name: str, *arguments: Any, **options: Any) -> Any:
-        if self._files.async_impl and self._loop is not (loop := asyncio.get_running_loop()):
-            self._files, self._root = self._connect(asynchronous=True)  # its session belongs to one loop
-            self._loop = loop
         with self._explained(action, key):
-            if self._files.async_impl:
-                return await self._method(name)(*arguments, **options)
-            return await run(lambda: self._method(name)(*arguments, **options))
+            files = await self._connected()
+            if self._async:
+                return await getattr(files, f"_{name}")(*arguments, **options)
+            return await run(lambda: getattr(files, name)(*arguments, **options))
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:

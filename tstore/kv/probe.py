@@ -73,7 +73,7 @@ async def prove(backend: Backend) -> None:
     One on which nothing may be created at all passes: there is nothing that could be overwritten.
     """
     folder = f"txn/{world.token(16)}"
-    keys = [f"{folder}/alive-{number}" for number in range(_ROUNDS + 1)]
+    keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
         await backend.create(keys[0], b"may this be created?", Durability.NONE)
     except Denied:

@@ -28,7 +28,6 @@ from tstore.errors import (
     Corrupt,
     Denied,
     InvalidArgument,
-    NotAStore,
     NotFound,
     StorageFull,
     Throttled,
@@ -326,7 +325,7 @@ class S3Objects:
         code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
         said = f"{what}: {error.response.get('Error', {}).get('Message') or code} ({code}, status {status})"
         if code == "NoSuchBucket" or (status == 404 and action == "write"):
-            return NotAStore(f"{said}; there is no bucket {self._bucket!r}: make it first, or check the URL")
+            return InvalidArgument(f"{said}; there is no bucket {self._bucket}: make it first, or check the URL")
         if code in _MISSING or (status == 404 and not code):
             return NotFound(said)
         if code == "PreconditionFailed" or status == 412:

@@ -37,7 +37,9 @@ class Relay:
         self._server = (server, server_port)
         self._rewrite = rewrite
         self._loss: Loss | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
+        self._quiet = asyncio.Event()  # no client is connected
+        self._quiet.set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -50,9 +52,9 @@ class Relay:
             yield relay
         finally:
             listening.close()
-            for task in list(relay._tasks):
-                task.cancel()
-            await asyncio.gather(*relay._tasks, return_exceptions=True)
+            for writer in relay._clients:
+                writer.transport.abort()
+            await relay._quiet.wait()
 
     @contextlib.contextmanager
     def losing(self, loss: Loss) -> Iterator[None]:
@@ -64,15 +66,16 @@ class Relay:
             self._loss = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        self._clients.add(writer)
+        self._quiet.clear()
         try:
             with contextlib.suppress(OSError):
                 await self._forward(reader, writer)
         finally:
-            self._tasks.discard(task)
+            self._clients.discard(writer)
             writer.close()
+            if not self._clients:
+                self._quiet.set()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs, mine = await asyncio.open_connection(*self._server)

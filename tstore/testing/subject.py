@@ -62,8 +62,8 @@ class Place:
         self.one, self.other = clients
 
     def key(self, name: object) -> str:
-        """A key in the folder, of the kind that a writer may also replace and remove."""
-        return f"{self.folder}/alive-{name}"
+        """A key in the folder, of the kind under which any bytes may stand."""
+        return f"{self.folder}/pack-{name}"
 
     @property
     def objects(self) -> Objects:
