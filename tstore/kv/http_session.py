@@ -188,11 +188,7 @@ class Session:
             return await client.request(method, url, headers=fields, allow_redirects=False)
         async with asyncio.timeout(IDLE_SECONDS) as deadline:
             body = _Body(data, deadline)
-            response = await client.request(method, url, headers=fields, data=body, allow_redirects=False)
-        if body.again:
-            response.close()
-            raise aiohttp.ClientConnectionError("the connection was closed, and the request would be sent again")
-        return response
+            return await client.request(method, url, headers=fields, data=body, allow_redirects=False)
 
     def _opened(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -247,12 +243,17 @@ class _Body(Payload):
         super().__init__(data, content_type="application/octet-stream")
         self._views = [memoryview(b).cast("B") for b in data]
         self._deadline = deadline
-        self.again = False
+        self._begun = False
 
     @property
     def size(self) -> int:
         """How many bytes it has."""
         return sum(map(len, self._views))
+
+    @property
+    def consumed(self) -> bool:
+        """Whether it was sent, if only in part; the library does not send it again then."""
+        return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """The body as text."""
@@ -260,10 +261,7 @@ class _Body(Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Sends it."""
-        if self._consumed:
-            self.again = True
-            raise aiohttp.ClientConnectionError("a request is not sent twice")
-        self._consumed = True
+        self._begun = True
         for view in self._views:
             for at in range(0, len(view), _PIECE):
                 await writer.write(view[at : at + _PIECE])
