@@ -200,6 +200,7 @@ async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "commits").mkdir()
     (tmp_path / "commits" / "x").write_text("secret")
+    (tmp_path / "txn" / "empty").mkdir(parents=True)
     async with Server(tmp_path, access=everybody()) as server, client_of(server, ADMIN) as client:
         for path in ("/secret.txt", "/commits/x", "/commits", "/txn", "/txn/abc/x", "/commits/1"):
             assert (await client("GET", path)).status == 404
@@ -207,6 +208,7 @@ async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:
             assert (await client("DELETE", path)).status == 403
         listed = json.loads((await client("GET", "/?list")).body)
         assert [e["key"] for e in listed["entries"]] == ["tstore.json"]
+        assert json.loads((await client("GET", "/?list&prefix=txn/&delimiter=/")).body)["folders"] == []
     async with Server(tmp_path, access=everybody(), names="any") as server, client_of(server, ADMIN) as client:
         assert (await client("GET", "/secret.txt")).body == b"secret"
         for name in ("odd name", "Ünïcode", "per%cent", "q?u#e", "a+b&c=d"):
@@ -441,10 +443,13 @@ async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> Non
 
 
 async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
-    async with Server(tmp_path, limits=Limits(drain=0.05)) as server, wire(server) as raw:
-        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
-        await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
-        await raw.reader.readuntil(b"\r\n\r\n")
+    async with contextlib.AsyncExitStack() as stack:
+        async with Server(tmp_path, limits=Limits(drain=0.05)) as server:
+            raw = await stack.enter_async_context(wire(server))
+            await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+            await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
+            await raw.reader.readuntil(b"\r\n\r\n")
+        assert await raw.rest() == b""
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 

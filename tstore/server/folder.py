@@ -158,7 +158,7 @@ class ServedFolder(Served):
             path = self._path(f"{base}x")[:-2]
             with explained("list", path), os.scandir(path) as listed:
                 for entry in listed:
-                    if entry.name.startswith(".") or entry.is_symlink():
+                    if entry.name.startswith("."):
                         continue
                     name = f"{base}{entry.name}" + ("/" if entry.is_dir(follow_symlinks=False) else "")
                     behind = name > after or (name.endswith("/") and not delimiter and after.startswith(name))
