@@ -493,3 +493,43 @@ async def test_health_and_methods(client: Client) -> None:
     assert (await client("GET", "/-/health")).status == 200
     for method in ("POST", "OPTIONS", "TRACE", "PATCH"):
         assert (await client(method, PACK)).status == 405
+
+
+# ---- whole stores
+
+
+async def test_garbage_is_collected_with_the_permission_for_it(tmp_path: Path) -> None:
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        async with await tstore.open(server.url, storage_options={"token": WRITE}) as store:
+            for step in range(4):
+                await tstore.save(store, {"w": np.full(300_000, step)}, step)
+            with pytest.raises(Denied, match="scope admin"):
+                await store.collect(tstore.Keep(last=2))
+        assert len(list(tmp_path.glob("store/txn/*/pack-*"))) == 4
+        async with await tstore.open(server.url, storage_options={"token": ADMIN}) as store:
+            await store.collect(tstore.Keep(last=2))  # what the first one condemned, it also removes
+            assert await tstore.steps(store) == [2, 3]
+            assert (await store.verify()).faults == []
+    assert len(list(tmp_path.glob("store/txn/*"))) == 2
+
+
+async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
+    """Two servers of one folder, and a writer that is not a client of either."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(Server(tmp_path / "store")) for _ in range(2)]
+        places = [servers[0].url, servers[1].url, servers[0].url, str(tmp_path / "store")]
+        stores = [await stack.enter_async_context(await tstore.open(place)) for place in places]
+
+        async def write(number: int) -> None:
+            for i in range(5):
+                async with stores[number].transaction() as tx:
+                    array = await tx.create_array(f"w{number}.{i}", (40_000,), "float64")
+                    await array.write(np.full(40_000, float(number)))
+
+        await asyncio.gather(*[write(number) for number in range(4)])
+        snapshot = await stores[0].snapshot()
+        assert snapshot.version == 20
+        for number in range(4):
+            for i in range(5):
+                assert (await (await snapshot.array(f"w{number}.{i}")).read() == number).all()
+        assert (await stores[3].verify()).faults == []

@@ -140,11 +140,11 @@ class App:
         self, request: web.BaseRequest, key: str, kind: Kind | None, scope: Scope
     ) -> web.StreamResponse:
         if request.method in ("GET", "HEAD"):
-            if kind is None:
+            if kind is None or kind is Kind.FOLDER:
                 raise Refused(404, "there is no such object")
             async with self._served.opened(key) as found:
                 return await send(request, found, "no-store" if kind.replaceable else _FOR_EVER, self._limits)
-        if kind is None:
+        if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"no object of a store is named {key}")
         if request.method == "PUT":
             return answer(201 if await self._storing.put(request, key, kind) is PutMode.CREATE else 204)

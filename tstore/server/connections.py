@@ -16,6 +16,7 @@ from tstore.server.limits import PIECE, Limits
 __all__ = ["Connections"]
 
 _LINGER = 2.0
+_CUT = 0.1
 
 _log = logging.getLogger("tstore.server")
 
@@ -48,7 +49,7 @@ class Connections:
     async def close(self) -> None:
         """Closes all of them; requests should have ended."""
         self._http.pre_shutdown()
-        await self._http.shutdown(_LINGER)
+        await self._http.shutdown(_CUT)
 
     def opened(self, new: _Connection) -> None:
         """Makes room for a connection."""

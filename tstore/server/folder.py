@@ -71,9 +71,8 @@ class ServedFolder(Served):
         await run(self._path, key)
         await super().delete(key)
 
-    async def tidy(self, key: str) -> None:
-        """Removes the folder of an object that was removed, if no other is in it."""
-        folder = key.rpartition("/")[0]
+    async def tidy(self, folder: str) -> None:
+        """Removes a folder in which no object is left."""
         page, _ = await self.page(f"{folder}/", "", "", 1)
         if not page.entries:
             await super().delete(folder)

@@ -11,6 +11,7 @@ The server takes and gives only these, so that nothing else that lies in a folde
     txn/<id>/part-…, merge-…           a fragment
     txn/<id>/merging-…                 the number of the host that merges
     txn/<id>/alive-…                   a heartbeat; may be replaced, and removed by who may write
+    txn/<id>                           no object, but a folder, which a gc removes last
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Kind(enum.Enum):
     FRAGMENT = _TRANSACTION + r"/(?:part|merge)-[A-Za-z0-9._-]{1,200}"
     MERGER = _TRANSACTION + r"/merging-[A-Za-z0-9._-]{1,200}"
     HEARTBEAT = _TRANSACTION + r"/alive-[A-Za-z0-9._-]{1,200}"
+    FOLDER = _TRANSACTION
     OTHER = r"(?!)"
 
     @property

@@ -126,8 +126,8 @@ class Served:
         """Removes an object; no error where it does not exist."""
         await self.backend.delete(key)
 
-    async def tidy(self, key: str) -> None:
-        """Removes the folder of an object that was removed, if no other is in it; only files have any."""
+    async def tidy(self, folder: str) -> None:
+        """Removes a folder in which no object is left; only files have any."""
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str) -> AsyncIterator[Incoming]:

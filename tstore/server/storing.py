@@ -57,16 +57,17 @@ class Storing:
         """Removes an object that may go."""
         if kind in (Kind.MARKER, Kind.RECORD, Kind.HINT):
             raise Refused(403, f"{key} is never removed")
-        if not await self._served.exists(key):
+        if kind is not Kind.FOLDER and not await self._served.exists(key):
             return
         if kind in (Kind.HEARTBEAT, Kind.OTHER):
             await self._served.delete(key)
             return
         if not await self._condemned(key):
             raise Refused(403, f"no gc condemned {key}, so it is not removed")
-        await self._served.delete(key)
+        if kind is not Kind.FOLDER:
+            await self._served.delete(key)
         if kind is not Kind.ROOT:
-            await self._served.tidy(key)
+            await self._served.tidy("/".join(key.split("/")[:2]))
 
     async def _stream(self, request: web.BaseRequest, key: str) -> None:
         most = min(self._limits.object_bytes, self._served.longest)
