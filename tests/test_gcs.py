@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import gcs
 import numpy as np
 import pytest
+import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_endpoint import Endpoint, Fault, Wrong, at
@@ -207,9 +209,19 @@ async def test_a_missing_bucket_is_named_by_every_call(emulator: str) -> None:
         objects.put("tstore.json", [b"{}"], CREATE),
         entries(objects),
     ):
-        with pytest.raises(NotAStore, match="there is no bucket not-there; check the URL"):
+        with pytest.raises(InvalidArgument, match="there is no bucket not-there; check the URL"):
             await call
     await objects.close()
+
+
+async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    await faulty.put("latest", [b"1"], REPLACE)
+    await faulty.put("commits/1", [b"1"], CREATE)
+    [objects] = endpoint.buckets.values()
+    assert {n: o.given.get("cacheControl") for n, o in objects.items()} == {
+        "s/latest": "no-store",
+        "s/commits/1": None,
+    }
 
 
 async def test_folders_that_a_console_made_are_no_objects(endpoint: Endpoint, faulty: GcsObjects) -> None:
@@ -351,6 +363,23 @@ async def test_a_wrong_endpoint_fails_at_once() -> None:
         objects = GcsObjects("gs://bucket/s", endpoint_url=f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(Unavailable, match="no connection"):
             await objects.get("tstore.json")
+        await objects.close()
+
+
+async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    endpoint = Endpoint()
+    async with endpoint.running(context):
+        url = f"gs://{endpoint.new_bucket()}/s"
+        objects = GcsObjects(url, endpoint_url=endpoint.url)
+        with pytest.raises(Denied, match=r"certificate.*ca_file"):
+            await objects.get("k")
+        await objects.close()
+        objects = GcsObjects(url, endpoint_url=endpoint.url, ca_file=tmp_path / "ca.pem")
+        await objects.put("k", [b"x"], CREATE)
+        assert await objects.get("k") == b"x"
         await objects.close()
 
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from gcs_endpoint import Endpoint, Fault, Wrong
 
 import tstore
-from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, NotAStore, Unavailable
+from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
 
 HOSTS = 8
 ROWS = 4096
@@ -58,14 +58,14 @@ async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytes
                 with pytest.raises(Denied, match="refused the credentials, as wrong or expired") as raised:
                     await tstore.open(f"gs://{endpoint.new_bucket()}/run", mode=mode, storage_options=options)
                 assert "secret" not in f"{raised.value!r} {raised.value.__cause__!r}"
-    assert endpoint.shown == ["Bearer ya29.secret"] * 3
+    assert set(endpoint.shown) == {"Bearer ya29.secret"}
     assert caplog.records
     assert "ya29.secret" not in caplog.text
 
 
 async def test_a_missing_bucket_is_told_when_a_store_is_opened(emulator: str) -> None:
     for mode in ("r", "a", "x"):
-        with pytest.raises(NotAStore, match="there is no bucket nowhere"):
+        with pytest.raises(InvalidArgument, match="there is no bucket nowhere"):
             await tstore.open("gs://nowhere/run", mode=mode, storage_options={"endpoint_url": emulator})
     url = f"gs://{gcs.new_bucket(emulator)}/run"
     with pytest.raises(NotAStore, match=rf"{url} is not a tstore store"):

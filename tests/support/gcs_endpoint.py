@@ -14,6 +14,7 @@ import hashlib
 import json
 import random
 import re
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -90,7 +91,7 @@ class Stored:
             "updated": _time(self.created),
             "crc32c": crc32c,
             "md5Hash": md5,
-            **{k: v for k, v in self.given.items() if k == "metadata"},
+            **{k: v for k, v in self.given.items() if k in ("metadata", "cacheControl")},
         }
 
 
@@ -131,15 +132,15 @@ class Endpoint:
         self._uploads: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {}
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Endpoint]:
+    async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[Endpoint]:
         """Serves on a port of its own while inside."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", r"/{rest:[\s\S]*}", self._handle)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

@@ -20,7 +20,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import os
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -35,7 +37,6 @@ from tstore.errors import (
     Corrupt,
     Denied,
     InvalidArgument,
-    NotAStore,
     NotFound,
     TStoreError,
     Unavailable,
@@ -44,7 +45,7 @@ from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, refused
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import Sink, check_data, content_range, legible
-from tstore.kv.http_session import Session
+from tstore.kv.http_session import Session, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
 
@@ -56,10 +57,11 @@ _TOKEN = "tstore-upload"
 
 
 class GcsObjects:
-    """The objects below one path of a bucket.
+    """The objects below one path of a bucket; calls raise `InvalidArgument` where there is no such bucket.
 
     `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are those of gcsfs; `project` is
-    the one that pays where `requester_pays` is True.
+    the one that pays where `requester_pays` is True. `ca_file` names certificates that are trusted besides the
+    system's. Raises `InvalidArgument` for a URL without a bucket, and for what can't be an option.
     """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
@@ -71,12 +73,14 @@ class GcsObjects:
         endpoint_url: str | None = None,
         project: str | None = None,
         requester_pays: bool | str = False,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._bucket, prefix = _place(url)
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = f"gs://{self._bucket}/{prefix}".rstrip("/")
         self._login = Login(self.url, token, endpoint_url)
         self._payer = _payer(self.url, project, requester_pays)
+        self._trusted = None if ca_file is None else trusting(ca_file)
         self._session: Session | None = None
         self._bucket_seen = False
 
@@ -125,8 +129,6 @@ class GcsObjects:
         """The object's length and age, None where it does not exist."""
         try:
             found, now = await self._metadata(key, "name,size,updated")
-        except NotAStore:  # there is no such bucket
-            raise
         except NotFound:
             return None
         return Entry(key, found.size, age(found, now))
@@ -138,7 +140,9 @@ class GcsObjects:
         size = sum(map(len, views))
         check = await run(_crc32c, views) if size >= _LONG else _crc32c(views)
         token = world.token(16)
-        metadata = {"name": self._name(key), "crc32c": check, "metadata": {_TOKEN: token}}
+        metadata: dict[str, Any] = {"name": self._name(key), "crc32c": check, "metadata": {_TOKEN: token}}
+        if mode is PutMode.REPLACE:
+            metadata["cacheControl"] = "no-store"  # else Google may show an object that all may read for an hour
         boundary = world.token(16)  # the bytes hold it by no chance worth the name
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode()
@@ -246,7 +250,7 @@ class GcsObjects:
         return found.metadata.get(_TOKEN) == token
 
     async def _check_bucket(self) -> None:
-        """Raises `NotAStore` where the bucket is missing, if that can be learned."""
+        """Raises `InvalidArgument` where the bucket is missing, if that can be learned."""
         if self._bucket_seen:
             return
         with contextlib.suppress(Denied):  # who may read objects may not list them
@@ -258,7 +262,7 @@ class GcsObjects:
         self._bucket_seen = True
 
     def _no_bucket(self) -> TStoreError:
-        return NotAStore(
+        return InvalidArgument(
             f"{self.url}: there is no bucket {self._bucket}; check the URL (and endpoint_url or "
             f"STORAGE_EMULATOR_HOST), or create the bucket (gcloud storage buckets create gs://{self._bucket})"
         )
@@ -282,7 +286,7 @@ class GcsObjects:
         path = f"{service}/b/{quote(self._bucket, safe='')}/o{'/' if name else ''}{name}"
         url = URL(f"{endpoint}/{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}", encoded=True)
         if self._session is None:
-            self._session = Session(url, None, None)
+            self._session = Session(url, None, self._trusted)
         for last in (False, True):
             shown = {**(fields or {}), **await self._login.fields()}
             async with self._session.answer(method, url, shown, where, data) as response:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import ssl
 import warnings
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -31,11 +30,11 @@ import msgspec
 import xxhash
 from yarl import URL
 
-from tstore.errors import Corrupt, Denied, InvalidArgument, NotFound, Unavailable
+from tstore.errors import Corrupt, Denied, NotFound, Unavailable
 from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.http_answer import Sink, age, check_data, content_range, legible, refusal, short, version
 from tstore.kv.http_pass import Passes
-from tstore.kv.http_session import Session, Token, address
+from tstore.kv.http_session import Session, Token, address, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
 
@@ -78,7 +77,7 @@ class HttpObjects:
     ) -> None:
         self._home = address(url)
         self.url = str(self._home).rstrip("/")
-        self._session = Session(self._home, Token.of(token), None if ca_file is None else _trusting(ca_file))
+        self._session = Session(self._home, Token.of(token), None if ca_file is None else trusting(ca_file))
         self._server: str | None = None
         self._creates = False
         self._ranges: bool | None = None
@@ -343,15 +342,6 @@ def _check(data: Buffers) -> str:
     for buffer in data:
         whole.update(buffer)
     return whole.hexdigest()
-
-
-def _trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    try:
-        context.load_verify_locations(os.fspath(path))
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidArgument(f"ca_file {os.fspath(path)} can't be read as certificates (PEM): {error}") from error
-    return context
 
 
 def _another(where: str, wanted: str, start: int, stop: int | None) -> Corrupt:

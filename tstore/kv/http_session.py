@@ -31,7 +31,7 @@ from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable
 from tstore.kv.base import Buffers
 from tstore.kv.http_answer import legible
 
-__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address"]
+__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address", "trusting"]
 
 CONNECT_SECONDS = 10.0
 """How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
@@ -68,6 +68,16 @@ def address(url: str) -> URL:
             "written %3F and %23); take them out"
         )
     return found.with_path(found.raw_path.rstrip("/") + "/", encoded=True)
+
+
+def trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
+    """What trusts the certificates in that file besides the system's; `InvalidArgument` where it holds none."""
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(os.fspath(path))
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidArgument(f"ca_file {os.fspath(path)} can't be read as certificates (PEM): {error}") from error
+    return context
 
 
 class Token:
