@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,26 @@ async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.Monk
 
     async with serving(drip) as server, objects(server) as store:
         assert await store.get("k") == DATA[:20]
+
+
+async def test_a_server_that_takes_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_session, "IDLE_SECONDS", 1.0)
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            if head.startswith(b"PUT"):
+                for _ in range(16):
+                    await asyncio.sleep(0.08)
+                    await reader.readexactly(2 << 20)
+            writer.write(ok(b"", OURS))
+            if head.startswith(b"PUT"):
+                break
+        writer.close()
+
+    listening = await asyncio.start_server(slow, "127.0.0.1", 0)
+    async with objects(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as store:
+        await store.put("k", [bytes(32 << 20)], PutMode.CREATE)
+    listening.close()
 
 
 async def test_a_port_where_nobody_listens_is_unavailable() -> None:
@@ -571,6 +592,19 @@ async def test_a_wrong_listing_is_corrupt(body: bytes) -> None:
 
 
 # ---- secrets and URLs
+
+
+async def test_nothing_of_the_environment_leads_requests_elsewhere_or_adds_a_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login me password {SECRET}")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    async with serving(ok(b"")) as proxy, serving(ok(DATA)) as server, objects(server) as store:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert await store.get("k") == DATA
+        assert proxy.asked == []
+        assert "Authorization" not in server.asked[0].fields
 
 
 @pytest.mark.parametrize(
