@@ -35,8 +35,6 @@ from tstore.errors import (
 from tstore.kv.gcs import GcsObjects
 from tstore.kv.objects import Entry, PutMode, Span
 from tstore.kv.retry import Retry
-from tstore.testing import conformance
-from tstore.testing.relay import Relay
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 
@@ -81,19 +79,6 @@ async def entries(objects: GcsObjects, prefix: str = "") -> list[Entry]:
 # ---- what is promised of every server of objects
 
 
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
-async def test_conformance(check: conformance.Check, emulator: str) -> None:
-    url, port = f"gs://{gcs.new_bucket(emulator)}/s", int(emulator.rpartition(":")[2])
-    async with await tstore.open(url, storage_options={"endpoint_url": emulator}) as store:
-        await tstore.save(store, {"a": np.ones(10)}, step=1)
-    if check.name != "lost_replies":
-        await check(conformance.Subject.of(url, {"endpoint_url": emulator}))
-        return
-    async with Relay.to("127.0.0.1", port) as relay:
-        through = {"endpoint_url": f"http://{relay.host}:{relay.port}"}
-        await check(conformance.Subject.of(url, through, relay=relay))
-
-
 async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
     with gcs.lying_server(tmp_path) as liar:
         options = {"endpoint_url": liar}
@@ -101,9 +86,6 @@ async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) ->
         for mode in ("x", "a"):
             with pytest.raises(Denied, match="does not create exclusively"):
                 await tstore.open(url, mode, storage_options=options)
-        [check] = [check for check in conformance.CHECKS if check.name == "one_winner"]
-        with pytest.raises(AssertionError, match="racing creates"):
-            await check(conformance.Subject.of(url, options))
         with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it was left
             await tstore.open(url, "r", storage_options=options)
 
