@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fileservers
+import gcs
+import moto_server
 import numpy as np
 import processes
 import pytest
@@ -26,6 +31,7 @@ from tstore.errors import (
     AlreadyExists,
     Conflict,
     Corrupt,
+    Denied,
     InvalidArgument,
     NotAStore,
     NotFound,
@@ -34,8 +40,6 @@ from tstore.errors import (
 )
 from tstore.kv import upload
 from tstore.kv.base import Durability, PackWriter
-from tstore.kv.memory import MemoryObjects
-from tstore.kv.remote import RemoteBackend
 from tstore.kv.url import connect
 from tstore.testing.faults import FaultyBackend
 
@@ -454,13 +458,18 @@ async def test_commits_that_come_meanwhile_are_not_copied(source: str, new: NewU
 
 
 COPY = """
-import sys
+import os, sys
 import tstore.sync as tstore
 
-def tell(done, total):
-    print(done, flush=True)
+source, target, number, pieces = sys.argv[1:]
 
-tstore.copy(sys.argv[1], sys.argv[2], progress=tell)
+def tell(done, total):
+    tell.times += 1
+    if tell.times > int(pieces):
+        os.kill(os.getpid(), int(number))
+
+tell.times = 0
+tstore.copy(source, target, progress=tell)
 """
 
 
@@ -471,15 +480,13 @@ def test_a_killed_copy_is_repeated(number: signal.Signals, new: NewUrl) -> None:
     for step in range(3):
         blocking.save(source, {**big, "own": np.full(10_000, float(step))}, step, durability="none")
     for pieces in (1, 3):
-        process = processes.start(COPY, source, target)
+        process = processes.start(COPY, source, target, int(number), pieces)
         with processes.running(process):
-            for _ in range(pieces + 1):
-                processes.line(process)
-            process.send_signal(number)
-            process.wait(processes.DEADLINE)
-        assert not Path(target, "tstore.json").exists()
-    moved = blocking.copy(source, target)
-    assert moved.version == 3
+            process.communicate(timeout=processes.DEADLINE)
+        assert process.returncode
+        if number is signal.SIGKILL:
+            assert not Path(target, "tstore.json").exists()
+    assert blocking.copy(source, target).version == 3
     assert not list(Path(target).rglob(".*"))
     store = blocking.open(target, "r")
     assert store.verify().ok
@@ -535,20 +542,74 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
 # ---- servers
 
 
-async def test_to_a_server_and_back(new: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also packs that are too long for memory."""
+@contextlib.contextmanager
+def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The URL of an empty place on a real server, and its storage_options."""
+    if kind == "gcs":
+        with gcs.fake_gcs_server(folder) as endpoint:
+            yield f"gs://{gcs.new_bucket(endpoint)}/copy", {"endpoint_url": endpoint, "token": "anon"}
+    elif kind == "s3":
+        with moto_server.running() as server:
+            yield f"s3://{moto_server.BUCKET}/copy", server.options
+    else:
+        command = [sys.executable, "-m", "tstore", "serve", str(folder / "served"), "--port", "0", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            try:
+                yield json.loads(process.stdout.readline())["url"], {}
+            finally:
+                process.terminate()
+
+
+@pytest.mark.parametrize("kind", ["serve", "gcs", "s3"])
+async def test_to_a_server_and_back(
+    kind: str, new: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pack that is too long for memory; the second copy dies on its way."""
     monkeypatch.setattr(upload, "IN_MEMORY", 1 << 20)
     source = new("local")
     big = {str(i): np.random.default_rng(i).random(1 << 19) for i in range(3)}
     store = await tstore.open(source)
     await tstore.save(store, big, 0)
-    await tstore.save(store, {**big, "own": np.ones(3)}, 1)
-    served = RemoteBackend(MemoryObjects(uuid.uuid4().hex))
-    report = await copy_to(store, served)
-    assert (report.commits, report.version) == (2, 2)
-    assert (await copy_to(store, served)).objects == 0
-    again = await tstore.open(served, "r")
-    assert (await again.verify()).ok
-    back = new("local")
-    await tstore.copy(again, back)
-    assert await everything(back) == await everything(source)
+    with served_by(kind, tmp_path) as (url, options):
+        target = connect(url, options)
+        first = await copy_to(store, target)
+        assert (first.commits, first.version) == (1, 1)
+        await tstore.save(store, {**big, "own": np.ones(2000)}, 1)
+        await store.collect(Keep(last=1))
+        await tstore.save(store, {**big, "own": np.ones(3000)}, 2)
+        faulty = FaultyBackend(target)
+        faulty.fail("create", nth=3)
+        with pytest.raises(Unavailable):
+            await copy_to(store, faulty)
+        again = await copy_to(store, target)
+        assert again.bytes < 100_000
+        assert (await copy_to(store, target)).objects == 0
+        async with await tstore.open(target, "r") as copied:
+            assert (await copied.verify()).ok
+            assert await tstore.steps(copied) == [1, 2]
+            back = new("local")
+            await tstore.copy(copied, back)
+            alone = new("local")
+            await tstore.copy(copied, alone, at="step/2")
+        await target.close()
+    there, found = await everything(back), await everything(source)
+    assert there == {key: found[key] for key in there}
+    for place, steps in ((back, [1, 2]), (alone, [2])):
+        reader = await tstore.open(place, "r")
+        assert (await reader.verify()).ok
+        assert await tstore.steps(reader) == steps
+        assert (await tstore.restore(reader))["own"].sum() == 3000
+
+
+async def test_from_a_server_of_files(new: NewUrl) -> None:
+    """One that lists nothing."""
+    source, target = new("local"), new("local")
+    await saved(source, 3)
+    async with fileservers.aiohttp_files(Path(source)) as url:
+        await tstore.copy(url, target)
+    await check_whole(target, 0, 1, 2)
+    assert await everything(target) == await everything(source)
+    async with fileservers.aiohttp_files(Path(source)) as url:
+        with pytest.raises(Denied):
+            await tstore.copy(target, url)

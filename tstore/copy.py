@@ -9,7 +9,8 @@
 5. Create the records. Where there was no store: all of them, and then the marker; until then nothing there can be
    opened. Where there was one: in order, so that it is a whole store at every moment. Records up to the newest gc
    become visible at once, since the data that this gc deleted was not copied: they are created with the lowest
-   last, before which a reader does not find the others.
+   last, before which a reader does not find the others. Where a server refuses that (`tstore serve` leaves no
+   number out), they come in order too, and for that moment the newest version may be one without its data.
 6. Write the `latest` hint.
 
 A copy that died is repeated, and moves what is missing. If a gc deletes in the source what is still to be copied,
@@ -23,6 +24,7 @@ its own: its uuid is made of the source's and the version.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import uuid
@@ -170,6 +172,8 @@ class _Copy:
         self._alone = alone
         self._newest = inventory.base + (alone is not None)
         self._objects = self._bytes = self._present = 0
+        self._commits = 0
+        self._there: set[int] = set()  # versions whose records are at the destination
 
     async def make(self) -> CopyReport:
         """Does it, by the steps at the top of this file."""
@@ -178,12 +182,13 @@ class _Copy:
         await self._move_packs(begun)
         await self._move_manifests(begun)
         await self._move_roots(known or 0)
-        commits = await self._create_records(known)
+        await self._create_records(known)
         if known is None:
             await self._create(MARKER, msgspec.json.encode(self._marker))
-        if commits or known is None:
+        if self._commits or known is None:
             await self._target.hint(HINT, str(max(self._newest, known or 0)).encode())
-        return CopyReport(max(self._newest, known or 0), commits, self._objects, self._bytes, self._present)
+        newest = max(self._newest, known or 0)
+        return CopyReport(newest, self._commits, self._objects, self._bytes, self._present)
 
     async def _known(self) -> int | None:
         """The newest version that the destination has of this store, None where it is no store yet."""
@@ -312,26 +317,26 @@ class _Copy:
             ) from error
         return data
 
-    async def _create_records(self, known: int | None) -> int:
+    async def _create_records(self, known: int | None) -> None:
         versions = range((known or 0) + 1, self._newest + 1)
-        if known is None:
-            made = await together(self._create_record, versions)
-            return sum(made)
-        await self._target.hint(HINT, str(known).encode())  # from there readers look for what comes next
-        gc = self._newest if self._alone is not None else await self._log.collected(self._newest)
-        at_once, single = versions[: max(0, gc - known)], versions[max(0, gc - known) :]
-        made = await together(self._create_record, at_once[1:])
-        for version in (*at_once[:1], *single):
-            made.append(await self._create_record(version))
-        return sum(made)
+        hidden = versions  # until the marker is there, or the first of them
+        if known is not None:
+            await self._target.hint(HINT, str(known).encode())  # from there readers look for what comes next
+            gc = self._newest if self._alone is not None else await self._log.collected(self._newest)
+            hidden = versions[: max(0, gc - known)]
+        with contextlib.suppress(InvalidArgument):  # a server takes no record before the one below it is there
+            await together(self._create_record, hidden[1:])
+        for version in versions:
+            if version not in self._there:
+                await self._create_record(version)
 
-    async def _create_record(self, version: int) -> bool:
+    async def _create_record(self, version: int) -> None:
         data = await self._record(version)
         if await self._create(commit_key(version), data):
-            return True
-        if await self._target.get(commit_key(version)) != data:
+            self._commits += 1
+        elif await self._target.get(commit_key(version)) != data:
             raise self._apart(version)
-        return False
+        self._there.add(version)
 
     async def _create(self, key: str, data: bytes) -> bool:
         """Whether the object was made here and now."""

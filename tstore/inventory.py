@@ -189,8 +189,15 @@ def batched(items: Iterable[K]) -> Iterator[list[K]]:
 
 
 async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
-    """What the call returns for each item, some at once."""
+    """What the call returns for each item, some at once; the first failure ends the others."""
     found: list[V] = []
     for batch in batched(items):
-        found += await asyncio.gather(*[call(item) for item in batch])
+        calls = [asyncio.ensure_future(call(item)) for item in batch]
+        try:
+            found += await asyncio.gather(*calls)
+        except BaseException:
+            for ended in calls:
+                ended.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
     return found
