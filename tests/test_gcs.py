@@ -182,8 +182,8 @@ async def test_what_is_missing_is_not_found(objects: GcsObjects) -> None:
             await objects.get(key)
 
 
-async def test_a_missing_bucket_is_named_by_every_call(emulator: str) -> None:
-    objects = GcsObjects("gs://not-there/store", endpoint_url=emulator)
+async def test_a_missing_bucket_is_named_by_every_call(server: str) -> None:
+    objects = GcsObjects("gs://not-there/store", endpoint_url=server)
     for call in (
         objects.get("tstore.json"),
         objects.head("latest"),
@@ -194,6 +194,15 @@ async def test_a_missing_bucket_is_named_by_every_call(emulator: str) -> None:
         with pytest.raises(InvalidArgument, match="there is no bucket not-there; check the URL"):
             await call
     await objects.close()
+
+
+async def test_where_google_says_that_an_object_is_missing_nothing_more_is_asked(
+    endpoint: Endpoint, faulty: GcsObjects
+) -> None:
+    assert await faulty.head("k") is None
+    with pytest.raises(NotFound):
+        await faulty.get("k")
+    assert len(endpoint.asked) == 2
 
 
 async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: GcsObjects) -> None:

@@ -11,7 +11,8 @@ the body of an upload; and its reads end in memory of their own.
    holds the checksum of what was stored; it is compared too, for servers that do not look.
 3. The metadata hold a token that no other upload has. Where the answer is 412 (the name is taken), the token of
    the stored object is read: if it is ours, the server or a proxy had repeated the request, and the create won.
-4. The first 404 of a session may mean the bucket: one listing of at most one name tells, and the error names it.
+4. A 404 may mean the bucket: unless it says "object", and the bucket was not seen yet, one listing of at most one
+   name tells. The error names the bucket.
 5. 401 means that nothing was done; credentials that can be renewed are, once, and the request is made again.
 """
 
@@ -42,7 +43,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.kv.base import Buffers, Capabilities, checked_key
-from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, refused
+from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, problem, refused
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import Sink, check_data, content_range, legible
 from tstore.kv.http_session import Session, trusting
@@ -296,7 +297,10 @@ class GcsObjects:
                     return
                 if response.status == 401 and not last and await self._login.renew(shown):
                     continue
-                raise await refused(response, where, self._login, self._bucket)
+                told = await problem(response, where)
+                # Google's words; from who has others, one request more tells
+                self._bucket_seen |= response.status == 404 and told.message.startswith("No such object")
+                raise refused(response, told, where, self._login, self._bucket)
 
 
 def _place(url: str) -> tuple[str, str]:

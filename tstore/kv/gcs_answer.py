@@ -13,7 +13,7 @@ from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, 
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import legible, refusal, retry_after
 
-__all__ = ["Listing", "Object", "age", "clock", "decoded", "refused"]
+__all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem", "refused"]
 
 _LONGEST = 16 << 20  # bytes of an answer that is no object
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
@@ -42,25 +42,31 @@ class _Detail(msgspec.Struct):
     reason: str = ""
 
 
-class _Problem(msgspec.Struct):
+class Problem(msgspec.Struct):
+    """Why a request was refused."""
+
     message: str = ""
     errors: list[_Detail] = []
 
 
 class _Refused(msgspec.Struct):
-    error: _Problem
+    error: Problem
 
 
 T = TypeVar("T", Object, Listing)
 
 
-async def refused(response: aiohttp.ClientResponse, where: str, login: Login, bucket: str) -> TStoreError:
-    """The error for an answer that is no success, from its status and from the reason in its body."""
+async def problem(response: aiohttp.ClientResponse, where: str) -> Problem:
+    """What an answer that is no success tells, in JSON or (about bytes) in plain text."""
     body = await _body(response, where)
     try:
-        told = msgspec.json.decode(body, type=_Refused).error
+        return msgspec.json.decode(body, type=_Refused).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        told = _Problem(body[:300].decode("utf-8", "replace"))
+        return Problem(body[:300].decode("utf-8", "replace"))
+
+
+def refused(response: aiohttp.ClientResponse, told: Problem, where: str, login: Login, bucket: str) -> TStoreError:
+    """The error for an answer that is no success, from its status and its reason."""
     said = legible(login.hide(told.message))
     because = f": {said}" if said else ""
     reason = told.errors[0].reason if told.errors else ""
