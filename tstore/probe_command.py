@@ -31,9 +31,11 @@ def probe(url: str, as_json: bool) -> int:
             await where.close()
         findings = await judge(Subject.of(url), tell=lambda name: progress.doing(f"probing {url}: {name}"))
         outcomes = [finding.outcome for finding in findings]
+        [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
             "url": where.url,
             "ok": "fails" not in outcomes,
+            "writable": create.outcome != "skipped",
             **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped")},
             "checks": [finding._asdict() for finding in findings],
         }

@@ -233,7 +233,9 @@ def show_probed(found: Document) -> None:
     """One row for each promise, and what follows for a store."""
     rows = [[c["outcome"], c["promise"], c["detail"]] for c in found["checks"]]
     _table(["", "promise", "what was found"], rows, right=set())
-    verdict = "no fault was found" if found["ok"] else f"{found['fails']} promises are broken: write no store here"
+    verdict = "no fault was found" if found["writable"] else "it can be read, and not written"
+    if not found["ok"]:
+        verdict = f"{found['fails']} promises are broken: write no store here"
     print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
 
 

@@ -16,6 +16,7 @@ from tstore.errors import InvalidArgument
 from tstore.pool import WORKERS
 
 __all__ = [
+    "LONGEST_KEY",
     "Backend",
     "Buffers",
     "Capabilities",
@@ -32,6 +33,9 @@ Buffers = Sequence[Any]
 
 Keys = list[str]
 
+LONGEST_KEY = 1024
+"""Bytes of a key, as on S3 and GCS."""
+
 
 def checked_key(key: str, where: str) -> str:
     """The key itself; `InvalidArgument` where it is no relative name, or one that a backend keeps for itself."""
@@ -39,6 +43,15 @@ def checked_key(key: str, where: str) -> str:
         raise InvalidArgument(
             f"{key!r} is not the name of an object in {where}: expected names joined by '/', none of them empty "
             "or with a dot in front"
+        )
+    try:
+        length = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{key!r} is not the name of an object in {where}: it is no UTF-8") from error
+    if length > LONGEST_KEY:
+        raise InvalidArgument(
+            f"{key[:40]!r}… is not the name of an object in {where}: it is too long, {length} bytes; expected at "
+            f"most {LONGEST_KEY}"
         )
     return key
 

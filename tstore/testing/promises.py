@@ -14,7 +14,7 @@ from tstore.kv.base import Backend, Durability
 from tstore.kv.objects import Objects, Page, Span
 from tstore.pool import on_io, run
 from tstore.testing.racers import Turn, race_of_processes
-from tstore.testing.subject import Check, Place, Work, many
+from tstore.testing.subject import Check, Place, Work, heartbeat, many
 
 __all__ = ["CHECKS"]
 
@@ -102,6 +102,7 @@ async def one_winner(place: Place) -> None:
 async def one_winner_among_processes(place: Place) -> None:
     if place.subject.url is None:
         raise unittest.SkipTest("it has no URL under which other processes find it")
+    await place.one.create(place.key("here"), b"", _NONE)  # raises where nothing can be created
     url, options = place.subject.url, place.subject.storage_options
     keys = [place.key(turn) for turn in range(_ROUNDS)]
     for key, won in (await race_of_processes(url, options, keys, _RACERS)).items():
@@ -137,23 +138,24 @@ async def ranges(place: Place) -> None:
 
 @_promise("a span of an object is what a slice of its bytes is")
 async def spans(place: Place) -> None:
+    objects = place.objects
     for data in (bytes(range(100)), b""):
         key = place.key(len(data))
         await place.one.create(key, data, _FSYNC)
         bounds = (None, 0, 1, 40, 99, 100, 101, 5000)
         asked = [Span(a or 0, b) for a in bounds for b in bounds] + [Span(-n) for n in (1, 99, 100, 101, 5000)]
-        found = await asyncio.gather(*[on_io(place.objects.get(key, span)) for span in asked])
+        found = await asyncio.gather(*[on_io(objects.get(key, span)) for span in asked])
         for span, part in zip(asked, found, strict=True):
             assert part == data[slice(*span)], f"{tuple(span)} of {len(data)} bytes gave {len(part)} others"
     for span in (Span(), Span(3), Span(3, 3), Span(-3), Span(0, 3)):
-        await _raises(NotFound, on_io(place.objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
+        await _raises(NotFound, on_io(objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
 
 
 @_promise("a hint replaces, and every client sees the new one at once")
 async def hint_replaces(place: Place) -> None:
     key = f"{place.folder}/alive-0"
     for number in (1, 22222, 3):
-        data = _heartbeat(number)
+        data = heartbeat(number)
         await place.one.hint(key, data)
         for client in (place.other, place.one):
             assert await client.get(key) == data, "a hint that was replaced is still read"
@@ -201,7 +203,7 @@ async def pages(place: Place) -> None:
 @_promise("what was deleted is gone for every client, and its name is free", "listing")
 async def deletes(place: Place) -> None:
     first, second = (f"{place.folder}/alive-{number}" for number in (1, 2))  # who may write may delete these
-    old, new = _heartbeat(1), _heartbeat(2)
+    old, new = heartbeat(1), heartbeat(2)
     for key in (first, second):
         await place.one.create(key, old, _FSYNC)
         assert await place.other.get(key) == old, "other bytes are read than were created"
@@ -221,6 +223,7 @@ async def odd_names(place: Place) -> None:
     try:
         await place.one.create(keys[0], keys[0].encode(), _NONE)
     except (Denied, InvalidArgument) as error:
+        await place.one.create(place.key("plain"), b"", _NONE)  # raises where nothing can be created
         raise unittest.SkipTest("the server takes names of a store's layout only") from error
     for key in keys[1:]:
         await place.one.create(key, key.encode(), _NONE)
@@ -294,11 +297,6 @@ async def long_lists(place: Place) -> None:
     await many(lambda key: place.one.create(key, b"", _NONE), keys)
     found = await place.other.list(f"{place.folder}/")
     assert found == keys, f"{len(keys)} names were created, {len(found)} are listed"
-
-
-def _heartbeat(number: int) -> bytes:
-    """What a host renews while it is at work; a server may take nothing else under such a name."""
-    return b'{"name": "probe", "time": %d}' % number
 
 
 def _judge_race(key: str, turn: Turn) -> None:

@@ -45,12 +45,15 @@ async def race_of_processes(
     """For each key the bytes of those processes that were told to have made it; `Unavailable` where one failed."""
     task = {"url": url, "options": dict(options), "keys": list(keys), "racers": racers}
     path = os.pathsep.join(p for p in sys.path if p)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _START, path),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _START, path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise Unavailable(f"{url}: no process could be started to race: {error}") from error
     try:
         answer = process.communicate(json.dumps(task).encode())
         out, complaint = await asyncio.wait_for(answer, _PATIENCE)
