@@ -490,6 +490,13 @@ async def test_the_project_that_pays_is_named(endpoint: Endpoint) -> None:
         GcsObjects("gs://bucket", requester_pays=True)
 
 
+@pytest.mark.parametrize("endpoint_url", ["nonsense", "http://", "http://user:secret@host", "http://host/?secret"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint_url: str) -> None:
+    with pytest.raises(InvalidArgument, match="gs://bucket/s: endpoint_url: ") as raised:
+        GcsObjects("gs://bucket/s", endpoint_url=endpoint_url)
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "url", ["gs://", "gs:///x", "gs://user:secret@bucket/x", "gs://b?x", "gs://bucket/a/../b"]
 )

@@ -46,7 +46,7 @@ from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, problem, refused
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import Sink, check_data, content_range, legible
-from tstore.kv.http_session import Session, trusting
+from tstore.kv.http_session import Session, address, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
 
@@ -79,6 +79,11 @@ class GcsObjects:
         self._bucket, prefix = _place(url)
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = f"gs://{self._bucket}/{prefix}".rstrip("/")
+        if endpoint_url is not None:
+            try:
+                endpoint_url = str(address(endpoint_url))
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{self.url}: endpoint_url: {error}") from None
         self._login = Login(self.url, token, endpoint_url)
         self._payer = _payer(self.url, project, requester_pays)
         self._trusted = None if ca_file is None else trusting(ca_file)
