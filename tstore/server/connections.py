@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from tstore.server.answers import answer
 from tstore.server.journal import AccessLog
@@ -68,7 +69,7 @@ class Connections:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        connection.answering = True
+        connection.answering = connection.asked = True
         try:
             response = await self._handler(request)
             if response.status == 408:  # no use in waiting for the rest of the body
@@ -81,20 +82,34 @@ class Connections:
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_connections", "answering")
+    __slots__ = ("_connections", "_first", "answering", "asked")
 
     def __init__(self, connections: Connections, http: web.Server, **settings: Any) -> None:
         super().__init__(http, **settings)
         self._connections = connections
-        self.answering = False
+        self._first: asyncio.TimerHandle | None = None
+        self.answering = self.asked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._connections.opened(self)
+        # aiohttp watches over the head of a first request in its newest versions only
+        self._first = asyncio.get_running_loop().call_later(self.keepalive_timeout, self._end_unasked)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)
+        if self._first is not None:
+            self._first.cancel()
         super().connection_lost(exc)
+
+    def _end_unasked(self) -> None:
+        if not self.asked:
+            self.force_close()
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Logs what is a fault of this server; bytes of a client that are no request stay out of the log."""
+        if not isinstance(kw.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **kw)
 
     def handle_error(
         self,
