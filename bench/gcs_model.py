@@ -27,7 +27,7 @@ import numpy as np
 
 import tstore
 from tstore.errors import AlreadyExists, NotFound
-from tstore.kv.base import Capabilities, Durability, Keys
+from tstore.kv.base import Capabilities, Durability, Keys, Transfer
 from tstore.pool import inline
 from tstore.store import Store
 from tstore.testing.storage import Storage
@@ -127,6 +127,7 @@ class GcsBackend:
 
     url = "gs://model"
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
+    transfer = Transfer(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
 
     def __init__(self, bucket: Bucket, uploads: bool) -> None:
         self._bucket = bucket

@@ -329,7 +329,7 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
 
     backend = LocalBackend(tmp_path)
     (tmp_path / "d").mkdir()
-    monkeypatch.setattr("pathlib.Path.read_bytes", closed)
+    monkeypatch.setattr(os, "open", closed)
     monkeypatch.setattr(os, "stat", closed)
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(Denied, match="permission"):

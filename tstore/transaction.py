@@ -331,8 +331,9 @@ class Transaction:
         )
 
     async def _patch(self, staged: StagedTree, array: StagedArray) -> None:
-        below = staged.below(array.path)
-        await self._uncollected(staged, array.apply_patches(self._log.backend, self._packs, below))
+        if array.patches:
+            work = array.apply_patches(self._log.backend, self._packs, staged.below(array.path))
+            await self._uncollected(staged, work)
 
     async def _uncollected(self, staged: StagedTree, work: Awaitable[None]) -> None:
         """Awaits what reads the base or this transaction's own packs, and tells where a gc has deleted these."""

@@ -46,6 +46,7 @@ __all__ = ["LocalBackend"]
 
 _IOV_MAX = 1024
 _EXTENT = 64 << 20
+_FIRST = 64 << 10
 _SEND = 4 << 20
 _OPEN_READERS = 64
 
@@ -150,7 +151,14 @@ class LocalBackend:
     def _get(self, key: str) -> bytes:
         path = self._path(key)
         with explained("read", path):
-            return Path(path).read_bytes()
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                pieces = [os.read(fd, _FIRST)]  # all of it, as a rule
+                while len(pieces[0]) == _FIRST and pieces[-1]:
+                    pieces.append(os.read(fd, _EXTENT))
+            finally:
+                os.close(fd)
+        return b"".join(pieces)
 
     def _size(self, key: str) -> int | None:
         path = self._path(key)
@@ -161,6 +169,10 @@ class LocalBackend:
             return None
 
     def _create(self, key: str, data: bytes, durability: Durability) -> None:
+        path = self._path(key)
+        with explained("create", path):
+            if os.path.lexists(path):  # a race that is lost already shall cost no write and no fsync
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         with self.created(key, durability) as fd:
             write_all(fd, [data], 0)
 
