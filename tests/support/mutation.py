@@ -17,6 +17,7 @@ class Edit(NamedTuple):
     where: str
     old: str
     new: str
+    also: tuple[str, ...] = ()  # modules that import the function by its name
 
     def apply(self, patch: pytest.MonkeyPatch) -> None:
         """Puts the rewritten function in the place of the real one."""
@@ -33,3 +34,5 @@ class Edit(NamedTuple):
         made: dict[str, Any] = {}
         exec(code, module.__dict__, made)
         patch.setattr(owner, last, made[last])
+        for other in self.also:
+            patch.setattr(importlib.import_module(other), last, made[last])

@@ -19,14 +19,14 @@ Box = tuple[int, ...]
 Region = tuple[slice, ...]
 
 
-def below(path: str, top: str) -> bool:
+def is_below(path: str, top: str) -> bool:
     """Whether the path is `top` or lies below it."""
     return path == top or path.startswith(top + "/")
 
 
 def apart(path: str, other: str) -> bool:
     """Whether neither path lies at or below the other."""
-    return not below(path, other) and not below(other, path)
+    return not is_below(path, other) and not is_below(other, path)
 
 
 class Grid:
@@ -119,16 +119,15 @@ class State:
         return [*self.arrays, *self.groups]
 
     def free_for_array(self, path: str) -> bool:
-        return not any(below(p, path) for p in self.nodes()) and not any(below(path, p) for p in self.arrays)
+        return not any(is_below(p, path) for p in self.nodes()) and not any(is_below(path, p) for p in self.arrays)
 
     def free_for_group(self, path: str) -> bool:
-        return not any(below(path, p) for p in self.arrays)
+        return not any(is_below(path, p) for p in self.arrays)
 
-    def delete(self, path: str) -> None:
-        for p in [p for p in self.arrays if below(p, path)]:
-            del self.arrays[p]
-        for p in [p for p in self.groups if below(p, path)]:
-            del self.groups[p]
+    def remove(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self.arrays.pop(path, None)
+            self.groups.pop(path, None)
 
 
 @dataclass
@@ -150,9 +149,9 @@ class Touch:
     def forget(self, path: str) -> None:
         """The path and all below it are as if they had never been touched."""
         for known in (self.whole, self.touched):
-            for p in [p for p in known if below(p, path)]:
+            for p in [p for p in known if is_below(p, path)]:
                 del known[p]
-        self.fresh = {p for p in self.fresh if not below(p, path)}
+        self.fresh = {p for p in self.fresh if not is_below(p, path)}
 
     @property
     def nodes(self) -> set[str]:
@@ -171,9 +170,9 @@ class Touch:
             return False
         if newer.replaces:
             return bool(self.nodes or self.deleted)
-        if any(below(p, d) for p in self.nodes for d in newer.deleted):
+        if any(is_below(p, d) for p in self.nodes for d in newer.deleted):
             return True
-        if any(below(p, d) for p in newer.nodes for d in self.deleted):
+        if any(is_below(p, d) for p in newer.nodes for d in self.deleted):
             return True
         if any(not apart(p, q) for p in self.fresh for q in newer.fresh):
             return True

@@ -7,6 +7,7 @@
     whole          every version has the state that its attempts, replayed on the model, give: no part of an
                    attempt without the rest, no two attempts mixed, no update lost
     isolated       no two commits that ran at once wrote the same chunk, node or tag (but for parts of a chunk)
+    serializable   what such a transaction read is the same in the version before the one it became
     readers        what was read is the state of the version that was read, and that was not older than what
                    anybody had been told before
     once           a step is saved by one attempt at most, unless it has expired in between
@@ -33,6 +34,7 @@ from tstore.testing.history import (
     Put,
     Read,
     Replace,
+    Resize,
     State,
     apply,
 )
@@ -61,6 +63,8 @@ class _Touched(NamedTuple):
         for op in ops:
             match op:
                 case Create(path):
+                    touched.fresh.add(path)
+                case Resize(path):
                     touched.fresh.add(path)
                 case Delete(path):
                     touched.deleted.add(path)
@@ -114,15 +118,21 @@ def violations(first: Committed, log: Mapping[int, Committed], history: History)
 def _committed(log: Mapping[int, Committed], history: History, found: list[str]) -> dict[str, int]:
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
-        name = commit.record.transaction
         if commit.record.void:
             continue
-        if name in by_transaction:
-            found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
-        if name not in history.attempts and commit.record.collection is None:
-            found.append(f"version {version} is of transaction {name}, which nobody began")
-        by_transaction.setdefault(name, version)
+        for name in commit.record.transactions:
+            if name in by_transaction:
+                found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
+            if name not in history.attempts and commit.record.collection is None:
+                found.append(f"version {version} is of transaction {name}, which nobody began")
+            by_transaction.setdefault(name, version)
     return by_transaction
+
+
+def _attempts(commit: Committed, history: History) -> list[Attempt]:
+    """The attempts that became a version: one as a rule, or several that were committed together."""
+    names = () if commit.record.void else commit.record.transactions
+    return [history.attempts[name] for name in names if name in history.attempts]
 
 
 def _replayed(
@@ -133,9 +143,14 @@ def _replayed(
     tags: dict[int, Mapping[str, int]] = {start: first.tags}
     for version, commit in log.items():
         state, names = states[version - 1], dict(tags[version - 1])
-        attempt = history.attempts.get(commit.record.transaction)
-        if attempt is not None and not commit.record.void:
+        for attempt in _attempts(commit, history):
+            found += _changed_since_read(version, state, attempt)
+            wrong = [f"created the tag {t}, which was there" for t in attempt.created if t in names]
+            wrong += [f"dropped the tag {t}, which was not there" for t in attempt.dropped if t not in names]
+            if attempt.serializable or not attempt.dropped:  # two may drop one tag at once
+                found += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops)
+            names = {t: v for t, v in names.items() if t not in attempt.dropped}
             names.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
             gone = commit.record.collection.expired
@@ -148,9 +163,21 @@ def _replayed(
     return states, tags
 
 
+def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[str]:
+    """What a serializable attempt read and would not have read had it begun just before its commit."""
+    if not attempt.serializable:
+        return []
+    changed = []
+    for own, path, found in attempt.seen:
+        view = apply(before, own)
+        if found != (frozenset(view) if path is None else view.get(path)):
+            changed.append(f"version {version} is serializable, and read {path or 'the paths'} as {found} before")
+    return changed
+
+
 def _check_told(by_transaction: Mapping[str, int], history: History, found: list[str]) -> None:
     for name, attempt in history.attempts.items():
-        version = by_transaction.get(name)
+        version = next((by_transaction[t] for t in attempt.transactions if t in by_transaction), None)
         if attempt.given_up and version is not None:
             found.append(f"{name} was given up, and is version {version}")
         for outcome in attempt.outcomes:
@@ -160,28 +187,25 @@ def _check_told(by_transaction: Mapping[str, int], history: History, found: list
             if failed and attempt.hosts == 1 and version is not None:
                 found.append(f"{name} failed with {type(outcome).__name__}, and is version {version}: {outcome}")
         for told in history.told.get(name, ()):
-            if told != version and not (told is None and version is None):
-                found.append(f"the outcome of {name} was told as {told}, and is {version}")
+            if told != by_transaction.get(name):
+                found.append(f"the outcome of {name} was told as {told}, and is {by_transaction.get(name)}")
 
 
 def _check_isolation(log: Mapping[int, Committed], history: History, found: list[str]) -> None:
-    touched: dict[int, tuple[Attempt, _Touched]] = {}
+    touched: dict[int, list[tuple[Attempt, _Touched]]] = {}
     for version, commit in log.items():
-        attempt = history.attempts.get(commit.record.transaction)
-        if attempt is None or commit.record.void:
-            continue
-        mine = _Touched.by(attempt.all_ops)
-        base = min(attempt.bases.values(), default=version - 1)
-        for newer in range(base + 1, version):
-            other = touched.get(newer)
-            if other is None:
-                continue
-            both = mine.meets(other[1], patched=attempt.hosts == 1)
-            if set(attempt.tags) & set(other[0].tags):
-                both = f"the tags {attempt.tags}"
-            if both:
-                found.append(f"version {version}, based on {base}, and version {newer} both changed {both}")
-        touched[version] = (attempt, mine)
+        touched[version] = []
+        for attempt in _attempts(commit, history):
+            mine = _Touched.by(attempt.all_ops)
+            base = min(attempt.bases.values(), default=version - 1)
+            for newer in range(base + 1, version + 1):
+                for other, theirs in touched.get(newer, ()):
+                    both = mine.meets(theirs, patched=attempt.hosts == 1 and newer < version)
+                    if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
+                        both = f"the tags {(*attempt.tags, *attempt.dropped)}"
+                    if both:
+                        found.append(f"version {version}, based on {base}, and {newer} both changed {both}")
+            touched[version].append((attempt, mine))
 
 
 def _check_steps(log: Mapping[int, Committed], found: list[str]) -> None:

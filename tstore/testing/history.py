@@ -24,6 +24,8 @@ __all__ = [
     "Put",
     "Read",
     "Replace",
+    "Resize",
+    "Seen",
     "State",
     "apply",
     "cells_of",
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 CELLS = 12
-"""Cells of every array."""
+"""Cells of every array, unless it is resized."""
 PER_CHUNK = 4
 """Cells of one chunk."""
 _WIDE, _NARROW = 160, 1
@@ -71,11 +73,18 @@ class Delete(NamedTuple):
     path: str
 
 
+class Resize(NamedTuple):
+    """An array gets so many cells; what is cut off is gone, and new ones are zeros."""
+
+    path: str
+    cells: int
+
+
 class Replace(NamedTuple):
     """Nothing stays of what was there."""
 
 
-Op = Create | Put | Delete | Replace
+Op = Create | Put | Delete | Resize | Replace
 
 
 def width_of(path: str) -> int:
@@ -83,9 +92,9 @@ def width_of(path: str) -> int:
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
-def cells_of(values: npt.NDArray[Any]) -> Cells:
-    """The cells of an array's values; a cell that is not all of one value becomes -1."""
-    rows = values.reshape(CELLS, -1)
+def cells_of(path: str, values: npt.NDArray[Any]) -> Cells:
+    """The cells of the values of the array at a path; a cell that is not all of one value becomes -1."""
+    rows = values.reshape(-1, width_of(path))
     firsts = rows[:, 0].tolist()
     if rows.shape[1] == 1:
         return tuple(firsts)
@@ -105,20 +114,36 @@ def apply(state: State, ops: Iterable[Op]) -> dict[str, Cells]:
                 arrays[path] = (*cells[:start], *([value] * (stop - start)), *cells[stop:])
             case Delete(path):
                 arrays.pop(path, None)
+            case Resize(path, count):
+                arrays[path] = (*arrays.get(path, ())[:count], *(0,) * (count - len(arrays.get(path, ()))))
             case Replace():
                 arrays.clear()
     return arrays
+
+
+class Seen(NamedTuple):
+    """What a transaction saw after `own` operations: the cells of an array, or (no `path`) the paths of all."""
+
+    own: tuple[Op, ...]
+    path: str | None
+    found: Cells | frozenset[str]
 
 
 class Attempt:
     """One transaction: what its hosts did in it, and what each was told in the end.
 
     The outcomes are the versions and the errors that its hosts were told; who crashed was told nothing.
+    `tags` name the version it becomes, of which `created` were free before; `dropped` name none any more.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
         self.transaction = transaction
+        self.transactions: tuple[str, ...] = (transaction,)
         self.tags = tags
+        self.created: tuple[str, ...] = ()
+        self.dropped: tuple[str, ...] = ()
+        self.serializable = False
+        self.seen: list[Seen] = []
         self.hosts = hosts
         self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}
         self.bases: dict[int, int] = {}
@@ -179,9 +204,11 @@ class History:
         self._values += 1
         return self._values
 
-    def begin(self, transaction: str, tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """The attempt of that id, which the hosts of a group share."""
-        found = self.attempts.get(transaction)
+    def begin(self, transactions: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
+        """The attempt of these ids, of which one may be committed; the hosts of a group share it."""
+        found = self.attempts.get(transactions[0])
         if found is None:
-            found = self.attempts[transaction] = Attempt(transaction, tags, hosts)
+            found = Attempt(transactions[0], tags, hosts)
+            found.transactions = transactions
+            self.attempts.update(dict.fromkeys(transactions, found))
         return found

@@ -28,17 +28,20 @@ from tstore.testing.history import (
     Put,
     Read,
     Replace,
+    Resize,
+    Seen,
     cells_of,
     width_of,
 )
 from tstore.testing.storage import Host, HostBackend, Storage
-from tstore.transaction import Transaction
+from tstore.transaction import Isolation, Transaction
 
 __all__ = ["PATHS", "GroupPlan", "Site", "read_state"]
 
-PATHS = ("big/0", "big/1", "small/0", "small/1")
+PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
+_RESIZED = PATHS[1:]  # groups write to the first, of which each host knows where its part lies
 _TAGS = ("best", "good")
-_FROZEN = 1_000_000  # the value of an array that is the same in all checkpoints, and so is stored once
+_FROZEN = 1_000_000  # the value of an array that is the same in every second checkpoint, and so is stored once
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to travel in its record
 
 
@@ -55,9 +58,10 @@ class GroupPlan(NamedTuple):
     step: int | None
 
     @property
-    def transaction(self) -> str:
-        """The id of the transaction."""
-        return Membership.of(self.name, 0, self.hosts, self.attempt).transaction
+    def transactions(self) -> tuple[str, ...]:
+        """The ids of the transaction, and of its repetition where a gc took what a checkpoint re-used."""
+        again = () if self.step is None else (f"{self.attempt}.anew",)
+        return tuple(Membership.of(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again))
 
 
 class Site:
@@ -71,16 +75,18 @@ class Site:
         self._loop = asyncio.get_running_loop()
 
     async def live(self, rounds: int) -> None:
-        """The work of this host, in one task or in two that share the store."""
-        await asyncio.gather(*[self.work(rounds) for _ in range(self._random.choice((1, 1, 2)))])
+        """The work of this host, in one task or in several that share the store."""
+        tasks = self._random.choice((1, 1, 2, 5))  # of which some commit together, where there are many
+        await asyncio.gather(*[self.work(min(rounds, 12 // tasks)) for _ in range(tasks)])
 
     async def work(self, rounds: int) -> None:
         """That many things, one after the other, with pauses between them."""
         doings: list[tuple[float, Callable[[], Awaitable[None]]]] = [
-            (0.6, self.transact),
-            (0.2, self.read),
-            (0.05, self.collect),
-            (0.05, self.look_back),
+            (0.5, self.transact),
+            (0.16, self.read),
+            (0.1, self.collect),
+            (0.06, self.look_back),
+            (0.08, self.checkpoint),
             (0.05, self.restore),
             (0.04, self.count_history),
             (0.01, self.verify),
@@ -93,9 +99,18 @@ class Site:
 
     async def transact(self) -> None:
         """An independent transaction of a few operations, which may be given up."""
-        tag = self._random.choice(_TAGS) if self._random.random() < 0.15 else None
-        tx = self.store.transaction("work", move_tag=tag)
-        attempt = self.history.begin(tx.id, () if tag is None else (tag,))
+        tags: dict[str, Any] = {}
+        if self._random.random() < 0.3:
+            tags[self._random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = (
+                self._random.choice(_TAGS)
+            )
+        isolation: Isolation = "serializable" if self._random.random() < 0.25 else "snapshot"
+        tx = self.store.transaction("work", isolation=isolation, **tags)
+        named = [t for key in ("tag", "move_tag") if (t := tags.get(key)) is not None]
+        attempt = self.history.begin((tx.id,), tuple(named))
+        attempt.serializable = isolation == "serializable"
+        attempt.created = tuple(t for key, t in tags.items() if key == "tag" and t is not None)
+        attempt.dropped = tuple(t for key, t in tags.items() if key == "drop_tag" and t is not None)
         after = self._loop.time()
         if self._random.random() < 0.05:
             await self._interrupt(tx, attempt, asyncio.create_task(self._fill(tx, attempt, after)))
@@ -120,6 +135,7 @@ class Site:
         attempt.bases[0] = (await tx.base()).version
         paths = frozenset(await tx.paths())
         self.history.looks.append(Look(self.host.name, after, attempt.bases[0], paths))
+        attempt.seen.append(Seen((), None, paths))
         for _ in range(self._random.randint(1, 3)):
             await self._one(tx, attempt)
             if self._random.random() < 0.3:
@@ -143,17 +159,23 @@ class Site:
         elif draw < 0.1 and Create(path) not in ops:
             await tx.delete(path)
             ops.append(Delete(path))
-        elif draw < 0.3:
+        elif draw < (0.5 if attempt.serializable else 0.3):
             array = await tx.array(path)
-            seen = {path: cells_of(await array.read())}
+            seen = {path: cells_of(path, await array.read())}
             self.history.reads.append(Read(self.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partly=True))
+            attempt.seen.append(Seen(tuple(ops), path, seen[path]))
+        elif draw > 0.9 and path in _RESIZED:
+            cells = self._random.randint(PER_CHUNK + 1, CELLS + 3)
+            await (await tx.array(path)).resize((cells * width_of(path),))
+            ops.append(Resize(path, cells))
         else:
+            cells = (await tx.array(path)).shape[0] // width_of(path)
             if draw < 0.6:
-                start = PER_CHUNK * self._random.randrange(CELLS // PER_CHUNK)
-                stop = start + PER_CHUNK
+                start = PER_CHUNK * self._random.randrange(-(-cells // PER_CHUNK))
+                stop = min(cells, start + PER_CHUNK)
             else:
-                start = self._random.randrange(CELLS)
-                stop = min(CELLS, start + self._random.randint(1, 5))
+                start = self._random.randrange(cells)
+                stop = min(cells, start + self._random.randint(1, 5))
             put = Put(path, start, stop, self.history.value())
             await write(tx, put)
             ops.append(put)
@@ -161,7 +183,7 @@ class Site:
     async def cooperate(self, plan: GroupPlan, host: int, timeout: float) -> None:
         """This host's part of a group's transaction."""
         tags = (plan.name,)
-        attempt = self.history.begin(plan.transaction, tags, plan.hosts)
+        attempt = self.history.begin(plan.transactions, tags, plan.hosts)
         await asyncio.sleep(self._random.expovariate(1))
         if plan.step is not None:
             await self._end(None, attempt, host, self._save(plan, attempt, host, timeout))
@@ -170,6 +192,12 @@ class Site:
             "together", plan.name, name=plan.name, host=host, hosts=plan.hosts, attempt=plan.attempt
         )
         await self._end(tx, attempt, host, self._share(tx, plan, attempt, host, timeout))
+
+    async def checkpoint(self) -> None:
+        """A checkpoint of one of a few steps, by two hosts that live and die together."""
+        step, values = self._random.randint(3, 9), (self.history.value(), self.history.value())
+        plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step)
+        await asyncio.gather(*[self.cooperate(plan, host, 20.0) for host in range(2)])
 
     async def _save(self, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
         assert plan.step is not None
@@ -181,7 +209,7 @@ class Site:
         tree = {
             "w": Shards((CELLS * width_of("w"),), "int64", [((mine,), part)]),
             "b": np.full(CELLS, plan.values[0], np.int64),
-            "wfrozen": np.full(CELLS * width_of("w"), _FROZEN, np.int64),
+            "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         }
         options: dict[str, Any] = {"host": host, "hosts": plan.hosts, "attempt": plan.attempt}
         return await checkpoint.save(self.store, tree, plan.step, timeout=timeout, **options)
@@ -270,7 +298,7 @@ class Site:
         except TStoreError as error:
             self.history.faults.append(f"{self.host.name} could not restore: {type(error).__name__}: {error}")
             return
-        state = {path: cells_of(values) for path, values in tree.items()}
+        state = {path: cells_of(path, values) for path, values in tree.items()}
         self.history.reads.append(Read(self.host.name, 0, None, state, tag=checkpoint.step_tag(steps[-1])))
 
     async def verify(self) -> None:
@@ -313,8 +341,13 @@ def saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
     lines = CELLS // plan.hosts
     ops: list[Op] = [Replace(), Create("w"), Create("b"), Create("wfrozen")]
     if host == 0:
-        ops += [Put("b", 0, CELLS, value), Put("wfrozen", 0, CELLS, _FROZEN)]
+        ops += [Put("b", 0, CELLS, value), Put("wfrozen", 0, CELLS, _frozen(plan))]
     return [*ops, Put("w", host * lines, (host + 1) * lines, value)]
+
+
+def _frozen(plan: GroupPlan) -> int:
+    assert plan.step is not None
+    return _FROZEN + plan.step % 2
 
 
 async def create(tx: Transaction, path: str, attributes: dict[str, Any] | None) -> None:
@@ -333,4 +366,4 @@ async def write(tx: Transaction, put: Put) -> None:
 
 async def read_state(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
     """The cells of every array of a snapshot."""
-    return {path: cells_of(await (await snapshot.array(path)).read()) for path in snapshot.paths()}
+    return {path: cells_of(path, await (await snapshot.array(path)).read()) for path in snapshot.paths()}

@@ -1,0 +1,98 @@
+"""Faults put into the protocol on purpose that a test finds where the simulation does not (`test_simulation.py`).
+
+    fault                                        is found by
+    ------------------------------------------   --------------------------------------------------------------
+    no fsync before the link                     test_power.py: a power failure at any moment
+    no fsync of the folder after the link        test_power.py: a power failure at any moment
+    a commit on one that is not durable          test_durability.py: what it is built on is made durable
+    gc deletes before its record stands          test_collect.py: nothing is deleted before the record stands
+    condemned packs are re-used                  test_collect.py: what was condemned is refused
+    a version that expired is opened             test_collect.py: an expired version says so
+    what a resize cut off comes back             test_transaction.py: what a resize cut off
+    a dropped tag meets none that is set         test_transaction.py: dropped tags conflict
+    checksums are not compared                   test_corruption.py: a flipped bit
+    a chunk of no host passes                    test_group.py: a chunk of no host is refused
+    a chunk of two hosts passes                  test_group.py: a chunk of two hosts is refused
+    a second fragment of one host passes         test_group.py: the same host twice is refused
+
+Each is put in for one run of its test, which must fail.
+"""
+
+from __future__ import annotations
+
+import pytest
+from mutation import Edit
+
+NEWFILE, LOG, TREE = "tstore.kv.newfile:new_file", "tstore.log:Log.", "tstore.tree:Changes."
+POWER = "test_power.py::test_a_power_failure_at_any_moment[small]"
+LOCAL = ("tstore.kv.local",)
+
+FOUND: dict[str, tuple[str, Edit]] = {
+    "no fsync before the link": (
+        POWER,
+        Edit(NEWFILE, "os.fsync(fd)\n        _link", "pass\n        _link", LOCAL),
+    ),
+    "no fsync of the folder after the link": (POWER, Edit(NEWFILE, "fsync_folder(folder)", "pass", LOCAL)),
+    "a commit on one that is not durable": (
+        "test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
+        Edit(LOG + "_append", "await self.backend.flush()", "pass"),
+    ),
+    "gc deletes before its record stands": (
+        "test_collect.py::test_nothing_is_deleted_before_the_record_stands",
+        Edit(
+            "tstore.collect:collect",
+            "version = await uncancelled(_append(log, plan))",
+            "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan))",
+            ("tstore.store",),
+        ),
+    ),
+    "condemned packs are re-used": (
+        "test_collect.py::test_a_commit_that_re_uses_what_was_condemned_is_refused",
+        Edit("tstore.retention:check_condemned", "if gone:", "if False:", ("tstore.log",)),
+    ),
+    "a version that expired is opened": (
+        "test_collect.py::test_an_expired_version_says_so",
+        Edit("tstore.expiry:check_alive", "state not in alive", "False", ("tstore.store", "tstore.transaction")),
+    ),
+    "what a resize cut off comes back": (
+        "test_transaction.py::test_what_a_resize_cut_off_does_not_come_back",
+        Edit("tstore.staged_array:StagedArray.reshape", "if n < had and n % chunk:", "if False:"),
+    ),
+    "a dropped tag meets none that is set": (
+        "test_transaction.py::test_dropped_tags_conflict",
+        Edit(TREE + "overlap", "for t in self.dropped if t in other.tags", "for t in ()"),
+    ),
+    "checksums are not compared": (
+        "test_corruption.py::test_every_flipped_byte_is_found",
+        Edit("tstore.chunk_reader:_read_batch", "elif block_checks(piece.data) != part.checks:", "elif False:"),
+    ),
+    "a chunk of no host passes": (
+        "test_group.py::test_a_chunk_of_no_host_is_refused",
+        Edit("tstore.fragments:check_complete", "if missing:", "if False:", ("tstore.group",)),
+    ),
+    "a chunk of two hosts passes": (
+        "test_group.py::test_a_chunk_of_two_hosts_is_refused",
+        Edit("tstore.fragments:_check_once", "if twice:", "if False:"),
+    ),
+    "a second fragment of one host passes": (
+        "test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
+        Edit("tstore.group:_deliver", "await log.backend.get(key) == data", "True"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_fault_is_found_by_its_test(
+    name: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node, fault = FOUND[name]
+    fault.apply(monkeypatch)
+    options = ["-x", "-q", "--no-header", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
+    code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)])
+    assert code == pytest.ExitCode.TESTS_FAILED, capsys.readouterr().out
+
+
+def test_the_table_above_lists_the_faults() -> None:
+    assert __doc__ is not None
+    rows = [line[4:48].strip() for line in __doc__.splitlines() if line.startswith("    ")]
+    assert rows[2:] == list(FOUND)
