@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tstore import cli
 from tstore.errors import CommitOutcomeUnknown, Conflict
 from tstore.testing.faults import FaultyBackend, open_faulty
 
@@ -264,7 +265,8 @@ async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
     assert await values(url) == model
 
 
-async def test_a_lost_race_is_told(url: str) -> None:
+async def lost_race(url: str) -> tuple[tstore.Transaction, tstore.Transaction]:
+    """A transaction that lost the first create to another, and that other one; both are committed."""
     await make(url, 4)
     store, faults = await open_faulty(url)
     tx = await set_cell(store, 0)
@@ -275,9 +277,32 @@ async def test_a_lost_race_is_told(url: str) -> None:
     await other.commit()
     gate.release()
     assert await commit == 3
+    return tx, other
+
+
+async def test_a_lost_race_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tstore")
+    tx, other = await lost_race(url)
     assert tx.retries == [tstore.Retry(2, "another transaction became this version first")]
+    store = await tstore.open(url)
     assert (await anext(store.history())).facts == {"tries": 2}
     assert (other.retries, await values(url)) == ([], [0, 1, -1, -1])
+    [line] = [r.getMessage() for r in caplog.records if r.name == "tstore.commits"]
+    assert (
+        line
+        == f"transaction {tx.id} is tried again after version 2: another transaction became this version first"
+    )
+
+
+def test_the_log_shows_how_often_commits_were_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(make(str(tmp_path), 4))
+    assert cli.main(["log", str(tmp_path)]) == 0
+    assert "tries" not in capsys.readouterr().out
+    asyncio.run(lost_race(str(tmp_path / "raced")))
+    assert cli.main(["log", str(tmp_path / "raced")]) == 0
+    heads, _, *rows = capsys.readouterr().out.splitlines()
+    at = heads.index("tries")
+    assert [row[at : at + len("tries")].strip() for row in rows] == ["2", "1", "1"]
 
 
 async def test_a_create_without_an_answer_is_told(url: str) -> None:

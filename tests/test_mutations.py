@@ -25,14 +25,13 @@ from mutation import Edit
 
 NEWFILE, LOG, TREE = "tstore.kv.newfile:new_file", "tstore.log:Log.", "tstore.tree:Changes."
 POWER = "test_power.py::test_a_power_failure_at_any_moment[small]"
-LOCAL = ("tstore.kv.local",)
 
 FOUND: dict[str, tuple[str, Edit]] = {
     "no fsync before the link": (
         POWER,
-        Edit(NEWFILE, "os.fsync(fd)\n        _link", "pass\n        _link", LOCAL),
+        Edit(NEWFILE, "os.fsync(fd)\n        _link", "pass\n        _link"),
     ),
-    "no fsync of the folder after the link": (POWER, Edit(NEWFILE, "fsync_folder(folder)", "pass", LOCAL)),
+    "no fsync of the folder after the link": (POWER, Edit(NEWFILE, "fsync_folder(folder)", "pass")),
     "a commit on one that is not durable": (
         "test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
         Edit(LOG + "_append", "await self.backend.flush()", "pass"),
@@ -43,16 +42,15 @@ FOUND: dict[str, tuple[str, Edit]] = {
             "tstore.collect:collect",
             "version = await uncancelled(_append(log, plan))",
             "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan))",
-            ("tstore.store",),
         ),
     ),
     "condemned packs are re-used": (
         "test_collect.py::test_a_commit_that_re_uses_what_was_condemned_is_refused",
-        Edit("tstore.retention:check_condemned", "if gone:", "if False:", ("tstore.log",)),
+        Edit("tstore.retention:check_condemned", "if gone:", "if False:"),
     ),
     "a version that expired is opened": (
         "test_collect.py::test_an_expired_version_says_so",
-        Edit("tstore.expiry:check_alive", "state not in alive", "False", ("tstore.store", "tstore.transaction")),
+        Edit("tstore.expiry:check_alive", "state not in alive", "False"),
     ),
     "what a resize cut off comes back": (
         "test_transaction.py::test_what_a_resize_cut_off_does_not_come_back",
@@ -68,7 +66,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a chunk of no host passes": (
         "test_group.py::test_a_chunk_of_no_host_is_refused",
-        Edit("tstore.fragments:check_complete", "if missing:", "if False:", ("tstore.group",)),
+        Edit("tstore.fragments:check_complete", "if missing:", "if False:"),
     ),
     "a chunk of two hosts passes": (
         "test_group.py::test_a_chunk_of_two_hosts_is_refused",

@@ -30,6 +30,25 @@ def test_python_blocks_in_order(tmp_path: Path) -> None:
         run([sys.executable, "-W", "error", "-c", text], tmp_path)
 
 
+def test_every_promise_is_held_up_by_tests_that_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    [table] = re.findall(r"^\| promise \| held up by \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.M)
+    for row in table.splitlines():
+        promise, proofs = row.strip("| ").rsplit(" | ", 1)
+        links = re.findall(r"\[(\w+)\]\((tests/[\w/]+\.py)\)", proofs)
+        assert ", ".join(f"[{name}]({link})" for name, link in links) == proofs, promise
+        for name, link in links:
+            assert Path(link).stem == name
+            assert re.search(r"^(async )?def test_|^class Test", (ROOT / link).read_text(), re.M), link
+
+
+def test_every_link_to_a_file_of_the_repository_leads_there() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    for link in links:
+        assert "://" in link or (ROOT / link.partition("#")[0]).exists(), link
+
+
 def test_the_example_has_at_most_twelve_lines() -> None:
     for text in PYTHON[:2]:
         assert len([line for line in text.splitlines() if line.strip()]) <= 12

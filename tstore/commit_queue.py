@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from tstore.manifest import Manifest, Part, Record
 from tstore.tree import Changes
 
 __all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_pause"]
+
+_logger = logging.getLogger("tstore.commits")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.5
@@ -165,6 +168,12 @@ async def _append_together(entries: list[Entry], append: Append) -> None:
 
     def retried(retry: Retry) -> None:
         for entry in going:
+            _logger.info(
+                "transaction %s is tried again after version %d: %s",
+                entry.record.transaction,
+                retry.version,
+                retry.reason,
+            )
             entry.retried(retry)
 
     try:

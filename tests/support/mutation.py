@@ -5,6 +5,7 @@ import __future__
 
 import importlib
 import inspect
+import sys
 import textwrap
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ class Edit(NamedTuple):
     where: str
     old: str
     new: str
-    also: tuple[str, ...] = ()  # modules that import the function by its name
 
     def apply(self, patch: pytest.MonkeyPatch) -> None:
         """Puts the rewritten function in the place of the real one."""
@@ -33,6 +33,8 @@ class Edit(NamedTuple):
         code = compile(source.replace(self.old, self.new), f"<mutated {self.where}>", "exec", flags)
         made: dict[str, Any] = {}
         exec(code, module.__dict__, made)
+        real = getattr(owner, last)
         patch.setattr(owner, last, made[last])
-        for other in self.also:
-            patch.setattr(importlib.import_module(other), last, made[last])
+        for name, other in list(sys.modules.items()):  # where it was imported by its name
+            if name.startswith("tstore.") and vars(other).get(last) is real:
+                patch.setattr(other, last, made[last])
