@@ -19,7 +19,7 @@ from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import Objects, Page, PutMode, Request, Span, Wrapper
 from tstore.kv.prefix import Prefix
 from tstore.kv.readonly import ReadOnly
-from tstore.kv.retry import CAP, DEADLINE, FIRST_DEADLINE, Retry
+from tstore.kv.retry import PATIENCE, Retry
 from tstore.kv.trace import Trace
 from tstore.testing.virtual import VirtualLoop
 
@@ -109,7 +109,7 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
                 assert await keys(objects) == ["a/b"]
         assert len(scripted.times) >= 4
         pauses = [b - a for a, b in zip(scripted.times, scripted.times[1:], strict=False)][:3]
-        assert all(0 < p <= CAP for p in pauses)
+        assert all(0 < p <= PATIENCE.longest for p in pauses)
 
     on_virtual_time(test)
 
@@ -147,7 +147,7 @@ def test_a_server_names_the_time_to_wait() -> None:
         scripted = Scripted(memory(), ("before", Throttled("later", 7.5)), ("before", Throttled("later", 0.0)))
         await Retry(scripted).put("k", [b""], REPLACE)
         first, second, third = scripted.times
-        assert first + 7.5 <= second < third < second + CAP
+        assert first + 7.5 <= second < third < second + PATIENCE.longest
 
     on_virtual_time(test)
 
@@ -159,14 +159,14 @@ def test_asking_again_ends() -> None:
         objects = Retry(dead)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
-        assert clock() <= FIRST_DEADLINE  # it never answered: perhaps a wrong address
+        assert clock() <= PATIENCE.first_deadline  # it never answered: perhaps a wrong address
         dead.faults.clear()
         await objects.head("k")
         dead.faults = [("before", Unavailable("down"))] * 10_000
         began, tries = clock(), len(dead.times)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
-        assert FIRST_DEADLINE < clock() - began <= DEADLINE
+        assert PATIENCE.first_deadline < clock() - began <= PATIENCE.deadline
         assert 6 < len(dead.times) - tries < 100
 
     on_virtual_time(test)
@@ -182,7 +182,7 @@ def test_pauses_are_drawn_anew_and_grow() -> None:
         with world.inhabited(Loaded()):
             await Retry(scripted).head("k")
         pauses = [round(b - a, 6) for a, b in zip(scripted.times, scripted.times[1:], strict=False)]
-        assert pauses == [0.3, 0.9, 2.7, CAP if CAP < 8.1 else 8.1][: len(pauses)]
+        assert pauses == [0.3, 0.9, 2.7, PATIENCE.longest if PATIENCE.longest < 8.1 else 8.1][: len(pauses)]
 
     on_virtual_time(test)
 

@@ -185,7 +185,10 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
     lock = threading.Lock()
     stop = threading.Event()
 
+    calls: set[IoCall[Any]] = set()  # what the workers wait for
+
     def work() -> None:
+        _threads.local.waiting = calls, stop
         try:
             while not stop.is_set():
                 with lock:
@@ -194,11 +197,16 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
                     return
                 call(item)  # type: ignore[arg-type]
         except BaseException:
-            stop.set()
+            end()
             raise
 
+    def end() -> None:
+        stop.set()
+        for waited in list(calls):
+            waited.cancel()
+
     threads = _threads.data if workers <= WORKERS else _threads.streams
-    await _settle([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop.set)
+    await _settle([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], end)
 
 
 class IoCall(Generic[T]):
@@ -245,7 +253,10 @@ async def on_io(work: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work done on the I/O loop; blocks the calling thread."""
+    """The result of work done on the I/O loop; blocks the calling thread.
+
+    In a worker of `each` it is cancelled when that is, or when another worker fails.
+    """
     try:
         inside = asyncio.get_running_loop() is _threads.io()
     except RuntimeError:
@@ -253,7 +264,17 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
     if inside:
         work.close()
         raise Misuse("a blocking call was made on the I/O loop, which would wait for itself; await it instead")
-    return IoCall(work).ended.result()
+    call, waiting = IoCall(work), getattr(_threads.local, "waiting", None)
+    if waiting is None:
+        return call.ended.result()
+    calls, stop = waiting
+    calls.add(call)
+    if stop.is_set():
+        call.cancel()
+    try:
+        return call.ended.result()
+    finally:
+        calls.discard(call)
 
 
 async def _settle(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
@@ -269,8 +290,8 @@ async def _settle(futures: list[Future[T]], stop: Callable[[], object]) -> list[
     failures = [e for w in waiting if (e := w.exception()) is not None]
     if cancelled is not None:
         raise cancelled
-    if failures:
-        raise failures[0]
+    if failures:  # those that were cancelled were so because of another
+        raise next((e for e in failures if not isinstance(e, asyncio.CancelledError)), failures[0])
     return [w.result() for w in waiting]
 
 

@@ -30,7 +30,7 @@ from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
-from tstore.kv.retry import Retry
+from tstore.kv.retry import PATIENCE, Patience, Retry
 from tstore.kv.trace import Trace, Traffic
 from tstore.kv.upload import Upload
 from tstore.pool import STREAMS, IoCall, hold, let_go, on_io, on_shortage, start_io, wait_io
@@ -45,10 +45,10 @@ _FEW_UPLOADS = 4
 _IN_FLIGHT = 192 << 20
 
 
-def served(objects: Objects) -> RemoteBackend:
+def served(objects: Objects, patience: Patience = PATIENCE) -> RemoteBackend:
     """The backend of a server's objects as users have it: counted, limited, and asked again where not answered."""
     trace = Trace(objects)
-    return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT)), trace)
+    return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT), patience), trace)
 
 
 class RemoteBackend:

@@ -1,10 +1,10 @@
 """Requests that were not answered, asked again.
 
 1. Only `Unavailable` and `Throttled` are asked again. Reading, deleting and replacing may be done twice.
-2. The pause before the next try is drawn between `BASE` and three times the last pause, up to `CAP` (decorrelated
-   jitter), or is what the server named as `retry_after`, if that is longer.
-3. All tries of one request together take no longer than `DEADLINE`; before the server's first answer, no longer
-   than `FIRST_DEADLINE`: a wrong address shows at once. A try that is under way is left to its own time-outs.
+2. The pause before the next try is drawn between the shortest one and three times the one before, up to the
+   longest (decorrelated jitter), or is what the server named as `retry_after`, if that is more.
+3. No try begins later than `deadline` after the first; before the server's first answer, than `first_deadline`: a
+   wrong address shows at once. A try that is under way is left to its own time-outs.
 4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
    can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
    who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`.
@@ -15,23 +15,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tstore import world
 from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable
 from tstore.kv.base import Buffers
 from tstore.kv.objects import Objects, Page, PutMode, Request, Span, Wrapper
 
-__all__ = ["BASE", "CAP", "DEADLINE", "FIRST_DEADLINE", "Retry"]
-
-BASE, CAP = 0.1, 10.0
-DEADLINE = 60.0
-FIRST_DEADLINE = 10.0
+__all__ = ["PATIENCE", "Patience", "Retry"]
 
 _COMPARED = 4 << 20
 _ANSWERS = (AlreadyExists, Denied, NotFound)
 
 T = TypeVar("T")
+
+
+class Patience(NamedTuple):
+    """How often and how long what was not answered is asked again, in seconds."""
+
+    shortest: float = 0.1
+    longest: float = 10.0
+    deadline: float = 60.0
+    first_deadline: float = 10.0
+
+
+PATIENCE = Patience()
 
 _log = logging.getLogger("tstore.kv")
 
@@ -39,10 +47,9 @@ _log = logging.getLogger("tstore.kv")
 class Retry(Wrapper):
     """Asks again what was not answered, by the steps above."""
 
-    def __init__(self, inner: Objects, deadline: float = DEADLINE, first_deadline: float = FIRST_DEADLINE) -> None:
+    def __init__(self, inner: Objects, patience: Patience = PATIENCE) -> None:
         super().__init__(inner)
-        self._deadline = deadline
-        self._first_deadline = min(first_deadline, deadline)
+        self._patience = patience
         self._answered = False
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -85,8 +92,8 @@ class Retry(Wrapper):
     async def _repeated(
         self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
     ) -> T:
-        clock = asyncio.get_running_loop().time
-        began, pause, unsure = clock(), BASE, False
+        clock, (shortest, longest, deadline, first_deadline) = asyncio.get_running_loop().time, self._patience
+        began, pause, unsure = clock(), shortest, False
         while True:
             try:
                 result = await call()
@@ -94,12 +101,11 @@ class Retry(Wrapper):
                 return result
             except Unavailable as error:
                 unsure = True
-                pause = min(CAP, world.uniform(BASE, 3 * pause))
+                pause = min(longest, world.uniform(shortest, 3 * pause))
                 named = error.retry_after if isinstance(error, Throttled) else None
                 wait = pause if named is None else max(pause, named)
                 self._answered |= isinstance(error, Throttled)
-                limit = self._deadline if self._answered else self._first_deadline
-                if clock() - began + wait > limit:
+                if clock() - began + wait > (deadline if self._answered else min(deadline, first_deadline)):
                     raise
                 where = f"{self.url}: {request.operation} {request.key}"
                 _log.info("%s: %s; asked again in %.1f s", where, error, wait)
