@@ -113,13 +113,6 @@ async def test_what_others_committed_is_read_many_records_at_once() -> None:
     # the next number; 1 to 64 numbers behind it; those between 34 and 66 that are not known; what was left out
     snapshot = await rounds.expect(store.snapshot(), 1, 7, 31, 26)
     assert snapshot.version == 41
-    tx = store.transaction()
-    await rounds.expect(tx.paths(), 1)
-    for i in range(7):
-        await small_commit(first, f"b{i}")
-    await (await tx.create_array("own", (3,), "f4")).write(np.ones(3, "f4"))
-    # the next number and the one behind it; 1, then 4, then 8 more; behind the newest; the record
-    await rounds.expect(tx.commit(), 2, 1, 4, 8, 1, 1)
 
 
 async def test_a_restore_of_many_arrays_reads_few_long_ranges() -> None:
