@@ -37,11 +37,16 @@ def record(base: int = 0, **more: object) -> bytes:
     return encode(Record("abc", base, 1.0, **more))  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "memory", "another server"])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    place = tmp_path / "store" if request.param == "folder" else f"memory://{tmp_path}"
-    async with Server(place, access=everybody()) as server:
-        yield server
+    async with contextlib.AsyncExitStack() as stack:
+        place, options = f"memory://{tmp_path}", None
+        if request.param != "memory":
+            place = str(tmp_path / "store")
+        if request.param == "another server":
+            behind = await stack.enter_async_context(Server(place, access=everybody()))
+            place, options = behind.url, {"token": ADMIN}
+        yield await stack.enter_async_context(Server(place, access=everybody(), storage_options=options))
 
 
 @pytest.fixture

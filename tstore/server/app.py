@@ -1,8 +1,8 @@
 """The dialect of HTTP/1.1 in which a store is served.
 
 1. `GET` or `HEAD /<key>`: the object, whole or one range of it (206; 416 beyond its end), with a strong `ETag`,
-   and, where they are known, `Last-Modified` and `X-TStore-Age`: the seconds since it was written, by the server's
-   clock. `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 where there is none.
+   where it is known `Last-Modified`, and in answer to HEAD `X-TStore-Age`: the seconds since it was written, by the
+   server's clock. `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 where there is none.
 2. `PUT /<key>` with `If-None-Match: *` creates (201), all or nothing, durable once answered, or answers 412 where
    the key is taken; of any number of racing requests exactly one gets 201. Without that header only what may be
    replaced is taken (204): `latest` and heartbeats; for all else 428. A record, root, manifest, fragment or marker
@@ -142,7 +142,9 @@ class App:
         if request.method in ("GET", "HEAD"):
             if kind is None or kind is Kind.FOLDER:
                 raise Refused(404, "there is no such object")
-            async with self._served.opened(key) as found:
+            async with self._served.opened(key, kind) as found:
+                if request.method == "HEAD" and found.age is None:
+                    found = found._replace(age=await self._served.age(key))
                 return await send(request, found, "no-store" if kind.replaceable else _FOR_EVER, self._limits)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"no object of a store is named {key}")

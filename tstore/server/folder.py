@@ -24,6 +24,7 @@ from tstore.kv.newfile import explained, write_all
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run, uncancelled
 from tstore.server.limits import PIECE
+from tstore.server.names import Kind
 from tstore.server.served import Found, Incoming, Served
 
 __all__ = ["ServedFolder"]
@@ -45,7 +46,7 @@ class ServedFolder(Served):
         super().__init__(LocalBackend(os.path.realpath(backend.url)))
 
     @contextlib.asynccontextmanager
-    async def opened(self, key: str) -> AsyncIterator[Found]:
+    async def opened(self, key: str, kind: Kind) -> AsyncIterator[Found]:
         """The object at a key, as long as the block takes; `NotFound`."""
         found, file = await run(self._open, key)
         try:

@@ -54,7 +54,7 @@ class Budget:
     @contextlib.asynccontextmanager
     async def claim(self, size: int) -> AsyncIterator[None]:
         """Holds that many bytes as long as the block takes; never more than the whole budget."""
-        if self._waiting or size > self._left:
+        if size and (self._waiting or size > self._left):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((size, turn))
             try:

@@ -19,6 +19,7 @@ from tstore.kv.base import Backend, Buffers, Durability, PackReader
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run
 from tstore.server.limits import LONGEST_HELD
+from tstore.server.names import Kind
 
 __all__ = ["Found", "Served"]
 
@@ -66,18 +67,21 @@ class Served:
         return length
 
     @contextlib.asynccontextmanager
-    async def opened(self, key: str) -> AsyncIterator[Found]:
-        """The object at a key, as long as the block takes; `NotFound`."""
-        size = await self.backend.size(key)
+    async def opened(self, key: str, kind: Kind) -> AsyncIterator[Found]:
+        """The object at a key, as long as the block takes; `NotFound`. Its age may be left out."""
+        size = await self.backend.size(key) if kind.streamed else 0
         if size is None:
             raise NotFound(f"{self.backend.url}: there is no object {key}")
-        age = await self.backend.age(key.rpartition("/")[0]) if "/" in key else None
         if size <= _SMALL:
             data = await self.backend.get(key)
-            yield Found(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)
+            yield Found(len(data), xxhash.xxh3_128_hexdigest(data), None, None, data)
         else:  # its name is never used again, so it tells one object from any other
             etag = xxhash.xxh3_128_hexdigest(f"{key} {size}".encode())
-            yield Found(size, etag, age, None, await run(self.backend.reader, key))
+            yield Found(size, etag, None, None, await run(self.backend.reader, key))
+
+    async def age(self, key: str) -> float | None:
+        """Seconds since an object, or one beside it, was written; None where that is not known."""
+        return await self.backend.age(key.rpartition("/")[0]) if "/" in key else None
 
     async def exists(self, key: str) -> bool:
         """Whether there is an object at the key."""
@@ -86,12 +90,6 @@ class Served:
     async def size(self, key: str) -> int | None:
         """The length of an object, None where there is none."""
         return await self.backend.size(key)
-
-    async def tail(self, key: str, size: int) -> bytes:
-        """The last bytes of an object."""
-        async with self.opened(key) as found:
-            size = min(size, found.size)
-            return await found.piece(found.size - size, size)
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         """Stores an object, durable when this returns; `AlreadyExists` where `mode` is CREATE and one is there."""

@@ -20,7 +20,7 @@ from tstore.pool import run
 from tstore.records import commit_key
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
-from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, Budget, Limits
+from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits
 from tstore.server.names import Kind, number_of
 from tstore.server.records import check
 from tstore.server.served import Served
@@ -85,7 +85,8 @@ class Storing:
         length = declared_length(request, most)
         if length is None:
             raise Refused(411, f"{key} needs a Content-Length")
-        async with self._budget.claim(min(HELD, 3 * length)):  # as it comes, joined, and parsed
+        # as it comes, joined, and parsed; what is short waits for nobody, and requests are bounded
+        async with self._budget.claim(0 if length <= PIECE else min(HELD, 3 * length)):
             digest = _Digest(request)
             data = bytearray()
             async for pieces in received(request, most, self._limits):
