@@ -1,7 +1,7 @@
 """The dialect of HTTP/1.1 in which a store is served.
 
 1. `GET` or `HEAD /<key>`: the object, whole or one range of it (206; 416 beyond its end), with a strong `ETag`,
-   where it is known `Last-Modified`, and in answer to HEAD `X-TStore-Age`: the seconds since it was written, by the
+   where it is known `Last-Modified`, and in answer to HEAD `X-TStore-Age`: seconds since it was written, by the
    server's clock. `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 where there is none.
 2. `PUT /<key>` with `If-None-Match: *` creates (201), all or nothing, durable once answered, or answers 412 where
    the key is taken; of any number of racing requests exactly one gets 201. Without that header only what may be
