@@ -205,6 +205,21 @@ async def test_where_google_says_that_an_object_is_missing_nothing_more_is_asked
     assert len(endpoint.asked) == 2
 
 
+async def test_who_may_not_list_is_told_that_the_object_is_missing(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    answers = iter([Fault(Wrong.REFUSED, 404, reason="notFound"), Fault(Wrong.REFUSED, 403, reason="forbidden")])
+    endpoint.faults = lambda request: next(answers)
+    with pytest.raises(NotFound, match="k: there is no such object"):
+        await faulty.get("k")
+
+
+async def test_a_listing_without_end_is_given_up(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    for name in "abc":
+        await faulty.put(name, [b""], CREATE)
+    endpoint.stuck = True
+    with pytest.raises(Corrupt, match="one page for ever"):
+        await entries(faulty)
+
+
 async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: GcsObjects) -> None:
     await faulty.put("latest", [b"1"], REPLACE)
     await faulty.put("commits/1", [b"1"], CREATE)

@@ -126,6 +126,8 @@ class Endpoint:
         """The access token that is wanted, and that a service account is given at `POST /token`."""
         self.lax = False
         """Whether checksums that came with an upload are ignored, as by fake-gcs-server."""
+        self.stuck = False
+        """Whether every page of a listing is the first, and another is promised."""
         self.url = ""
         self._generation = time.time_ns() // 1000
         self._late: list[Callable[[], object]] = []
@@ -295,7 +297,7 @@ class Endpoint:
             if name.startswith(prefix):
                 head, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
                 names[prefix + head + found if found else name] = bool(found)
-        after = base64.b64decode(query.get("pageToken", "")).decode()
+        after = "" if self.stuck else base64.b64decode(query.get("pageToken", "")).decode()
         rest = [name for name in names if name > after]
         page = rest[: int(query.get("maxResults", 1000))]
         listing: dict[str, Any] = {"kind": "storage#objects"}
@@ -303,7 +305,9 @@ class Endpoint:
             listing["items"] = items
         if prefixes := [name for name in page if names[name]]:
             listing["prefixes"] = prefixes
-        if len(rest) > len(page):
+        if self.stuck:
+            listing["nextPageToken"] = "AA=="
+        elif len(rest) > len(page):
             listing["nextPageToken"] = base64.b64encode(page[-1].encode()).decode()
         return web.json_response(listing)
 

@@ -201,6 +201,8 @@ class GcsObjects:
                 if not found.name.endswith("/")
             ]
             yield Page(entries, [name[cut:] for name in listing.prefixes])
+            if listing.next_page_token and listing.next_page_token == more:
+                raise Corrupt(f"{self.url}: the server lists one page for ever; check that it is Google's")
             more = listing.next_page_token or None
 
     async def delete(self, key: str) -> None:
