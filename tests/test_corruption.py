@@ -280,7 +280,7 @@ Change = Callable[[bytes], bytes]
 
 
 def newer(data: bytes) -> bytes:
-    body = data[:7] + b"\x03" + data[8:-16]
+    body = data[:7] + b"\xff" + data[8:-16]
     return body + xxhash.xxh3_128_digest(body)
 
 

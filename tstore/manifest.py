@@ -4,7 +4,8 @@ Every metadata object is one frame:
 
     b"tstore"      6 bytes
     kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-    version        1 byte    of the format: 1; 2 of a record with a collection, which older tstores must not miss
+    version        1 byte    of the format: 1; 2 of a record with a collection, 3 of one that drops tags: of these
+                             an older tstore would miss what they mean for others
     body           msgpack
     check          16 bytes  xxh3-128, big-endian, of all bytes before it
 
