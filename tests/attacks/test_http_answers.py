@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from answers import Answer, Request, Server, close, hang, ok, part, serving, then
 
 from tstore.errors import (
@@ -377,6 +378,25 @@ async def test_a_cancelled_read_is_not_filled_and_the_others_are() -> None:
     assert (given_up, kept) == (bytearray(20), DATA[5:25])
 
 
+async def test_a_pass_ends_where_nobody_wants_more_of_the_object() -> None:
+    left = asyncio.Event()
+
+    async def endless(request: Request) -> None:
+        request.writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not request.writer.is_closing():
+                request.writer.write(b"64\r\n" + DATA[:100] + b"\r\n")
+                await request.writer.drain()
+                await asyncio.sleep(0)
+        left.set()
+
+    async with ignoring_ranges(endless) as (store, _):
+        buffer = bytearray(20)
+        await store.read("k", 150, [buffer], 20)
+        assert buffer == DATA[50:70]
+        await asyncio.wait_for(left.wait(), 20)
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
@@ -557,6 +577,24 @@ async def test_a_create_that_the_library_would_send_twice_has_an_unknown_outcome
             with pytest.raises(Unavailable):  # the kept connection was closed: it may have landed
                 await store.put("k", [b"x" * 100], PutMode.CREATE)
         assert [r.path for r in server.asked].count("/k") == 1
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3 << 20])
+async def test_a_body_goes_with_its_checksum(size: int) -> None:
+    async with serving(ok(b"", OURS)) as server, objects(server) as store:
+        await store.put("k", [bytes(size // 2), bytes(size - size // 2)], PutMode.CREATE)
+        sent = server.asked[-1]
+        assert len(sent.body) == size
+        assert sent.fields["X-TStore-XXH3"] == xxhash.xxh3_128_hexdigest(sent.body)
+
+
+async def test_a_server_that_was_once_ours_stays_ours() -> None:
+    async with serving(ok(b"", OURS), ok(b"", "Server: some-proxy"), ok(b"", OURS)) as server:
+        async with objects(server) as store:
+            await store.get("k")
+            await store.get("k")
+            await create(store)
+        assert [r.method for r in server.asked] == ["GET", "GET", "PUT"]
 
 
 async def test_a_taken_key_exists_already() -> None:
