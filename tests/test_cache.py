@@ -85,9 +85,10 @@ async def test_other_ranges_of_what_was_read(name: str, tmp_path: Path) -> None:
     await array.read()
     assert requests(store).get("read", 0) - before.get("read", 0) <= 2
     await check(store, 2)
-    report = await store.verify()
-    assert report.ok
-    assert requests(store)["read"] > before["read"] + 2  # verification asks the server
+    for _ in range(2):
+        asked = requests(store)["read"]
+        assert (await store.verify()).ok
+        assert requests(store)["read"] > asked  # verification asks the server
 
 
 async def test_new_commits_show_at_once(name: str, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ async def test_a_damaged_cache_makes_no_difference(damage: str, name: str, tmp_p
     await check(await opened(name, tmp_path), 1)
     found = files(tmp_path)
     contents = [p.read_bytes() for p in found]
-    for i, (path, data) in enumerate(zip(found, contents, strict=True)):
+    for path, data in zip(found, contents, strict=True):
         match damage:
             case "cut":
                 path.write_bytes(data[: len(data) // 2])
@@ -121,8 +122,8 @@ async def test_a_damaged_cache_makes_no_difference(damage: str, name: str, tmp_p
             case "empty":
                 path.write_bytes(b"")
             case "swapped" if "-" in path.name:
-                other = next(d for j, d in enumerate(contents) if len(d) != len(data) or j != i)
-                path.write_bytes(other)
+                alike = [d for d in contents if len(d) == len(data) and d != data]
+                path.write_bytes(alike[0] if alike else data[::-1])
     store = await opened(name, tmp_path)
     await check(store, 1)
     assert requests(store)["read"]
@@ -183,6 +184,8 @@ async def test_the_limit(name: str, tmp_path: Path) -> None:
         store = await opened(name, cache)
         await check(store, step)
         assert sum(p.stat().st_size for p in files(tmp_path)) < 1.1 * limit + PIECE
+    newest = await opened(name, cache)
+    await check(newest, 2)  # reads again what was removed while it was in use
     newest = await opened(name, cache)
     await check(newest, 2)
     assert newest.traffic is not None

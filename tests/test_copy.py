@@ -191,6 +191,22 @@ async def test_a_living_version_that_rests_on_expired_ones(source: str, new: New
         assert np.array_equal(await values(copied, at), await values(store, at))
 
 
+async def test_manifests_that_are_objects(source: str, new: NewUrl) -> None:
+    store = await tstore.open(source)
+    async with store.transaction() as tx:
+        x = await tx.create_array("x", shape=(10, 1000), dtype="float64", chunks=(1, 5))
+        await x.write(np.arange(10_000.0).reshape(10, 1000))
+    for i in range(1, 4):
+        async with store.transaction() as tx:
+            await (await tx.array("x"))[i].write(np.full(1000, float(i)))
+    await store.collect(Keep(newer_than=datetime.timedelta(0)))
+    assert [k for k in await connect(source).list("txn/") if "/manifest" in k]
+    for at in (None, 4):
+        target = new("local")
+        await tstore.copy(source, target, at)
+        assert np.array_equal(await values(await check_whole(target)), await values(store))
+
+
 async def test_remains_and_groups_under_way_stay_behind(source: str, new: NewUrl) -> None:
     target = new("local")
     store = await saved(source, 1)
@@ -240,7 +256,9 @@ async def test_one_version_that_rests_on_others(source: str, new: NewUrl) -> Non
         writer = await tstore.open(target)
         async with writer.transaction() as tx:
             await (await tx.array("x"))[0].write(np.ones(1000))
-        await writer.collect(Keep(newer_than=datetime.timedelta(0)))
+        await writer.collect(abandoned=datetime.timedelta(0))
+        assert np.array_equal(await values(await check_whole(target), at), await values(store, at))
+        await writer.collect(Keep(newer_than=datetime.timedelta(0)), abandoned=datetime.timedelta(0))
         assert (await values(await check_whole(target)))[1:].tolist() == (await values(store, at))[1:].tolist()
 
 
@@ -419,6 +437,25 @@ async def test_a_damaged_source_is_not_copied(new: NewUrl) -> None:
         await tstore.copy(source, target)
     with pytest.raises(NotAStore):
         await tstore.open(target, "r")
+
+
+async def test_damage_where_pieces_meet(new: NewUrl) -> None:
+    """Blocks with a checksum of their own lie across the pieces in which a pack is moved."""
+    source, target = new("local"), new("memory")
+    store = await tstore.open(source)
+    async with store.transaction() as tx:
+        x = await tx.create_array("x", shape=(3, 430_000), dtype="float64", chunks=(3, 430_000))
+        await x.write(np.random.default_rng(0).random((3, 430_000)))
+    [pack] = Path(source).glob("txn/*/pack-*")
+    data = bytearray(pack.read_bytes())
+    assert len(data) > (8 << 20) + (1 << 20)
+    for at in ((8 << 20) - 1, 8 << 20, len(data) - 1):
+        pack.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(Corrupt, match=r"x, chunk \(0, 0\): checksum mismatch"):
+            await tstore.copy(source, target)
+    pack.write_bytes(data)
+    await tstore.copy(source, target)
+    await check_whole(target)
 
 
 async def test_a_source_that_is_collected_meanwhile(source: str, new: NewUrl) -> None:
@@ -610,6 +647,7 @@ async def test_from_a_server_of_files(new: NewUrl) -> None:
         await tstore.copy(url, target)
     await check_whole(target, 0, 1, 2)
     assert await everything(target) == await everything(source)
+    await saved(target, 4, above=3)
     async with fileservers.aiohttp_files(Path(source)) as url:
         with pytest.raises(Denied):
             await tstore.copy(target, url)

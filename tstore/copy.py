@@ -320,7 +320,7 @@ class _Copy:
     async def _create_records(self, known: int | None) -> None:
         versions = range((known or 0) + 1, self._newest + 1)
         hidden = versions  # until the marker is there, or the first of them
-        if known is not None:
+        if known is not None and versions:
             await self._target.hint(HINT, str(known).encode())  # from there readers look for what comes next
             gc = self._newest if self._alone is not None else await self._log.collected(self._newest)
             hidden = versions[: max(0, gc - known)]
