@@ -163,8 +163,11 @@ async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
     copied = str(tmp_path / "copy")
     await tstore.copy(await opened(name, tmp_path), copied)
     await tstore.save(copied, {"own": 1}, 7)
-    store = await tstore.open(copied, cache=tmp_path)
-    assert await tstore.steps(store) == [0, 1, 2, 7]
+    writer = await tstore.open(served(MemoryObjects(name)), cache=tmp_path)
+    await tstore.save(writer, {"own": 1}, 8)
+    for place, step in ((copied, 7), (served(MemoryObjects(name)), 8)):
+        store = await tstore.open(place, cache=tmp_path)
+        assert await tstore.steps(store) == [0, 1, 2, step]
     objects = MemoryObjects(name)
     for page in [p async for p in objects.pages("")]:
         for entry in page.entries:

@@ -444,6 +444,8 @@ async def test_damage_where_pieces_meet(new: NewUrl) -> None:
     source, target = new("local"), new("memory")
     store = await tstore.open(source)
     async with store.transaction() as tx:
+        small = await tx.create_array("small", shape=(1000,), dtype="float64", chunks=(1000,))
+        await small.write(np.ones(1000))
         x = await tx.create_array("x", shape=(3, 430_000), dtype="float64", chunks=(3, 430_000))
         await x.write(np.random.default_rng(0).random((3, 430_000)))
     [pack] = Path(source).glob("txn/*/pack-*")
