@@ -25,7 +25,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def test_python_blocks_in_order(tmp_path: Path) -> None:
-    assert len(PYTHON) == 15
+    assert len(PYTHON) == 16
     for text in PYTHON:
         run([sys.executable, "-W", "error", "-c", text], tmp_path)
 

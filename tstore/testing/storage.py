@@ -132,11 +132,12 @@ class HostBackend:
 
     url = "simulated://storage"
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
-    transfer = Transfer(streams=1, batch=1 << 20, piece=1 << 20, gap=0)
 
     def __init__(self, storage: Storage, host: Host) -> None:
         self.storage = storage
         self.host = host
+        streams = 1 if host.random.random() < 0.5 else 64  # one request after the other, or many at once
+        self.transfer = Transfer(streams, batch=1 << 20, piece=1 << 20, gap=0)
         self._open: dict[str, bytearray] = {}  # packs of this host that are not finished
         self._loop = asyncio.get_running_loop()
 
