@@ -16,12 +16,14 @@ import json
 import multiprocessing
 import shutil
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import click
 import gcs_model
 import machine
-import report
 import writer_report
 from rich.console import Console
 from writer_rounds import Bench
@@ -38,6 +40,7 @@ MODEL_HOSTS = (64, 256, 1024, 4096)
 @click.option("--only", default="", help=f"Of {', '.join(QUESTIONS)}; comma-separated.")
 @click.option("--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="How many; comma-separated.")
 @click.option("--seconds", default=1.0, show_default=True, help="Of small commits, each time.")
+@click.option("--minutes", default=8.0, show_default=True, help="After which no further measurement begins.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
 @click.option(
     "--plot", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Write PNG files there."
@@ -50,7 +53,14 @@ MODEL_HOSTS = (64, 256, 1024, 4096)
     type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
 def main(
-    rounds: int, only: str, hosts: str, seconds: float, json_file: Path | None, plot: Path | None, parent: Path
+    rounds: int,
+    only: str,
+    hosts: str,
+    seconds: float,
+    minutes: float,
+    json_file: Path | None,
+    plot: Path | None,
+    parent: Path,
 ) -> None:
     asked = [q for q in QUESTIONS if q in only.split(",")] if only else list(QUESTIONS)
     if not asked:
@@ -62,28 +72,20 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
     bench = Bench(folder, log.print)
     commits: list[tuple[bool, gcs_model.Commit]] = []
+    began, left_out = time.monotonic(), []
     try:
         about = machine.describe(folder)
         console.print_json(json.dumps(about))
-        if "cooperative" in asked:
-            _cooperative(bench, counts, rounds, console)
-        if "independent" in asked:
-            _independent(bench, counts, rounds, seconds, console)
-        if "killed" in asked:
-            for turn in range(rounds):
-                bench.killed(writer_report.BAR_HOSTS, turn)
-            console.print(writer_report.killed_table(bench.rows))
-        if "model" in asked:
-            commits = _model()
-            console.print(writer_report.model_table(commits))
+        for question, what, measure in _jobs(bench, counts, rounds, seconds, commits):
+            if question in asked and time.monotonic() - began > 60 * minutes:
+                left_out.append(f"{question} ({what})")
+            elif question in asked:
+                measure()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for row in bench.rows:
-        if "error" in row:
-            console.print(f"{row['question']}, {row['way']}, {row['hosts']} hosts: {row['error']}", style="red")
-    console.print(report.bar_table(writer_report.bars(bench.rows, commits)))
-    for line in writer_report.limits(bench.rows):
-        console.print(line)
+    writer_report.show(console, bench.rows, commits)
+    if left_out:
+        console.print(f"left out for want of time: {', '.join(left_out)}")
     if json_file:
         json_file.write_text(json.dumps(writer_report.as_data(about, bench.rows, commits), indent=1) + "\n")
     if plot:
@@ -91,29 +93,28 @@ def main(
             log.print(str(made))
 
 
-def _cooperative(bench: Bench, counts: list[int], rounds: int, console: Console) -> None:
-    at_bar = writer_report.BAR_HOSTS
-    for count in counts:
-        for turn in range(rounds if count == at_bar else 1):
-            bench.cooperative(count, True, turn)
-    for turn in range(rounds if at_bar in counts else 0):
-        bench.cooperative(at_bar, False, turn)
-    for durable in (True, False):
-        console.print(writer_report.cooperative_table(bench.rows, durable))
+Job = tuple[str, str, Callable[[], None]]
 
 
-def _independent(bench: Bench, counts: list[int], rounds: int, seconds: float, console: Console) -> None:
-    at_bar = writer_report.BAR_HOSTS
+def _jobs(
+    bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, gcs_model.Commit]]
+) -> Iterator[Job]:
+    """Question, what of it, and the call that measures it: first all that has a bar."""
+    bar = writer_report.BAR_HOSTS
+    for turn in range(rounds if bar in counts else 0):
+        for durable in (True, False):
+            yield "cooperative", f"{bar} hosts", partial(bench.cooperative, bar, durable, turn)
+        yield "independent", f"{bar} hosts", partial(bench.independent, bar, 1, True, turn, seconds)
+        yield "killed", f"{bar} hosts", partial(bench.killed, bar, turn)
+    yield "model", "all", lambda: commits.extend(_model())
     for count in counts:
-        for turn in range(rounds if count == at_bar else 1):
-            bench.independent(count, 1, True, turn, seconds)
+        if count != bar:
+            yield "cooperative", f"{count} hosts", partial(bench.cooperative, count, True, 0)
+            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, True, 0, seconds)
         if count > 1:
-            bench.independent(1, count, True, 0, seconds)
-        if count in (1, at_bar):
-            bench.independent(count, 1, False, 0, seconds)
-    console.print(writer_report.independent_table(bench.rows, True, tasks=False))
-    console.print(writer_report.independent_table(bench.rows, True, tasks=True))
-    console.print(writer_report.independent_table(bench.rows, False, tasks=False))
+            yield "independent", f"{count} tasks", partial(bench.independent, 1, count, True, 0, seconds)
+        if count in (1, bar):
+            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, False, 0, seconds)
 
 
 def _model() -> list[tuple[bool, gcs_model.Commit]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from gcs_model import Commit
 from peer_stores import WAYS
-from report import Bar
+from report import Bar, bar_table
+from rich.console import Console
 from rich.table import Table
 from writer_rounds import Row
 
@@ -33,6 +34,22 @@ def ratio(mine: Sequence[Row], theirs: Sequence[Row], figure: str) -> float:
     others = {r["round"]: r[figure] for r in theirs}
     pairs = [r[figure] / others[r["round"]] for r in mine if others.get(r["round"])]
     return median(pairs) if pairs else NAN
+
+
+def show(console: Console, rows: list[Row], commits: list[tuple[bool, Commit]]) -> None:
+    """Prints all tables of what was measured, what failed, and the bars."""
+    tables = [cooperative_table(rows, durable) for durable in (True, False)]
+    tables += [independent_table(rows, durable, tasks) for durable, tasks in ((True, False), (True, True))]
+    tables += [independent_table(rows, False, False), killed_table(rows), model_table(commits)]
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['question']}, {row['way']}, {row['hosts']} hosts: {row['error']}", style="red")
+    console.print(bar_table(bars(rows, commits)))
+    for line in limits(rows):
+        console.print(line)
 
 
 def cooperative_table(rows: list[Row], durable: bool) -> Table:

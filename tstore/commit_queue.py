@@ -25,7 +25,8 @@ __all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_
 _logger = logging.getLogger("tstore.commits")
 
 SHORTEST_PAUSE = 0.002
-_LONGEST_PAUSE = 0.5
+_LONGEST_PAUSE = 0.1
+_CREATES = 6  # that the longest pause takes beyond that: where an answer takes long, the others take long too
 _MOST = 64
 
 Validate = Callable[[int, Record], Awaitable[Record]]
@@ -214,7 +215,7 @@ def _wake(entry: Entry) -> None:
         entry.woken.set_result(None)
 
 
-def next_pause(pause: float, tries: int) -> float:
-    """Seconds to wait after the `tries`-th create was lost and the pause before was that long."""
-    longest = max(SHORTEST_PAUSE, _LONGEST_PAUSE / tries)
+def next_pause(pause: float, tries: int, took: float) -> float:
+    """Seconds to wait after the `tries`-th create was lost, which `took` so long, and the pause before that."""
+    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _CREATES * took) / tries)
     return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

@@ -9,7 +9,8 @@ Appending a record (its data is durable already)
    durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
-   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves.
+   one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
+   where requests take long, all wait longer.
    Commits of one process do not race: they take turns, or go out together (`commit_queue`).
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
@@ -87,6 +88,7 @@ class Log(Records):
     ) -> int:
         seen, asked, tries = record.base, 0, 1  # asked: the number whose creation was last asked for
         collected, pause = await self.collected(seen), SHORTEST_PAUSE
+        clock = asyncio.get_running_loop().time
         while True:
             newer, later = await asyncio.gather(
                 self._above(seen, record.transaction, asked), self._exists_surely(seen + 2)
@@ -123,12 +125,12 @@ class Log(Records):
                 await self.backend.flush()
             tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
             asked = seen + 1
-            data = encode(tried)
+            data, began = encode(tried), clock()
             try:
                 await self.backend.create(commit_key(asked), data, durability)
             except AlreadyExists:
                 retried(Retry(asked, "another transaction became this version first"))
-                await asyncio.sleep(pause := next_pause(pause, tries))
+                await asyncio.sleep(pause := next_pause(pause, tries, clock() - began))
             except Unavailable as error:
                 await self._decide(seen + 1, record, error)
                 retried(Retry(seen + 1, f"no answer came to its creation: {error}"))
