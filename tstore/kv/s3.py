@@ -41,6 +41,7 @@ __all__ = ["S3Objects"]
 
 _CONNECTIONS = 64
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 10, 30
+_SLOWEST = 64 << 10  # bytes a second at which a write is still waited for
 _PIECE = 256 << 10
 _TOKEN = "tstore-put"
 
@@ -173,8 +174,9 @@ class S3Objects:
         token = secrets.token_hex(8)
         asked: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         body = data[0] if len(data) == 1 and isinstance(data[0], (bytes, bytearray)) else b"".join(data)
+        longest = _READ_TIMEOUT + len(body) / _SLOWEST  # the HTTP client waits for ever for one that stops taking
         try:
-            async with self._answers("write", key) as client:
+            async with self._answers("write", key) as client, asyncio.timeout(longest):
                 asked |= self._files.s3_additional_kwargs | self._files.req_kw
                 asked["Metadata"] = {**asked.get("Metadata", {}), _TOKEN: token}
                 await client.put_object(Bucket=self._bucket, Key=self._name(key), Body=body, **asked)
@@ -195,13 +197,15 @@ class S3Objects:
         while True:
             async with self._answers("list", prefix) as client:
                 answer = await client.list_objects_v2(**asked, **self._files.req_kw)
+            if "IsTruncated" not in answer:  # what is no list must not pass for an empty one
+                raise Corrupt(f"{self.url}: the server's answer is no list of {prefix!r}; check endpoint_url")
             entries = [
                 Entry(found["Key"][skip:], found["Size"], _age(answer, found.get("LastModified")))
                 for found in answer.get("Contents", [])
                 if not found["Key"].endswith("/")  # a "folder" that some console made
             ]
             yield Page(entries, [found["Prefix"][skip:] for found in answer.get("CommonPrefixes", [])])
-            if not answer.get("IsTruncated"):
+            if not answer["IsTruncated"]:
                 return
             asked["ContinuationToken"] = answer["NextContinuationToken"]
 
@@ -227,6 +231,8 @@ class S3Objects:
             self._loop, self._connecting, self._client = loop, asyncio.Lock(), None
         async with self._connecting:
             if self._client is None:
+                from botocore.handlers import add_expect_header
+
                 self._files = self._file_system(
                     **self._options,
                     asynchronous=True,
@@ -235,6 +241,9 @@ class S3Objects:
                 )
                 await self._files.set_session()
                 self._client = await self._files.get_s3(self._bucket)
+                # "Expect: 100-continue" costs a round trip for each write, and a server that never says "continue"
+                # would be waited for without an end
+                self._client.meta.events.unregister("before-call.s3", add_expect_header)
         return self._client
 
     @contextlib.asynccontextmanager
@@ -333,10 +342,10 @@ class S3Objects:
         if code in _BUSY or (status == 503 and "rate" in said):
             after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
             return Throttled(f"{said}; fewer requests at once", float(after) if after.isdigit() else None)
-        if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
-            return Unavailable(f"{said}; try again")
         if code in _FULL or status in (413, 507):
             return StorageFull(f"{said}; make room or raise the quota, then repeat")
+        if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
+            return Unavailable(f"{said}; try again")
         if code in _DENIED or status in (401, 403):
             return Denied(
                 f"{said}; check the credentials and the rights of their owner on bucket {self._bucket!r}"

@@ -1,0 +1,129 @@
+"""What a server of S3 may answer, and the error that follows, always one of tstore's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from answers import Answer, Server, close, hang, ok, part, serving, then
+
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+)
+from tstore.kv.objects import PutMode, Span
+from tstore.kv.s3 import S3Objects
+from tstore.pool import on_io
+
+SECRET = "not-to-be-shown"
+
+
+def refusal(status: str, code: str, *fields: str) -> bytes:
+    """An error as S3 words it."""
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no {code}</Message></Error>"
+    return ok(body.encode(), "Content-Type: application/xml", *fields, status=status)
+
+
+async def asked(server: Server, call: str, *arguments: object) -> object:
+    objects = S3Objects(
+        "s3://bucket/x",
+        endpoint_url=server.url,
+        key="tester",
+        secret=SECRET,
+        config_kwargs={"read_timeout": 1, "connect_timeout": 1},
+    )
+
+    async def listed() -> list[object]:
+        return [page async for page in objects.pages("")]
+
+    try:
+        return await on_io(listed() if call == "pages" else getattr(objects, call)(*arguments))
+    finally:
+        await on_io(objects.close())
+
+
+REFUSALS: list[tuple[bytes, type[TStoreError]]] = [
+    (refusal("403 Forbidden", "AccessDenied"), Denied),
+    (refusal("403 Forbidden", "SignatureDoesNotMatch"), Denied),
+    (refusal("403 Forbidden", "RequestTimeTooSkewed"), Denied),
+    (refusal("400 Bad Request", "ExpiredToken"), Denied),
+    (refusal("400 Bad Request", "InvalidToken"), Denied),
+    (refusal("404 Not Found", "NoSuchBucket"), InvalidArgument),
+    (refusal("400 Bad Request", "InvalidBucketName"), InvalidArgument),
+    (refusal("400 Bad Request", "EntityTooLarge"), StorageFull),
+    (refusal("507 Insufficient Storage", "QuotaExceeded"), StorageFull),
+    (refusal("503 Slow Down", "SlowDown", "Retry-After: 7"), Throttled),
+    (refusal("429 Too Many Requests", "TooManyRequests"), Throttled),
+    (refusal("500 Internal Server Error", "InternalError"), Unavailable),
+    (refusal("503 Service Unavailable", "ServiceUnavailable"), Unavailable),
+    (refusal("400 Bad Request", "RequestTimeout"), Unavailable),
+    (refusal("409 Conflict", "ConditionalRequestConflict"), Unavailable),
+    (refusal("501 Not Implemented", "NotImplemented"), Denied),
+    (ok(b"<html>gateway</html>", status="502 Bad Gateway"), Unavailable),
+]
+
+
+@pytest.mark.parametrize("call", ["get", "put", "pages", "delete"])
+@pytest.mark.parametrize(("answer", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
+async def test_refusals(answer: bytes, error: type[TStoreError], call: str) -> None:
+    arguments = {"get": ["k"], "delete": ["k"], "put": ["k", [b"x"], PutMode.CREATE], "pages": []}[call]
+    async with serving(answer) as server:
+        with pytest.raises(error, match="s3://bucket/x") as raised:
+            await asked(server, call, *arguments)
+        if isinstance(raised.value, Throttled) and b"Retry-After" in answer:
+            assert raised.value.retry_after == 7
+        assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r}"
+        assert len(server.asked) == 1, "a request is made once; repeating is not decided here"
+
+
+async def test_a_create_that_fails_its_condition() -> None:
+    taken = refusal("412 Precondition Failed", "PreconditionFailed")
+    async with serving(taken, ok(b"", "x-amz-meta-tstore-put: anothers", length=3)) as server:
+        with pytest.raises(AlreadyExists, match="k"):
+            await asked(server, "put", "k", [b"x"], PutMode.CREATE)
+        assert server.asked[0].fields["If-None-Match"] == "*"
+    async with serving(taken, ok(b"", status="404 Not Found")) as server:
+        with pytest.raises(Unavailable, match="then was not"):
+            await asked(server, "put", "k", [b"x"], PutMode.CREATE)
+
+
+READS: list[tuple[Answer, type[TStoreError]]] = [
+    (part(b"abc", "0-2/9"), Corrupt),  # shorter than was asked for, and says so
+    (part(b"abcde", "1-5/9"), Corrupt),  # other bytes
+    (ok(b"abcdefghi"), Corrupt),  # ranges are ignored
+    (part(b"abc", "0-4/9"), Corrupt),
+    (then(ok(b"abc", "Content-Range: bytes 0-4/9", status="206 Partial Content", length=5), close), Unavailable),
+    (then(ok(b"abc", "Content-Range: bytes 0-4/9", status="206 Partial Content", length=5), hang), Unavailable),
+    (close, Unavailable),
+    (hang, Unavailable),
+    (refusal("416 Range Not Satisfiable", "InvalidRange"), Corrupt),
+    (refusal("404 Not Found", "NoSuchKey"), NotFound),
+    (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", Unavailable),
+]
+
+
+@pytest.mark.parametrize(("answer", "error"), READS)
+async def test_reads(answer: Answer, error: type[TStoreError]) -> None:
+    async with serving(answer) as server:
+        with pytest.raises(error, match="s3://bucket/x"):
+            await asyncio.wait_for(asked(server, "read", "k", 0, [bytearray(5)], 5), 30)
+
+
+async def test_more_bytes_than_were_asked_for() -> None:
+    async with serving(part(b"abcdef", "0-5/9")) as server:
+        with pytest.raises(Corrupt, match=r"6 bytes of k.*4 were asked"):
+            await asked(server, "get", "k", Span(0, 4))
+
+
+@pytest.mark.parametrize("body", [b"<html>welcome</html>", b"{}", b""])
+async def test_a_list_that_is_none(body: bytes) -> None:
+    async with serving(ok(body, "Content-Type: text/html")) as server:
+        with pytest.raises(TStoreError, match="s3://bucket/x"):
+            await asked(server, "pages")
