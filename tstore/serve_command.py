@@ -7,10 +7,11 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -54,6 +55,13 @@ TOKENS = "TSTORE_SERVER_TOKENS"
 @click.option(
     "--drain", type=click.FloatRange(0), default=30, show_default=True, help="Seconds that writes get at the end."
 )
+@click.option(
+    "--names",
+    type=click.Choice(["layout", "any"]),
+    default="layout",
+    show_default=True,
+    help="Which names there are: those of a store, or any.",
+)
 @json_option
 def serve(
     store: str,
@@ -68,6 +76,7 @@ def serve(
     requests: int,
     max_pack: int,
     drain: float,
+    names: Literal["layout", "any"],
     as_json: bool,
 ) -> int:
     """Serve STORE over HTTP until SIGTERM or Ctrl-C; requests are logged to standard error, a line of JSON each.
@@ -80,6 +89,7 @@ def serve(
     async def work(progress: Progress) -> None:
         from tstore.server import Certificate, Limits, Server  # imports aiohttp.web; no other command needs it
 
+        _allow_files(2 * connections + 64)
         certificate = None if tls_cert is None or tls_key is None else Certificate(tls_cert, tls_key)
         server = Server(
             store,
@@ -88,6 +98,7 @@ def serve(
             port=port,
             access=_access(token_file, anonymous),
             certificate=certificate,
+            names=names,
             limits=Limits(connections, requests, max_pack << 20, drain=drain),
         )
         ended = asyncio.Event()
@@ -101,6 +112,14 @@ def serve(
 
     with _logged():
         return run(work, lambda document: None, as_json)
+
+
+def _allow_files(count: int) -> None:
+    """Raises the number of files that this process may have open, as far as that is permitted."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if most == resource.RLIM_INFINITY else min(count, most)
+    if now != resource.RLIM_INFINITY and wanted > now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _access(token_file: str | None, anonymous: str | None) -> Access | None:

@@ -398,7 +398,7 @@ def test_a_killed_server_has_stored_the_whole_or_nothing(place: Path) -> None:
 
 def test_a_full_disk_and_a_long_pack(place: Path) -> None:
     """Where the server can make no file above 40 MiB the client is told, and nothing of it stays."""
-    with serving(place, longest=40 << 20) as served:
+    with serving(place, FSIZE=40 << 20) as served:
         exchange(served, put(3, "/txn/new/pack-0") + b"abc", b"HTTP/1.1 201")
         before = high_water(served.process.pid)
         exchange(served, put(39 << 20, "/txn/new/pack-1") + bytes(39 << 20), b"HTTP/1.1 201")
@@ -406,6 +406,15 @@ def test_a_full_disk_and_a_long_pack(place: Path) -> None:
         assert high_water(served.process.pid) - before < 24 << 20
         exchange(served, put(3, "/txn/new/pack-2") + b"abc", b"HTTP/1.1 201")
     assert sorted(p.name for p in (place / "txn" / "new").iterdir()) == ["pack-0", "pack-1", "pack-2"]
+
+
+def test_more_connections_than_files(place: Path) -> None:
+    with serving(place, NOFILE=96) as served, contextlib.ExitStack() as held:
+        for _ in range(150):
+            held.enter_context(socket.create_connection(served.address, timeout=60))
+        for _ in range(3):
+            exchange(served, b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"\r\n", b"HTTP/1.1 200")
+        assert [line["status"] for line in served.end()] == [200] * 3
 
 
 def high_water(pid: int) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -129,14 +128,12 @@ class Process(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(
-    store: object, *options: str, longest: int = resource.RLIM_INFINITY, tokens: str = f"write {WRITE}"
-) -> Iterator[Process]:
-    """A process that serves a store, and can make no file above `longest` bytes."""
-    limited = (
-        f"import resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, ({longest}, {longest})); from tstore import cli"
-    )
-    command = [sys.executable, "-c", f"{limited}; sys.exit(cli.main())", "serve", str(store), *options]
+def serving(store: object, *options: str, tokens: str = f"write {WRITE}", **limits: int) -> Iterator[Process]:
+    """A process that serves a store, with `limits` of the system, as NOFILE=64."""
+    code = "import resource, sys; from tstore import cli\n"
+    for name, value in limits.items():
+        code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
+    command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), *options]
     environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
     with tempfile.TemporaryFile() as log:  # no pipe: nobody reads it meanwhile
         with subprocess.Popen(

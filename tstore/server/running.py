@@ -7,6 +7,8 @@ import contextlib
 import ipaddress
 import logging
 import os
+import resource
+import socket
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -28,6 +30,7 @@ __all__ = ["Certificate", "Server"]
 _MARKER = "tstore.json"
 _HANDSHAKE = 10.0
 _BACKLOG = 512
+_OTHER_FILES = 64
 
 _log = logging.getLogger("tstore.server")
 
@@ -95,7 +98,8 @@ class Server:
         self._served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
         self._app = App(self._served, self._access, most, self._names, self._limits, by_address=self._by_address)
-        self._connections = Connections(self._app.answer, self._limits)
+        limits = _affordable(self._limits)
+        self._connections = Connections(self._app.answer, limits)
         try:
             self._listening = await asyncio.get_running_loop().create_server(
                 self._connections,
@@ -103,7 +107,7 @@ class Server:
                 self._port,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE,
-                backlog=_BACKLOG,
+                backlog=min(_BACKLOG, limits.connections),  # so many are accepted at a time
             )
         except PermissionError as error:
             raise Denied(
@@ -113,6 +117,9 @@ class Server:
             raise Unavailable(
                 f"can't listen on {self._host}:{self._port}: {error}; pass another port, or 0 for any free one"
             ) from error
+        for bound in self._listening.sockets:  # yet more may wait for their turn
+            with socket.fromfd(bound.fileno(), bound.family, bound.type) as listening:
+                listening.listen(_BACKLOG)
         return self
 
     async def __aexit__(
@@ -134,6 +141,14 @@ class Server:
             raise NotAStore(f"{url} is not a tstore store: it has no {_MARKER}; check the path")
         if not await served.backend.empty():
             raise NotAStore(f"{url} holds other files and no {_MARKER}, so it is not served; check the path")
+
+
+def _affordable(limits: Limits) -> Limits:
+    """The limits, with no more connections than this process may have open, each with a file."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits
+    return limits._replace(connections=min(limits.connections, max(1, (files - _OTHER_FILES) // 2)))
 
 
 def _is_loopback(host: str) -> bool:
