@@ -623,7 +623,7 @@ async def test_to_a_server_and_back(
             await copy_to(store, faulty)
         again = await copy_to(store, target)
         assert again.bytes < 100_000
-        assert (await copy_to(store, target)).objects == 0
+        assert (await tstore.copy(store, url, storage_options=options)).objects == 0
         async with await tstore.open(target, "r") as copied:
             assert (await copied.verify()).ok
             assert await tstore.steps(copied) == [1, 2]

@@ -28,8 +28,8 @@ import contextlib
 import datetime
 import os
 import uuid
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -72,23 +72,25 @@ async def copy(
     destination: str | os.PathLike[str] | Store,
     at: At = None,
     *,
+    storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CopyReport:
     """What was moved to make the destination a copy of the source, or, with `at`, of one version alone.
 
     Repeat it after any failure: only what is missing moves. `progress(done, total)` is told of the bytes of packs.
-    A destination that needs storage_options is passed as an opened store, or by `copy_to`.
+    `storage_options` are those of the destination; a source that needs some is passed as an opened store.
     Raises `AlreadyExists` where the destination holds something else, `Conflict` where it is this store with
     commits of its own, `Corrupt` where the source is damaged (nothing damaged is copied), `NotFound` and
     `SnapshotExpired` for a version that is not there, `Denied`.
     """
     async with opened(source, "r") as store:
-        target = uncached(destination.log.backend) if isinstance(destination, Store) else connect(destination)
+        if isinstance(destination, Store):
+            return await copy_to(store, uncached(destination.log.backend), at, progress)
+        target = connect(destination, storage_options)
         try:
             return await copy_to(store, target, at, progress)
         finally:
-            if not isinstance(destination, Store):
-                await target.close()
+            await target.close()
 
 
 async def copy_to(
