@@ -101,12 +101,14 @@ def _jobs(
 ) -> Iterator[Job]:
     """Question, what of it, and the call that measures it: first all that has a bar."""
     bar = writer_report.BAR_HOSTS
-    for turn in range(rounds if bar in counts else 0):
+    turns = range(rounds if bar in counts else 0)
+    for turn in turns:
+        yield "independent", f"{bar} hosts", partial(bench.independent, bar, 1, True, turn, seconds)
+    yield "model", "all", lambda: commits.extend(_model())
+    for turn in turns:
         for durable in (True, False):
             yield "cooperative", f"{bar} hosts", partial(bench.cooperative, bar, durable, turn)
-        yield "independent", f"{bar} hosts", partial(bench.independent, bar, 1, True, turn, seconds)
         yield "killed", f"{bar} hosts", partial(bench.killed, bar, turn)
-    yield "model", "all", lambda: commits.extend(_model())
     for count in counts:
         if count != bar:
             yield "cooperative", f"{count} hosts", partial(bench.cooperative, count, True, 0)

@@ -90,7 +90,7 @@ def model_table(commits: list[tuple[bool, Commit]]) -> Table:
         out.add_column(head, justify="right")
     for uploads, c in commits:
         total = sum(c.requests.values())
-        when = f"over {c.uploaded:.0f} s" if uploads else "at once"
+        when = f"over {c.uploaded:.0f} s" if uploads else "no data"
         out.add_row(
             *(str(c.hosts), when, f"{c.visible:.2f} s", f"{c.returned:.2f} s"),
             *(f"{total:,}", f"{c.per_host:.1f}", f"{c.refused:,}"),
@@ -124,7 +124,7 @@ def bars(rows: list[Row], commits: list[tuple[bool, Commit]]) -> list[Bar]:
     lost = [r["lost"] for r in chosen(rows, question="independent", way="tstore")]
     out.append(Bar("(b) commits of tstore that were lost", 0, sum(lost) if lost else NAN, most=True, unit=""))
     visible = {(up, c.hosts): c for up, c in commits}
-    for uploads, what in ((True, "their data ends one after another"), (False, "all at once")):
+    for uploads, what in ((True, "their data ends one after another"), (False, "no data")):
         few, many = visible.get((uploads, 64)), visible.get((uploads, 4096))
         grown = many.visible / few.visible if few and many else NAN
         out.append(Bar(f"(d) seconds to visible, 4096 hosts ÷ 64, {what}", 4, grown, most=True))

@@ -88,7 +88,6 @@ class Bench:
             row["error"] = str(error).splitlines()[0][:200]
             self._say(f"{question}: {name}: {row['error']}")
         self._reserve.release()
-        machine.settle(self.folder)
         self.rows.append(row)
 
     def _hosts(self, name: str, hosts: int, durable: bool) -> Hosts:
@@ -153,7 +152,7 @@ class Bench:
         return {"seconds": end - killed}
 
     def _make_room(self) -> None:
-        self._reserve.take(2 * STATE)
+        self._reserve.take(STATE)
         self._reserve.release()
 
 
