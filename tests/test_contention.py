@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import uuid
 from pathlib import Path
 
@@ -173,6 +174,29 @@ async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> No
     assert found[1].paths == ["w, chunk (1,)"]
     assert await store.outcome(ready[1].id) is None
     assert await values(url) == [0, 1, 2, -1]
+
+
+async def test_of_several_that_go_together_a_condemned_one_drops_out(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    first = await created(store.transaction(), "first")
+    ready = [await created(store.transaction(), "a"), store.transaction(), await created(store.transaction(), "b")]
+    await created(ready[1], "big", 1 << 15)  # a pack, by which a gc may take it for abandoned
+    await ready[1].delete("big")
+    await created(ready[1], "small")
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(first.commit())]
+    await gate.reached()
+    for number, tx in enumerate(ready, 1):
+        tasks.append(asyncio.create_task(tx.commit()))
+        await waiting(store, number)
+    report = await (await tstore.open(url)).collect(abandoned=datetime.timedelta(0))
+    assert report.abandoned == [ready[1].id]
+    gate.release()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[0], found[1], found[3]] == [3, 4, 4]
+    assert isinstance(found[2], Conflict)
+    assert "abandoned" in str(found[2])
 
 
 async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> None:

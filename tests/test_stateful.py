@@ -168,6 +168,19 @@ class Open:
         self.ops.append(op)
         op(self.view)
 
+    def apply(self, state: State) -> None:
+        """Does in a newer state what came of the operations; what was made and deleted again leaves no trace."""
+        for top in self.touch.deleted:
+            state.remove([p for p in state.nodes() if is_below(p, top)])
+        for path in self.touch.fresh:
+            if path in self.view.arrays:
+                state.arrays[path] = self.view.arrays[path].copy()
+            else:
+                state.groups[path] = self.view.groups[path]
+        for path, op in zip(self.paths, self.ops, strict=True):
+            if path in self.touch.touched and path not in self.touch.fresh:
+                op(state)
+
     def saw(self, look: Callable[[State], Any], path: str | None) -> None:
         """Notes that something was read, of one path or of all."""
         if path is None:
@@ -404,7 +417,6 @@ class StoreMachine(RuleBasedStateMachine):
         deleted = tx.touch.deleted
         if any(not any(is_below(p, d) for d in deleted) for p in stored):
             deleted.add(path)
-        # what another put there meanwhile stays where nothing of the base was deleted (snapshot isolation)
         gone = [p for p in tx.view.nodes() if is_below(p, path)]
         tx.saw(lambda s: sorted(p for p in s.nodes() if is_below(p, path)), path)
         tx.do(path, lambda s: s.remove(gone))
@@ -513,11 +525,7 @@ class StoreMachine(RuleBasedStateMachine):
         if tx.serializable:
             for seen in tx.seen:
                 assert seen.holds(state, tx.ops), "something that it had read has changed"
-        for path, op in zip(tx.paths, tx.ops, strict=True):
-            try:
-                op(state)
-            except KeyError:  # another deleted it first, and then this one did too
-                assert any(is_below(path, top) for top in tx.touch.deleted)
+        tx.apply(state)
         for tag in tx.touch.dropped:
             state.tags.pop(tag, None)
         state.tags.update(dict.fromkeys(tx.touch.tags, version))

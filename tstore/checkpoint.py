@@ -110,12 +110,12 @@ async def save(
             attempt=attempt,
             facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
         )
-        base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
-        if tag in base.tags:
-            return await _saved_already(store, step, base.tags[tag], tx.id)
-        prior = None if anew else await _newest_step(store, base.tags, base.version)
-        jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
         try:
+            base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
+            if tag in base.tags:
+                return await _saved_already(store, step, base.tags[tag], tx.id)
+            prior = None if anew else await _newest_step(store, base.tags, base.version)
+            jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
             if host == 0:
                 await tx.create_group("", structure)

@@ -80,7 +80,13 @@ class Log(Records):
         are passed may go out together with others of this process, as `commit_queue` says.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
-        entry = Entry(record, validate, retried, changes)
+
+        async def checked(version: int, other: Record) -> Record:
+            if other.collection is not None:  # of several that go together each may be condemned
+                check_condemned(self.backend.url, record, version, other.collection)
+            return await validate(version, other)
+
+        entry = Entry(record, checked, retried, changes)
         return await queue.append(entry, functools.partial(self._append, durability=durability))
 
     async def _append(
