@@ -11,8 +11,8 @@ The model, for a bucket that nobody has used before:
    (log-normal); its last byte has arrived when all of them are acknowledged.
 
 So 4,096 hosts write 16,384 objects, for which the bucket takes 16 s: the hosts end one after another, as in a real
-job. In the second kind of run there is nothing to send: all hosts begin at the same instant, and are held up by the
-bucket's rates alone, also by their first reads of the log.
+job. In the second kind of run there is nothing to send: all hosts begin at the same instant, and are held up by
+the bucket's rates alone, also by their first reads of the log.
 """
 
 from __future__ import annotations
