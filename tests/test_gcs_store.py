@@ -20,6 +20,9 @@ from gcs_endpoint import Endpoint, Fault, Wrong
 
 import tstore
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.kv.gcs import GcsObjects
+from tstore.kv.remote import served
+from tstore.kv.retry import Patience
 
 HOSTS = 8
 ROWS = 4096
@@ -148,15 +151,17 @@ async def test_a_host_killed_in_the_middle_leaves_the_old_version(tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_no_acknowledged_commit_is_lost_among_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BASE", 0.001), ("CAP", 0.01)):
-        monkeypatch.setattr(f"tstore.kv.retry.{name}", seconds)
+async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
     endpoint = Endpoint()
     acknowledged: dict[str, int] = {}
     unknown: set[str] = set()
 
+    async def opened(mode: tstore.Mode = "a") -> tstore.Store:
+        objects = GcsObjects(url, endpoint_url=endpoint.url)
+        return await tstore.open(served(objects, patience=Patience(shortest=0.001, longest=0.01)), mode)
+
     async def write(writer: int) -> None:
-        store = await tstore.open(url, storage_options={"endpoint_url": endpoint.url})
+        store = await opened()
         for number in range(6):
             name = f"{writer}-{number}"
             try:
@@ -176,7 +181,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int, monkeypatc
 
     async with endpoint.running():
         url = f"gs://{endpoint.new_bucket()}/{uuid.uuid4()}"
-        store = await tstore.open(url, storage_options={"endpoint_url": endpoint.url})
+        store = await opened()
         async with store.transaction() as tx:
             array = await tx.create_array("shared", shape=(4,), dtype="int32", fill_value=0)
             await array.write(np.zeros(4, "i4"))
@@ -186,7 +191,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int, monkeypatc
         endpoint.release()
         await store.close()
 
-        store = await tstore.open(url, mode="r", storage_options={"endpoint_url": endpoint.url})
+        store = await opened("r")
         history = {commit.version: commit.message async for commit in store.history()}
         assert sorted(history) == list(range(1, max(history) + 1))
         times = Counter(history.values())
