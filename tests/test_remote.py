@@ -221,7 +221,7 @@ FLAT = """
 
     class Sink(Wrapper):
         async def put(self, key, data, mode):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.4)
             await self.inner.put(key, data if "/pack-" not in key else [b""], mode)
 
     def peak():
@@ -300,6 +300,23 @@ async def test_a_cancelled_request_is_cancelled_and_waited_for() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+async def test_a_restore_that_is_cancelled_does_not_wait_for_a_server_that_hangs() -> None:
+    reached = threading.Event()
+
+    class Hanging(Wrapper):
+        async def read(self, key: str, offset: int, buffers: Any, size: int) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+    store = await open_remote(anew(), Hanging)
+    await tstore.save(store, tree(2, 10_000), step=1)
+    task = asyncio.create_task(tstore.restore(store))
+    await asyncio.to_thread(reached.wait, 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_the_loop_does_not_wait_for_itself() -> None:

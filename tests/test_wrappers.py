@@ -254,6 +254,30 @@ async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None
     assert await objects.head("x") is None
 
 
+async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> None:
+    gate = asyncio.Event()
+
+    class Slow(Wrapper):
+        async def around(self, request: Request, call: Any) -> Any:
+            await gate.wait()
+            return await call()
+
+    objects = Limits(Slow(memory()), 1, 100)
+
+    async def first() -> None:
+        await objects.head("x")
+        second.cancel()  # whose turn it is since this moment
+
+    one = asyncio.create_task(first())
+    second = asyncio.create_task(objects.head("x"))
+    third = asyncio.create_task(objects.head("x"))
+    await asyncio.sleep(0)
+    gate.set()
+    await one
+    assert await third is None
+    assert second.cancelled()
+
+
 # ---- trace
 
 
