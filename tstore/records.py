@@ -29,6 +29,7 @@ HINT = "latest"
 _CACHED = 256
 _PROBES = 31  # at once, where they cost little
 _DOUBLINGS = 7
+_NEVER = 1 << 62
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
 
@@ -85,6 +86,11 @@ class Records:
         doublings = _DOUBLINGS if self.backend.transfer.waits else 1
         while True:
             ahead = [base + (1 << i) for i in range(done, done + doublings)]
+            if sure and ahead[0] >= _NEVER:
+                raise Corrupt(
+                    f"{self.backend.url} has an object under each name that is asked for, also {commit_key(low)}; "
+                    "check what answers there: a store's server says 404 for what it does not have"
+                )
             probes = ahead if sure else [base, *ahead]
             at = await self._first_absent(probes)
             if at == 0 and not sure:

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from answers import Answer, Request, Server, close, hang, ok, part, serving, then
 
+import tstore
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -681,3 +682,15 @@ async def test_a_refused_token_is_not_told() -> None:
     assert SECRET not in text
     store = HttpObjects("http://host", token=SECRET)
     assert SECRET not in repr(store) + str(vars(store)) + repr(vars(store)["_session"])
+
+
+# ---- a whole store
+
+
+async def test_a_server_that_has_everything_is_no_endless_log() -> None:
+    async def everything(request: Request) -> Answer:
+        return ok(b'{"format":1,"uuid":"u"}' if request.path.endswith("tstore.json") else b"")
+
+    async with serving(everything) as server, await tstore.open(server.url, "r") as store:
+        with pytest.raises(Corrupt, match="under each name"):
+            await store.snapshot()
