@@ -198,6 +198,12 @@ def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     assert list((tmp_path / "s").iterdir()) == []
 
 
+def test_the_command_knows_that_memory_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, "memory://probed")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("memory://probed: no fault was found")
+
+
 def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = probed(capsys, f"careless://{tmp_path}/s", "--json")
     found = json.loads(out)

@@ -235,7 +235,7 @@ def show_probed(found: Document) -> None:
     _table(["", "promise", "what was found"], rows, right=set())
     verdict = "no fault was found" if found["writable"] else "it can be read, and not written"
     if not found["ok"]:
-        verdict = f"{found['fails']} promises are broken: write no store here"
+        verdict = f"broken promises: {found['fails']}; write no store here"
     print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
 
 

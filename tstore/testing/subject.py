@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from tstore.errors import Denied, TStoreError
 from tstore.kv.base import Backend, Durability
+from tstore.kv.memory import MemoryBackend
 from tstore.kv.objects import Objects
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.url import connect
@@ -48,9 +49,10 @@ class Subject:
 
     @classmethod
     def of(cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None) -> Subject:
-        """The place under a URL."""
+        """The place under a URL; one in memory is this process's alone, so other processes do not race for it."""
         given = storage_options
-        return cls(lambda: connect(url, given), url=url, storage_options=given, relay=relay)
+        shared = None if isinstance(connect(url, given), MemoryBackend) else url
+        return cls(lambda: connect(url, given), url=shared, storage_options=given, relay=relay)
 
 
 class Place:
