@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 
 from tstore.errors import AlreadyExists
 from tstore.kv.base import Buffers
@@ -15,8 +16,6 @@ from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.kv.url import connect
 from tstore.testing import conformance
-
-LATENCY = 0.002  # what a liar on this machine takes to answer
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 
@@ -45,33 +44,6 @@ async def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 # ---- liars
-
-
-class Overwrites(MemoryObjects):
-    """Ignores the condition of a create."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        await super().put(key, data, PutMode.REPLACE)
-
-
-class LooksThenWrites(MemoryObjects):
-    """Asks whether the name is free, and then writes, whatever has happened meanwhile."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        if mode is PutMode.CREATE and await self.head(key) is not None:
-            raise AlreadyExists(key)
-        await asyncio.sleep(LATENCY)
-        await super().put(key, data, PutMode.REPLACE)
-
-
-class LastOneStays(MemoryObjects):
-    """Tells the losers that they have lost, and stores what they sent."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        taken = await self.head(key) is not None
-        await super().put(key, data, PutMode.REPLACE)
-        if taken and mode is PutMode.CREATE:
-            raise AlreadyExists(key)
 
 
 class NobodyWins(MemoryObjects):

@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from liars import LastOneStays, LooksThenWrites, Overwrites
 
 import tstore
 from tstore.cli import main
@@ -20,33 +21,6 @@ from tstore.kv.objects import PutMode
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.url import connect
 from tstore.testing.faults import FaultyBackend
-
-
-class Overwrites(MemoryObjects):
-    """Ignores the condition of a create."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        await super().put(key, data, PutMode.REPLACE)
-
-
-class LooksThenWrites(MemoryObjects):
-    """Asks whether the name is free, and writes a little later, whatever has happened meanwhile."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        if mode is PutMode.CREATE and await self.head(key) is not None:
-            raise AlreadyExists(key)
-        await asyncio.sleep(0.002)
-        await super().put(key, data, PutMode.REPLACE)
-
-
-class LastOneStays(MemoryObjects):
-    """Tells the losers that they have lost, and stores what they sent."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        taken = await self.head(key) is not None
-        await super().put(key, data, PutMode.REPLACE)
-        if taken and mode is PutMode.CREATE:
-            raise AlreadyExists(key)
 
 
 class Forgets(MemoryObjects):

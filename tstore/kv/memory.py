@@ -108,10 +108,11 @@ class MemoryBackend:
             raise NotFound(f"{self.url}: there is no object {key}") from None
 
 
-class _MemoryPack:
-    def __init__(self, objects: dict[str, bytes | bytearray], key: str, data: bytearray) -> None:
+class _Growing:
+    """What all writers of one object do: add to its bytes."""
+
+    def __init__(self, key: str, data: bytearray) -> None:
         self.key = key
-        self._objects = objects
         self._data = data
 
     def reserve(self, size: int) -> None:
@@ -123,6 +124,12 @@ class _MemoryPack:
             self._data += buffer
         return offset
 
+
+class _MemoryPack(_Growing):
+    def __init__(self, objects: dict[str, bytes | bytearray], key: str, data: bytearray) -> None:
+        super().__init__(key, data)
+        self._objects = objects
+
     def finish(self) -> None:
         return None
 
@@ -130,20 +137,10 @@ class _MemoryPack:
         self._objects.pop(self.key, None)
 
 
-class _MemoryUpload:
+class _MemoryUpload(_Growing):
     def __init__(self, backend: MemoryBackend, key: str) -> None:
-        self.key = key
+        super().__init__(key, bytearray())
         self._backend = backend
-        self._data = bytearray()
-
-    def reserve(self, size: int) -> None:
-        return None
-
-    def append(self, buffers: Buffers, size: int) -> int:
-        offset = len(self._data)
-        for buffer in buffers:
-            self._data += buffer
-        return offset
 
     def finish(self) -> None:
         self._backend.add(self.key, self._data)
