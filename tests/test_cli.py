@@ -19,9 +19,8 @@ from weights import lie, real_weights
 
 import tstore
 import tstore.sync as blocking
-from tstore import cli
-from tstore.cli import main
-from tstore.tables import plain
+from tstore.cli import commands, main
+from tstore.cli.tables import plain
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -600,7 +599,7 @@ def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeyp
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(cli, "listing", broken)
+    monkeypatch.setattr(commands, "listing", broken)
     failed(call("ls", store), "ZeroDivisionError", "TSTORE_TRACEBACK=1")
     monkeypatch.setenv("TSTORE_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):

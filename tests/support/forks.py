@@ -13,7 +13,7 @@ import processes
 _SERVER = """
     import json, os, signal, sys
     import numpy, tstore, tstore.sync, tstore.testing.faults
-    from tstore import demo, tables  # what is imported late elsewhere
+    import tstore.cli.demo  # what is imported late elsewhere
     code = compile(sys.argv[1], "job", "exec")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     print("ready", flush=True)

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import click
 
+from tstore.cli.tables import Progress, plain
 from tstore.errors import TStoreError
-from tstore.tables import Progress, plain
 
 __all__ = [
     "FAILED",

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from tstore.console import json_option, run, store_argument
-from tstore.tables import Progress
+from tstore.cli.console import json_option, run, store_argument
+from tstore.cli.tables import Progress
 
 if TYPE_CHECKING:
     from tstore.server import Access

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 import tstore
-from tstore.console import Document, json_option, run, version_or_tag
-from tstore.tables import Progress, show_copied, sized
+from tstore.cli.console import Document, json_option, run, version_or_tag
+from tstore.cli.tables import Progress, show_copied, sized
 
 __all__ = ["copy"]
 

@@ -1,4 +1,4 @@
-"""The command line, `tstore`.
+"""The group of all commands, those that are short, and `main`, which runs one.
 
 Every command makes one document. With `--json` that is what standard output gets, and nothing else; else it is
 shown as a table. Progress goes to standard error, where that is a terminal.
@@ -19,21 +19,16 @@ import click
 import exmy
 
 import tstore
-from tstore.console import INTERRUPTED, MISUSED, Document, version_or_tag
-from tstore.console import fail as _fail
-from tstore.console import json_option as _json
-from tstore.console import run as _run
-from tstore.console import store_argument as _store
-from tstore.contents import listing
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import read_header
-from tstore.copy_command import copy
-from tstore.gc_command import gc
-from tstore.policy import parse_policy
-from tstore.probe_command import probe
-from tstore.quantization.plot import check_plot, plot_report
-from tstore.serve_command import serve
-from tstore.tables import (
+from tstore.cli.console import INTERRUPTED, MISUSED, Document, version_or_tag
+from tstore.cli.console import fail as _fail
+from tstore.cli.console import json_option as _json
+from tstore.cli.console import run as _run
+from tstore.cli.console import store_argument as _store
+from tstore.cli.copy import copy
+from tstore.cli.gc import gc
+from tstore.cli.probe import probe
+from tstore.cli.serve import serve
+from tstore.cli.tables import (
     Progress,
     show_demo,
     show_diff,
@@ -46,6 +41,11 @@ from tstore.tables import (
     show_transactions,
     show_verified,
 )
+from tstore.contents import listing
+from tstore.convert.checkpoint import export_safetensors, import_safetensors
+from tstore.convert.safetensors import read_header
+from tstore.policy import parse_policy
+from tstore.quantization.plot import check_plot, plot_report
 
 __all__ = ["cli", "main"]
 
@@ -104,7 +104,7 @@ def cli(context: click.Context) -> int:
 @_json
 def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int:
     """Eight host processes save a model, one is killed, three restore it; then it is quantized."""
-    from tstore.demo import demo  # starts processes and makes models; no other command needs it
+    from tstore.cli.demo import demo  # starts processes and makes models; no other command needs it
 
     async def work(progress: Progress) -> Document:
         report = await demo(store, model=model, size=size * 1_000_000, tell=progress)
@@ -361,7 +361,3 @@ def _with_decibel(row: Document) -> Document:
     """The row with "sqnr_db" in place of "sqnr": None where no bit was lost, since JSON has no infinity."""
     sqnr = row.pop("sqnr")
     return {**row, "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,10 +7,10 @@ import datetime
 import click
 
 import tstore
+from tstore.cli.console import Document, json_option, run, store_argument
+from tstore.cli.tables import Progress, show_collected
 from tstore.collect import ABANDONED_AFTER
-from tstore.console import Document, json_option, run, store_argument
 from tstore.retention import Best, Keep
-from tstore.tables import Progress, show_collected
 
 __all__ = ["gc"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tstore.console import Document, json_option, run
+from tstore.cli.console import Document, json_option, run
+from tstore.cli.tables import Progress, show_probed
 from tstore.kv.url import connect
 from tstore.marker import read_marker
-from tstore.tables import Progress, show_probed
 
 __all__ = ["probe"]
 
