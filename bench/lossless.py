@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from tstore.codec import ArrayMeta, Codecs, dtype_named
+from tstore.chunks.metadata import ArrayMeta, Codecs, dtype_named
 
 CHUNK = 4 << 20
 # Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed size of models

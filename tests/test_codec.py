@@ -26,7 +26,7 @@ from zarr.core.metadata import ArrayV3Metadata
 from zarr.storage import MemoryStore
 
 import tstore
-from tstore.codec import ArrayMeta, dtype_named
+from tstore.chunks.metadata import ArrayMeta, dtype_named
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
-from tstore.chunks import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
+from tstore.chunks.table import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.manifest import (
     Alive,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tstore.chunks.grid import Selection, along, boxes, chunk_counts, covers, default_chunks, part_of, whole
 from tstore.errors import InvalidArgument
-from tstore.grid import Selection, along, boxes, chunk_counts, covers, default_chunks, part_of, whole
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

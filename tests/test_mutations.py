@@ -62,7 +62,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "checksums are not compared": (
         "test_corruption.py::test_every_flipped_byte_is_found",
-        Edit("tstore.chunk_reader:_read_batch", "elif block_checks(piece.data) != part.checks:", "elif False:"),
+        Edit("tstore.chunks.reader:_read_batch", "elif block_checks(piece.data) != part.checks:", "elif False:"),
     ),
     "a chunk of no host passes": (
         "test_group.py::test_a_chunk_of_no_host_is_refused",

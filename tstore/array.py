@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tstore.codec import ArrayMeta
+from tstore.chunks.grid import Index, Selection, whole
+from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import InvalidArgument
-from tstore.grid import Index, Selection, whole
 
 __all__ = ["Array", "ArraySource"]
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tstore.chunk_reader import pack_reader
-from tstore.chunks import BLOCK, ChunkRow, block_checks
+from tstore.chunks.reader import pack_reader
+from tstore.chunks.table import BLOCK, ChunkRow, block_checks
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.expiry import living
 from tstore.kv.base import Backend

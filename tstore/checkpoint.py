@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.chunk_writer import WriteJob
-from tstore.codec import ArrayMeta, Codecs
+from tstore.chunks.grid import Selection, default_chunks
+from tstore.chunks.metadata import ArrayMeta, Codecs
+from tstore.chunks.packed import is_packed
+from tstore.chunks.writer import WriteJob
 from tstore.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -27,9 +29,7 @@ from tstore.errors import (
     SourceCondemned,
     StructureMismatch,
 )
-from tstore.grid import Selection, default_chunks
 from tstore.group import checked_timeout, detected_attempt
-from tstore.packed import is_packed
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.plan import rules_for
 from tstore.shards import Shards

@@ -14,11 +14,11 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.chunks import ChunkTable
-from tstore.codec import ArrayMeta
+from tstore.chunks.grid import Selection
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.chunks.table import ChunkTable
 from tstore.contents import ArrayInfo, array_info
-from tstore.grid import Selection
 from tstore.kv.base import Backend
 from tstore.pool import run
 from tstore.snapshot import Snapshot

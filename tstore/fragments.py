@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from tstore.codec import ArrayMeta
+from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import Inconsistent
 from tstore.manifest import Fragment, Manifest, Record
 from tstore.tree import Node, Tree

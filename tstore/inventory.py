@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.chunks import BLOCK, ChunkTable, digest
+from tstore.chunks.table import BLOCK, ChunkTable, digest
 from tstore.expiry import changes_nothing, living
 from tstore.log import Log
 from tstore.manifest import ObjectRef

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tstore.chunks import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
+from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tstore.chain import FLOATS, Codecs, is_exmy
+from tstore.chunks.chain import FLOATS, Codecs, is_exmy
 from tstore.errors import InvalidArgument, listed
 from tstore.structure import compile_patterns
 

@@ -16,8 +16,8 @@ from concurrent.futures import Executor
 from typing import Any, Literal
 
 from tstore.checkpoint import chosen_snapshot
-from tstore.chunks import ChunkTable
-from tstore.codec import ArrayMeta, Codecs
+from tstore.chunks.metadata import ArrayMeta, Codecs
+from tstore.chunks.table import ChunkTable
 from tstore.errors import AlreadyExists, InvalidArgument
 from tstore.kv.base import Durability
 from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tstore.codec import ArrayMeta
-from tstore.grid import Selection
+from tstore.chunks.grid import Selection
+from tstore.chunks.metadata import ArrayMeta
 from tstore.tree import Node, Tree, is_below
 
 __all__ = ["ReadSet"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.codec import dtype_named
+from tstore.chunks.metadata import dtype_named
 from tstore.errors import InvalidArgument
 from tstore.sharding import Mesh, P
 

@@ -9,13 +9,13 @@ import exmy
 import numpy.typing as npt
 
 from tstore.array import Array
-from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.codec import ArrayMeta
+from tstore.chunks.grid import Selection, whole
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.packed import read_packed
+from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.expiry import check_alive, unexpired
-from tstore.grid import Selection, whole
 from tstore.log import Log
-from tstore.packed import read_packed
 from tstore.tree import Node, Tree, checked_path
 
 __all__ = ["Snapshot", "array_node", "snapshot_of"]

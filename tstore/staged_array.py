@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.chunk_writer import PackSet, WriteJob
-from tstore.chunks import ChunkRow, ChunkSource, ChunkTable, Run
-from tstore.codec import ArrayMeta
-from tstore.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
+from tstore.chunks.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.chunks.table import ChunkRow, ChunkSource, ChunkTable, Run
+from tstore.chunks.writer import PackSet, WriteJob
 from tstore.kv.base import Backend
 
 __all__ = ["StagedArray"]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunk_writer import WriteJob
-from tstore.chunks import ChunkTable, Run, Span
-from tstore.codec import ArrayMeta
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import ChunkTable, Run, Span
+from tstore.chunks.writer import WriteJob
 from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
 from tstore.read_set import ReadSet

@@ -37,8 +37,8 @@ from tstore import (
     errors,
     sharding,
 )
+from tstore.chunks.grid import Index
 from tstore.errors import Misuse
-from tstore.grid import Index
 from tstore.kv.base import Backend
 from tstore.kv.trace import Traffic
 from tstore.store import Mode

@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from tstore import world
 from tstore.array import Array
-from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.chunk_writer import PackSet, WriteJob
-from tstore.chunks import ChunkTable
-from tstore.codec import ArrayMeta, Codecs, dtype_named
+from tstore.chunks.grid import Selection, default_chunks
+from tstore.chunks.metadata import ArrayMeta, Codecs, dtype_named
+from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.chunks.table import ChunkTable
+from tstore.chunks.writer import PackSet, WriteJob
 from tstore.commit_queue import Retry
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
-from tstore.grid import Selection, default_chunks
 from tstore.group import Membership, checked_timeout, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log

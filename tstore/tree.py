@@ -33,8 +33,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks import ChunkRow, ChunkTable, Span
-from tstore.codec import ArrayMeta
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import ChunkRow, ChunkTable, Span
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.manifest import Manifest, Record, Root
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from tstore.chunks import CHECK_SIZE, digest
+from tstore.chunks.table import CHECK_SIZE, digest
 from tstore.errors import InvalidArgument
 from tstore.kv.base import (
     Backend,

@@ -22,13 +22,13 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chain import Codecs, as_configuration, is_exmy
-from tstore.chunk_writer import PackSet, WriteJob
-from tstore.chunks import ChunkTable, Run
-from tstore.codec import ArrayMeta
-from tstore.grid import boxes, part_of
+from tstore.chunks.chain import Codecs, as_configuration, is_exmy
+from tstore.chunks.grid import boxes, part_of
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.packed import PackedChunks, is_packed, packed_chunks
+from tstore.chunks.table import ChunkTable, Run
+from tstore.chunks.writer import PackSet, WriteJob
 from tstore.kv.base import Backend
-from tstore.packed import PackedChunks, is_packed, packed_chunks
 from tstore.pool import each
 from tstore.quantization.regrid import encoded_meta
 from tstore.quantization.study import Configuration, exponents_of, fit_tensor, nonfinite_reason

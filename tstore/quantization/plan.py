@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from tstore.chain import FLOATS, as_configuration, is_exmy
-from tstore.codec import ArrayMeta
+from tstore.chunks.chain import FLOATS, as_configuration, is_exmy
+from tstore.chunks.grid import default_chunks
+from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import InvalidArgument
-from tstore.grid import default_chunks
 from tstore.policy import Bits, MinSqnr, Rules, Target
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import SMALLEST, Choice

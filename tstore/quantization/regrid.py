@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tstore.chain import Codecs
-from tstore.codec import ArrayMeta
-from tstore.grid import default_chunks
+from tstore.chunks.chain import Codecs
+from tstore.chunks.grid import default_chunks
+from tstore.chunks.metadata import ArrayMeta
 
 __all__ = ["encoded_meta", "stored_bytes"]
 

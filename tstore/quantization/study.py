@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import exmy
 import numpy as np
 
-from tstore.codec import ArrayMeta
+from tstore.chunks.metadata import ArrayMeta
 from tstore.quantization.regrid import encoded_meta, stored_bytes
 from tstore.quantization.values import Values
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tstore.codec import ArrayMeta
-from tstore.grid import boxes, part_of
+from tstore.chunks.grid import boxes, part_of
+from tstore.chunks.metadata import ArrayMeta
 from tstore.pool import each, run
 from tstore.snapshot import Snapshot
 

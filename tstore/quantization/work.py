@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from concurrent.futures import BrokenExecutor, Executor
 from typing import Any, NamedTuple, TypeVar
 
-from tstore.chunk_writer import PackSet
+from tstore.chunks.writer import PackSet
 from tstore.errors import Unavailable
 from tstore.kv.base import Backend, Durability
 from tstore.pool import WORKERS

@@ -11,9 +11,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from tstore.chain import Chain, Codecs, chain_documents
+from tstore.chunks.chain import Chain, Codecs, chain_documents
+from tstore.chunks.grid import chunk_counts
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.grid import chunk_counts
 
 __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 

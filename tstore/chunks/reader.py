@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunk_boxes import ChunkBox, chunk_boxes
-from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
-from tstore.codec import ArrayMeta
+from tstore.chunks.boxes import ChunkBox, chunk_boxes
+from tstore.chunks.grid import Cover, Selection, chunk_number, part_of
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
 from tstore.errors import Corrupt, NotFound
-from tstore.grid import Cover, Selection, chunk_number, part_of
 from tstore.kv.base import Backend, PackReader, Transfer
 from tstore.kv.cache import forget
 from tstore.pool import each, scratch

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, ChunkTable, digest
-from tstore.codec import ArrayMeta
-from tstore.errors import Corrupt
-from tstore.grid import (
+from tstore.chunks.grid import (
     AxisCover,
     Cover,
     Selection,
@@ -31,6 +28,9 @@ from tstore.grid import (
     part_of,
     partial_covers,
 )
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, ChunkTable, digest
+from tstore.errors import Corrupt
 
 __all__ = ["ChunkBox", "Division", "chunk_boxes"]
 

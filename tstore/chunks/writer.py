@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore import world
-from tstore.chunks import BLOCK, ChunkSource, Run, block_checks, digest
-from tstore.codec import ArrayMeta
+from tstore.chunks.grid import boxes, chunk_counts, chunk_number, chunk_numbers
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import BLOCK, ChunkSource, Run, block_checks, digest
 from tstore.errors import NotFinite
-from tstore.grid import boxes, chunk_counts, chunk_number, chunk_numbers
 from tstore.kv.base import Backend, Durability, PackWriter
 from tstore.pool import WORKERS, each, run, scratch
 

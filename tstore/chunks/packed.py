@@ -14,11 +14,11 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunk_reader import ReadJob, read_chunks
-from tstore.chunks import ChunkSource
-from tstore.codec import ArrayMeta
+from tstore.chunks.grid import Selection
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.chunks.table import ChunkSource
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.grid import Selection
 from tstore.kv.base import Backend
 
 __all__ = ["PackedChunks", "is_packed", "join_chunks", "packed_chunks", "read_packed"]
