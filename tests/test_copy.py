@@ -26,7 +26,7 @@ import tstore
 import tstore.sync as blocking
 from tstore import Keep
 from tstore.cli import main
-from tstore.copy import copy_to
+from tstore.copying.copy import copy_to
 from tstore.errors import (
     AlreadyExists,
     Conflict,

@@ -10,12 +10,12 @@ from tstore.array import Array
 from tstore.checkpoint import restore, save, steps
 from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
-from tstore.copy import CopyReport, copy
+from tstore.copying.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
 from tstore.kv.cache import Cache
 from tstore.policy import Bits, MinSqnr
+from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
-from tstore.quantize import quantize, quantize_report
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction
 from tstore.shards import Shards

@@ -21,10 +21,9 @@ whole save behind it, the tree of the next living version. The ledger has about 
 
 from __future__ import annotations
 
-import asyncio
 import datetime
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,15 +37,11 @@ from tstore.pool import uncancelled
 from tstore.records import ROOT_EVERY, root_key
 from tstore.retention import Keep, Ledger
 from tstore.tree import Tree
+from tstore.turns import together
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
-
-_AT_ONCE = 64
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class CollectReport(NamedTuple):
@@ -167,7 +162,7 @@ async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.time
     earlier = (await log.record(last)).collection if last else None
     ledger = Ledger(earlier.alive if earlier is not None else ())
     newer = range(last + 1, base + 1)
-    for version, record in zip(newer, await _all(log.record, newer), strict=True):
+    for version, record in zip(newer, await together(log.record, newer), strict=True):
         ledger.add(version, record)
     kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
     plan = _Plan(base, ledger)
@@ -181,7 +176,7 @@ async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.time
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
         plan.left_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
-        found = await _all(log.backend.size, earlier.objects)
+        found = await together(log.backend.size, earlier.objects)
         plan.left_objects = {k for k, size in zip(earlier.objects, found, strict=True) if size is not None}
     return plan
 
@@ -202,7 +197,7 @@ def _runs(ledger: Ledger, kept: set[int]) -> list[tuple[list[int], int]]:
 async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None:
     """Adds what the versions of a run needed to what may be dead, and lets the heir hold what it still needs."""
     entries = [plan.ledger.alive[v] for v in run]
-    written = await _all(lambda e: log.backend.list(f"txn/{e.transaction}/"), entries)
+    written = await together(lambda e: log.backend.list(f"txn/{e.transaction}/"), entries)
     for entry, keys in zip(entries, written, strict=True):
         for key in (*keys, *entry.holds):
             plan.dead.setdefault(_owner(key), set()).add(key)
@@ -211,7 +206,7 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
     if plan.ledger.alive[heir].replaces:
         return  # it is made of its own objects, and of those that its record names
     first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
-    records = await _all(log.record, run[first:])
+    records = await together(log.record, run[first:])
     used = _packs(await log.tree(heir))
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
@@ -238,7 +233,7 @@ async def _find_abandoned(
     known = before.transactions | {_owner(key) for key in before.held}
     known |= set(earlier.transactions) if earlier is not None else set()
     unknown = [name for name in names if name not in known]
-    ages = await _all(lambda name: log.backend.age(f"txn/{name}"), unknown)
+    ages = await together(lambda name: log.backend.age(f"txn/{name}"), unknown)
     for name, age in zip(unknown, ages, strict=True):
         if age is not None and age >= limit.total_seconds():
             plan.abandoned.add(name)
@@ -270,18 +265,18 @@ async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
     """The size of everything that may go, by key."""
     whole = sorted({*plan.dead, *plan.abandoned, *plan.left_transactions})
     new = [t for t in whole if t not in plan.listed]
-    for transaction, keys in zip(new, await _all(lambda t: log.backend.list(f"txn/{t}/"), new), strict=True):
+    for transaction, keys in zip(new, await together(lambda t: log.backend.list(f"txn/{t}/"), new), strict=True):
         plan.listed[transaction] = keys
     keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.left_objects})
-    sizes = await _all(log.backend.size, keys)
+    sizes = await together(log.backend.size, keys)
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
 async def _delete(log: Log, condemned: Collection) -> None:
     """Deletes what stands condemned; what is gone already is no error."""
-    await _all(log.backend.delete, condemned.objects)
+    await together(log.backend.delete, condemned.objects)
     for transaction in condemned.transactions:
-        await _all(log.backend.delete, await log.backend.list(f"txn/{transaction}/"))
+        await together(log.backend.delete, await log.backend.list(f"txn/{transaction}/"))
         await log.backend.delete(f"txn/{transaction}")
 
 
@@ -299,12 +294,3 @@ def _owner(key: str) -> str:
 
 def _is_manifest(key: str) -> bool:
     return key.rpartition("/")[2].startswith("manifest")
-
-
-async def _all(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
-    """What the call returns for each item, some at once."""
-    found: list[V] = []
-    listed = list(items)
-    for i in range(0, len(listed), _AT_ONCE):
-        found += await asyncio.gather(*[call(item) for item in listed[i : i + _AT_ONCE]])
-    return found

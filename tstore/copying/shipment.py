@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tstore.copying.inventory import PackBlocks, PackCheck
 from tstore.errors import AlreadyExists, Corrupt
-from tstore.inventory import PackBlocks, PackCheck
 from tstore.kv.base import Backend, Durability, PackReader, PackWriter
 from tstore.pool import run, uncancelled
 

@@ -5,10 +5,8 @@ Data is needed of the versions that live: what each of them wrote, and what it h
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +16,10 @@ from tstore.chunks.table import BLOCK, ChunkTable, digest
 from tstore.expiry import changes_nothing, living
 from tstore.log import Log
 from tstore.manifest import ObjectRef
+from tstore.turns import batched, together
 
-__all__ = ["Inventory", "PackBlocks", "PackCheck", "batched", "of_all", "of_one", "place", "together"]
+__all__ = ["Inventory", "PackBlocks", "PackCheck", "of_all", "of_one", "place"]
 
-_AT_ONCE = 64
-
-K = TypeVar("K")
-V = TypeVar("V")
 Column = npt.NDArray[np.uint64]
 
 
@@ -179,25 +174,3 @@ async def place(log: Log, inventory: Inventory, pack: str, offset: int) -> str:
                     chunk = tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
                     return f"version {version}: {path}, chunk {chunk}"
     return f"version {inventory.base}"
-
-
-def batched(items: Iterable[K]) -> Iterator[list[K]]:
-    """The items in lists of as many as are asked for at once."""
-    source = iter(items)
-    while batch := list(itertools.islice(source, _AT_ONCE)):
-        yield batch
-
-
-async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
-    """What the call returns for each item, some at once; the first failure ends the others."""
-    found: list[V] = []
-    for batch in batched(items):
-        calls = [asyncio.ensure_future(call(item)) for item in batch]
-        try:
-            found += await asyncio.gather(*calls)
-        except BaseException:
-            for ended in calls:
-                ended.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            raise
-    return found

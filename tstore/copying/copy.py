@@ -33,9 +33,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tstore.copying.inventory import Inventory, of_all, of_one, place
+from tstore.copying.shipment import DamagedPack, Shipment
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.expiry import unexpired
-from tstore.inventory import Inventory, batched, of_all, of_one, place, together
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cache import uncached
 from tstore.kv.probe import prove
@@ -45,8 +46,8 @@ from tstore.manifest import Collection, Record, Root, decode, encode, reference
 from tstore.marker import MARKER, Marker, read_marker
 from tstore.records import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.retention import Ledger
-from tstore.shipment import DamagedPack, Shipment
 from tstore.store import Store, opened
+from tstore.turns import batched, together
 
 __all__ = ["CopyReport", "copy", "copy_to"]
 
