@@ -18,9 +18,9 @@ import pytest
 from weights import real_weights
 
 import tstore.sync as tstore
+from tstore.checkpoint.structure import flatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from tstore.structure import flatten
 from tstore.testing.hosts import Job
 from tstore.testing.model import advance, transformer
 

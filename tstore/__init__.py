@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from tstore import errors, sharding
 from tstore.array import Array
-from tstore.checkpoint import restore, save, steps
+from tstore.checkpoint.restore import restore
+from tstore.checkpoint.save import save
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.steps import steps
 from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
 from tstore.copying.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
 from tstore.kv.cache import Cache
-from tstore.policy import Bits, MinSqnr
+from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.retention import Keep
 from tstore.roster import PendingTransaction
-from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
 from tstore.transaction import Transaction

@@ -44,8 +44,8 @@ from tstore.cli.tables import (
 from tstore.contents import listing
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
-from tstore.policy import parse_policy
 from tstore.quantization.plot import check_plot, plot_report
+from tstore.quantization.policy import parse_policy
 
 __all__ = ["cli", "main"]
 

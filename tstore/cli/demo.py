@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 import tstore
+from tstore.checkpoint.structure import flatten
 from tstore.contents import contents
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
-from tstore.structure import flatten
 from tstore.testing.hosts import STRUCTURE, Job, read_weights, same_bits
 from tstore.testing.model import advance, transformer
 

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Array
-from tstore.checkpoint import chosen_snapshot, save
+from tstore.checkpoint.save import save
+from tstore.checkpoint.steps import chosen_snapshot
 from tstore.convert.safetensors import Spec, Writer, by_alignment, open_tensors
 from tstore.errors import InvalidArgument, listed
-from tstore.policy import CodecRules
+from tstore.quantization.policy import CodecRules
 from tstore.snapshot import Snapshot
 from tstore.store import Store, open
 

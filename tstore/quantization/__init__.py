@@ -1,8 +1,8 @@
 """Quantizing a checkpoint: what each array gets, how it is encoded anew, and what that cost.
 
-1. `quantize`: the whole, from the policy to the commit and its report.
-2. `plan`: which codecs each array gets. `study`: what each would cost in every format; `allocation`: the least
-   error within a budget of bytes.
+1. `quantize`: the whole, from the rules to the commit and its report.
+2. `policy`: rules. `plan`: which codecs each array gets by them or by its data. `study`: what an array would cost
+   in every format; `allocation`: the least error of many arrays within a budget of bytes.
 3. `encoding`: arrays fitted, written, read back and measured; `values`: their values, in threads; `regrid`: their
    chunks, cut anew where they must be; `work`: many of them at once, here or on the workers of an executor.
 4. `report`: what it cost, as data; `plot`: as pictures.

@@ -11,9 +11,9 @@ from tstore.chunks.chain import FLOATS, as_configuration, is_exmy
 from tstore.chunks.grid import default_chunks
 from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import InvalidArgument
-from tstore.policy import Bits, MinSqnr, Rules, Target
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import SMALLEST, Choice
+from tstore.quantization.policy import Bits, MinSqnr, Rules, Target
 from tstore.quantization.regrid import encoded_meta, stored_bytes
 from tstore.quantization.study import Configuration, Study, nonfinite_reason, study
 from tstore.quantization.values import Values, in_threads

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal
 
-from tstore.checkpoint import chosen_snapshot
+from tstore.checkpoint.steps import chosen_snapshot
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.table import ChunkTable
 from tstore.errors import AlreadyExists, InvalidArgument
 from tstore.kv.base import Durability
-from tstore.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
+from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_form, stored_report
 from tstore.quantization.work import Progress, Work
 from tstore.snapshot import Snapshot

@@ -26,12 +26,12 @@ import numpy.typing as npt
 
 import tstore
 from tstore import errors
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.structure import flatten, unflatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
 from tstore.kv.base import Backend, Buffers, Durability, PackWriter
 from tstore.sharding import Mesh, P
-from tstore.shards import Shards
-from tstore.structure import flatten, unflatten
 from tstore.testing.model import spec_for
 
 __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve"]

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tstore import checkpoint
+import tstore
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.steps import step_tag
 from tstore.errors import CommitOutcomeUnknown, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.group import Membership
 from tstore.retention import Keep
-from tstore.shards import Shards
 from tstore.snapshot import Snapshot
 from tstore.store import Store
 from tstore.testing.history import (
@@ -212,7 +213,7 @@ class Site:
             "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         }
         options: dict[str, Any] = {"host": host, "hosts": plan.hosts, "attempt": plan.attempt}
-        return await checkpoint.save(self.store, tree, plan.step, timeout=timeout, **options)
+        return await tstore.save(self.store, tree, plan.step, timeout=timeout, **options)
 
     async def _share(self, tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
         """Writes one chunk of an array that is there and one of an array that the group makes."""
@@ -285,10 +286,10 @@ class Site:
     async def restore(self) -> None:
         """The newest checkpoint, if there is one."""
         try:
-            steps = await checkpoint.steps(self.store)
+            steps = await tstore.steps(self.store)
             if not steps:
                 return
-            tree = await checkpoint.restore(self.store, steps[-1])
+            tree = await tstore.restore(self.store, steps[-1])
         except Unavailable:
             return
         except NotFound as error:  # a newer step was saved since, and the one that was asked for collected
@@ -299,7 +300,7 @@ class Site:
             self.history.faults.append(f"{self.host.name} could not restore: {type(error).__name__}: {error}")
             return
         state = {path: cells_of(path, values) for path, values in tree.items()}
-        self.history.reads.append(Read(self.host.name, 0, None, state, tag=checkpoint.step_tag(steps[-1])))
+        self.history.reads.append(Read(self.host.name, 0, None, state, tag=step_tag(steps[-1])))
 
     async def verify(self) -> None:
         """The whole store, in which nothing may be amiss at any time."""

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from tstore.checkpoint.structure import compile_patterns
 from tstore.chunks.chain import FLOATS, Codecs, is_exmy
 from tstore.errors import InvalidArgument, listed
-from tstore.structure import compile_patterns
 
 __all__ = ["Bits", "CodecRules", "MinSqnr", "Rules", "Target", "parse_policy"]
 

@@ -1,0 +1,153 @@
+"""Restoring: the arrays of a checkpoint, or those parts and paths of it that are wanted, in their structure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.steps import chosen_snapshot
+from tstore.checkpoint.structure import compile_patterns, flatten, paths_in, scalars_in, unflatten, unflatten_like
+from tstore.chunks.grid import Selection
+from tstore.chunks.packed import is_packed
+from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
+from tstore.snapshot import Snapshot
+from tstore.store import Store, opened
+
+__all__ = ["restore"]
+
+_OVERTAKEN = 8
+"""As often may newer steps and gcs overtake the reading of the newest step."""
+
+
+async def restore(
+    where: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    packed: bool = False,
+) -> Any:
+    """The tree of a checkpoint, as NumPy arrays: of a step, a version or tag (`at`), or the newest step.
+
+    `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
+    returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
+    Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
+    other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
+    back as `exmy.Quantized`, as they are stored, without decoding.
+    Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
+    Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
+    `InvalidArgument`.
+    """
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    async with opened(where, "r") as store:
+        for _ in range(1 if step is not None or at is not None else _OVERTAKEN):
+            try:
+                return await _restored(await chosen_snapshot(store, step, at), target, only, packed)
+            except SnapshotExpired as error:
+                expired = error
+        raise expired
+
+
+async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
+    name = snapshot.where
+    document = _document(snapshot)
+    wanted = list(paths_in(document))
+    if only is not None:
+        matches = compile_patterns(only)
+        wanted = [p for p in wanted if matches(p)]
+        if not wanted:
+            raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
+    if target is None:
+        return unflatten(document, await _read(snapshot, dict.fromkeys(wanted), packed))
+    given, leaves = flatten(target)
+    if only is not None:
+        leaves = {p: v for p, v in leaves.items() if matches(p)}
+    scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
+    return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
+
+
+def _document(snapshot: Snapshot) -> list[Any]:
+    """The structure that was saved; nested dicts by path where there is none or arrays came or went since."""
+    saved = snapshot.attributes().get("tstore", {}).get("structure")
+    if saved is not None and sorted(paths_in(saved)) == snapshot.paths():
+        return list(saved)
+    root: dict[str, Any] = {}
+    for path in snapshot.paths():
+        *heads, last = path.split("/")
+        group = root
+        for head in heads:
+            group = group.setdefault(head, {})
+        group[last] = ["array", path]
+
+    def node(group: Any) -> list[Any]:
+        if isinstance(group, list):
+            return group
+        return ["dict", [[["str", k], node(v)] for k, v in group.items()]]
+
+    return node(root)
+
+
+async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> dict[str, Any]:
+    """The arrays at these paths; a `Shards` leaf gets its parts, any other the whole array."""
+    nodes = snapshot.tree.nodes
+    results: dict[str, Any] = {}
+    wanted: list[tuple[str, Selection | None, npt.NDArray[Any]]] = []
+    shards: list[tuple[str, Shards, list[npt.NDArray[Any]]]] = []
+    for path, leaf in leaves.items():
+        meta = nodes[path].meta
+        if packed and is_packed(meta):
+            if isinstance(leaf, Shards):
+                raise InvalidArgument(f"{path}: packed=True gives whole arrays, not Shards; leave one of them out")
+            results[path] = await snapshot.read_packed(path)
+        elif not isinstance(leaf, Shards):
+            out = results[path] = np.empty(meta.shape, meta.dtype)
+            wanted.append((path, None, out))
+        else:
+            outs = []
+            for index, _ in leaf.parts:
+                out = np.empty(tuple(s.stop - s.start for s in index), meta.dtype)
+                wanted.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
+                outs.append(out)
+            shards.append((path, leaf, outs))
+    await snapshot.read_many(wanted)
+    results.update({path: leaf.filled(outs) for path, leaf, outs in shards})
+    return results
+
+
+def _check_fit(
+    name: str,
+    snapshot: Snapshot,
+    document: list[Any],
+    wanted: list[str],
+    given: list[Any],
+    leaves: Mapping[str, Any],
+    *,
+    partial: bool,
+) -> dict[str, Any]:
+    """The stored Python scalars by path; raises one `StructureMismatch` for all that does not fit."""
+    stored, asked = scalars_in(document), {} if partial else scalars_in(given)
+    kept = {} if partial else stored
+    there = {*wanted, *kept}
+    missing = [p for p in (*leaves, *asked) if p not in there]
+    unexpected = [p for p in (*wanted, *kept) if p not in leaves and p not in asked]
+    mismatched = []
+    for path in wanted:
+        if path not in leaves:
+            continue
+        meta, leaf = snapshot.tree.nodes[path].meta, leaves[path]
+        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype).newbyteorder("=")
+        if shape != meta.shape or dtype != meta.dtype:
+            mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
+    for path, value in asked.items():
+        if path in kept and type(kept[path]) is not type(value):
+            mismatched.append(f"{path}: stored a {type(kept[path]).__name__}, target a {type(value).__name__}")
+    if missing or unexpected or mismatched:
+        raise StructureMismatch(name, missing, unexpected, mismatched)
+    return stored

@@ -1,0 +1,192 @@
+"""Saving: the leaves of a structure as one commit; chunks equal to those of the newest step are referenced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.steps import step_tag, steps_of
+from tstore.checkpoint.structure import flatten
+from tstore.chunks.grid import default_chunks
+from tstore.chunks.metadata import ArrayMeta, Codecs
+from tstore.chunks.writer import WriteJob
+from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
+from tstore.group import checked_timeout, detected_attempt
+from tstore.quantization.plan import rules_for
+from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.snapshot import Snapshot, snapshot_of
+from tstore.store import Store, opened
+
+__all__ = ["save"]
+
+
+async def save(
+    where: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int = 0,
+    hosts: int = 1,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+) -> int:
+    """The version of the one commit that holds the tree; it is durable on return.
+
+    `tree` nests dicts, lists, tuples and dataclasses; its leaves are NumPy arrays, `Shards`, and scalars.
+    Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
+    own `host`; an array that is no `Shards` is the same on every host and written by one of them.
+    `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
+    where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
+    `metrics` go into the history, `attributes` (JSON) into the root group.
+
+    Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
+    (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an
+    error the step is not saved and what was saved before still is.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidArgument(f"step {step!r}: expected a whole number from 0 on")
+    checked_timeout(timeout)  # before any data is written
+    document, leaves = flatten(tree)
+    rules = await _rules(codecs, leaves, hosts)
+    structure = {**(attributes or {}), "tstore": {"structure": document}}
+    tag = step_tag(step)
+
+    async def once(store: Store, attempt: str | None, *, anew: bool) -> int:
+        tx = store.transaction(
+            message,
+            tag,
+            durability=durability,
+            name=tag if hosts > 1 or host != 0 else None,
+            host=host,
+            hosts=hosts,
+            attempt=attempt,
+            facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
+        )
+        try:
+            base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
+            if tag in base.tags:
+                return await _saved_already(store, step, base.tags[tag], tx.id)
+            prior = None if anew else await _newest_step(store, base.tags, base.version)
+            jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
+            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
+            if host == 0:
+                await tx.create_group("", structure)
+            await tx.write_arrays(jobs)
+            return await tx.commit(timeout)
+        except BaseException:
+            await tx.abort()
+            raise
+
+    async with opened(where) as store:
+        try:
+            return await once(store, attempt, anew=False)
+        except SourceCondemned:  # every host of a group learns this, as the gc's record stands for good
+            token = attempt if attempt is not None else detected_attempt(os.environ)
+            return await once(store, None if token is None else f"{token}.anew", anew=True)
+
+
+async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
+    """The codecs of every leaf, by rules or by its data; `InvalidArgument` for a rule that matches none."""
+    if not isinstance(codecs, MinSqnr | Bits):
+        rules = Rules(codecs)
+        rules.check(leaves)
+        return rules
+    if hosts > 1 or any(isinstance(leaf, Shards) for leaf in leaves.values()):
+        raise InvalidArgument(
+            f"codecs={codecs}: the choice depends on all values of an array, and a host of a group sees only its "
+            "own; save with rules or without codecs, and then call tstore.quantize"
+        )
+    return await rules_for(codecs, {path: np.asarray(leaf) for path, leaf in leaves.items()})
+
+
+async def _saved_already(store: Store, step: int, version: int, transaction: str) -> int:
+    """The version, if it is this very transaction's: the group committed, and this host calls again."""
+    if (await store.log.record(version)).transaction == transaction:
+        return version
+    raise AlreadyExists(
+        f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "
+        "another step"
+    )
+
+
+def _jobs(
+    leaves: Mapping[str, Any],
+    chosen: Callable[[str, np.dtype[Any]], Codecs],
+    prior: Snapshot | None,
+    host: int,
+    hosts: int,
+) -> list[WriteJob]:
+    """What this host writes of every leaf, to be compared with the same arrays of the prior step."""
+    metas: dict[Any, ArrayMeta] = {}
+    jobs = []
+    for path, leaf in leaves.items():
+        job = _job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts)
+        node = prior.tree.nodes.get(path) if prior is not None else None
+        if node is not None and node.document == job.meta.document and job.pieces:
+            job.prior = node
+        jobs.append(job)
+    return jobs
+
+
+def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
+    """What this host writes of a leaf."""
+    if isinstance(leaf, Shards):
+        meta = _meta(metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
+        return WriteJob(path, meta, list(_shard_pieces(path, leaf, meta)))
+    values = np.asarray(leaf)
+    try:
+        meta = _meta(metas, values.shape, values.dtype, None, codecs)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+    owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
+    mine = owner == host and meta.chunk_count > 0
+    return WriteJob(path, meta, [((0,) * values.ndim, values)] if mine else [])
+
+
+def _meta(
+    metas: dict[Any, ArrayMeta],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    shard_shape: tuple[int, ...] | None,
+    codecs: Codecs,
+) -> ArrayMeta:
+    key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
+    found = metas.get(key)
+    if found is None:
+        chunks = default_chunks(shape, dtype.itemsize, shard_shape)
+        found = metas[key] = ArrayMeta.of(shape, dtype, chunks, codecs)
+    return found
+
+
+def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tuple[int, ...], Any]]:
+    for index, values in leaf.parts:
+        if values is None:
+            raise InvalidArgument(f"{path}: the shard at {index} has no values; only a restore fills such")
+        if values.size == 0:
+            continue
+        for s, n, c in zip(index, meta.shape, meta.chunks, strict=True):
+            if s.start % c or (s.stop % c and s.stop != n):
+                raise InvalidArgument(
+                    f"{path}: the shard at {index} does not lie on chunks of {meta.chunks}, so another host "
+                    "would write the same chunk; pass shard_shape=…, the shape of a full shard, on every host"
+                )
+        yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
+
+
+async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
+    found = steps_of(tags)
+    try:
+        return await snapshot_of(store.log, tags[step_tag(found[-1])], newest) if found else None
+    except SnapshotExpired:  # a gc came between, and left a newer step
+        return None
