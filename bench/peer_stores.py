@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from host_process import until
-from shared_stores import NAMES, SIDE, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
+from shared_stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
 
 
 class TensorStoreShared(Host):
@@ -76,9 +76,9 @@ class TensorStoreShared(Host):
         import tensorstore
 
         metadata = {
-            "shape": [SIDE, SIDE],
+            "shape": [self.side, self.side],
             "data_type": "float32",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [min(1024, self.rows), SIDE]}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [min(1024, self.rows), self.side]}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         }
         spec = {"driver": "zarr3", "metadata": metadata}
@@ -139,8 +139,8 @@ class Icechunk(Host):
         session = repository.writable_session("main")
         root = zarr.create_group(session.store)
         for name in () if writers else NAMES:
-            chunks = (min(1024, self.rows), SIDE)
-            root.create_array(name, shape=(SIDE, SIDE), dtype="float32", chunks=chunks, compressors=None)
+            chunks = (min(1024, self.rows), self.side)
+            root.create_array(name, shape=(self.side, self.side), dtype="float32", chunks=chunks, compressors=None)
         for writer in range(writers):
             root.create_array(f"writer{writer}", shape=(SLOTS,), dtype="int64", chunks=(1,), compressors=None)
         session.commit("begin")

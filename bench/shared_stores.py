@@ -1,7 +1,8 @@
 """One store that many hosts write, what each does in its process: what is asked of every way, and tstore's.
 
 A state is ``COUNT`` float32 arrays of ``SIDE``×``SIDE``; a host holds ``SIDE`` ÷ hosts rows of each. All is opened
-before the clock starts.
+before the clock starts, and each process has done the same once with a state of ``SMALL``×``SMALL``: what a save
+takes the first time (threads, pages that a fork shares) is a question of processes, not of stores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from host_process import until
 
-COUNT, SIDE = 16, 4096
+COUNT, SIDE, SMALL = 16, 4096, 128
 STATE = COUNT * SIDE * SIDE * 4
 """Bytes of the state: 1 GiB."""
 
@@ -41,17 +42,15 @@ class Committed(NamedTuple):
 
 
 class Host:
-    """One of ``count`` writers of the store in ``folder``, which exists."""
+    """One of ``count`` writers of a store in a folder that exists."""
 
     title: ClassVar[str]
     merges: ClassVar[bool] = False  # host 0 makes one store of what the hosts saved
     fsync: ClassVar[bool] = True  # the store can be made to force its writes to the disk
     tasks: ClassVar[bool] = True  # many tasks of one process can commit at once
 
-    def __init__(self, number: int, count: int, folder: str, durable: bool) -> None:
-        self.number, self.count, self.folder, self.durable = number, count, folder, durable
-        self.rows = SIDE // count
-        self.mine = slice(number * self.rows, (number + 1) * self.rows)
+    def __init__(self, number: int, count: int, durable: bool) -> None:
+        self.number, self.count, self.durable = number, count, durable
         self.parts: dict[str, npt.NDArray[np.float32]] = {}
         self.runner = asyncio.Runner()
         self.prepare()
@@ -59,9 +58,15 @@ class Host:
     def prepare(self) -> None:
         """Sets up the library."""
 
+    def enter(self, folder: str, side: int = SIDE) -> None:
+        """Turns to the store in ``folder``, for a state of arrays of that side."""
+        self.folder, self.side = folder, side
+        self.rows = side // self.count
+        self.mine = slice(self.number * self.rows, (self.number + 1) * self.rows)
+
     def hold(self) -> None:
         """Takes this host's part of the state into memory."""
-        block = np.random.default_rng(self.number).standard_normal((self.rows, SIDE), dtype=np.float32)
+        block = np.random.default_rng(self.number).standard_normal((self.rows, self.side), dtype=np.float32)
         self.parts = {name: block + np.float32(i) for i, name in enumerate(NAMES)}
 
     def create(self, writers: int) -> None:
@@ -128,7 +133,7 @@ class Raw(Host):
     def save(self, start: float, attempt: int) -> Saved:
         until(start)
         fd = os.open(f"{self.folder}/{self.number}", os.O_RDWR | os.O_CREAT, 0o644)
-        os.posix_fallocate(fd, 0, STATE // self.count)
+        os.posix_fallocate(fd, 0, sum(part.nbytes for part in self.parts.values()))
         offset = 0
         for part in self.parts.values():
             for piece in np.array_split(part.reshape(-1).view(np.uint8), max(1, part.nbytes >> 23)):
@@ -140,9 +145,9 @@ class Raw(Host):
         return Saved(now, now)
 
     def read(self, name: str) -> Any:
-        size = STATE // self.count // COUNT
-        found = np.fromfile(f"{self.folder}/{self.number}", np.float32, size // 4, offset=NAMES.index(name) * size)
-        return found.reshape(self.rows, SIDE)
+        values = self.rows * self.side
+        at = 4 * values * NAMES.index(name)
+        return np.fromfile(f"{self.folder}/{self.number}", np.float32, values, offset=at).reshape(-1, self.side)
 
 
 class TStore(Host):
@@ -169,8 +174,8 @@ class TStore(Host):
     def save(self, start: float, attempt: int) -> Saved:
         import tstore
 
-        index = (self.mine, slice(0, SIDE))
-        tree = {n: tstore.Shards((SIDE, SIDE), "float32", [(index, part)]) for n, part in self.parts.items()}
+        index, shape = (self.mine, slice(0, self.side)), (self.side, self.side)
+        tree = {n: tstore.Shards(shape, "float32", [(index, part)]) for n, part in self.parts.items()}
         until(start)
         self.runner.run(
             tstore.save(
@@ -219,8 +224,8 @@ class TStoreApart(TStore):
 
     title = "tstore, a store for each host"
 
-    def __init__(self, number: int, count: int, folder: str, durable: bool) -> None:
-        super().__init__(number, count, f"{folder}/{number}", durable)
+    def enter(self, folder: str, side: int = SIDE) -> None:
+        super().enter(f"{folder}/{self.number}", side)
 
     def save(self, start: float, attempt: int) -> Saved:
         import tstore

@@ -9,8 +9,8 @@
                  commit
 
 All ways of one question take turns, in an order that is rotated by one each round. Outside of the timed regions:
-starting processes, emptying the folder, waiting for the disk, opening stores, making the arrays, and making sure
-that free memory is there (see ``machine.Reserve``).
+starting processes, emptying the folder, waiting for the disk, opening stores, making the arrays, what a process
+does the first time (see ``shared_stores``), and making sure that free memory is there (see ``machine.Reserve``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import machine
 import numpy as np
 from host_process import HostError, Hosts
 from peer_stores import WAYS
-from shared_stores import STATE
+from shared_stores import SIDE, SMALL, STATE
 
 Row = dict[str, Any]
 """One measurement: question, way, hosts, tasks, durable, round, and its figures, or the error that ended it."""
@@ -81,7 +81,7 @@ class Bench:
         row |= {"tasks": tasks, "durable": durable, "round": turn}
         self._say(f"{question}: {WAYS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else ""))
         machine.settle(self.folder)
-        (self.folder / "store").mkdir()
+        (self.folder / "store").mkdir()  # which `independent` has them enter
         try:
             row |= measure(name, hosts, tasks, durable)
         except (HostError, ImportError, ValueError) as error:
@@ -91,11 +91,12 @@ class Bench:
         self.rows.append(row)
 
     def _hosts(self, name: str, hosts: int, durable: bool) -> Hosts:
-        return Hosts(hosts, WAYS[name], f"{self.folder}/store", durable)
+        return Hosts(hosts, WAYS[name], durable)
 
     def _save(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
         with self._hosts(name, hosts, durable) as job:
-            job.ask("hold")
+            self._rehearse(name, job, "rehearsal")
+            self._enter(job, "store")
             job.ask("create", 0, of=[0])
             job.ask("open", 0)
             self._make_room()
@@ -104,6 +105,19 @@ class Bench:
             job.ask("check")
         seconds = end - start
         return {"seconds": seconds, "gbps": STATE / 1e9 / seconds, "coordination": (end - written) / seconds}
+
+    def _enter(self, job: Hosts, folder: str, side: int = SIDE) -> None:
+        path = self.folder / folder
+        path.mkdir(exist_ok=True)
+        job.ask("enter", f"{path}", side)
+        job.ask("hold")
+
+    def _rehearse(self, name: str, job: Hosts, folder: str) -> None:
+        """Has the hosts do all that is timed once, with a small state."""
+        self._enter(job, folder, SMALL)
+        job.ask("create", 0, of=[0])
+        job.ask("open", 0)
+        self._end(name, job, job.together("save", 0)[1])
 
     def _end(self, name: str, job: Hosts, asked: Sequence[int]) -> tuple[float, float]:
         saved = job.answers(asked)
@@ -114,6 +128,7 @@ class Bench:
 
     def _commit(self, name: str, hosts: int, tasks: int, durable: bool, seconds: float) -> Row:
         with self._hosts(name, hosts, durable) as job:
+            job.ask("enter", f"{self.folder}/store")
             job.ask("create", hosts * tasks, of=[0])
             job.ask("open", 0)
             start, asked = job.together("commit_for", seconds, tasks)
@@ -135,8 +150,10 @@ class Bench:
 
     def _kill(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
         with self._hosts(name, hosts, durable) as job, self._hosts(name, hosts, durable) as after:
-            job.ask("hold")
-            after.ask("hold")
+            self._rehearse(name, job, "rehearsal")
+            self._rehearse(name, after, "rehearsal of the next")
+            self._enter(job, "store")
+            self._enter(after, "store")
             job.ask("create", 0, of=[0])
             job.ask("open", 0)
             after.ask("open", 1)
