@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import os
 import threading
 import uuid
@@ -21,6 +23,7 @@ from tstore.errors import (
     Corrupt,
     Denied,
     Misuse,
+    NotFound,
     SnapshotExpired,
     Unavailable,
 )
@@ -113,6 +116,57 @@ async def test_what_others_committed_is_read_many_records_at_once() -> None:
     # the next number; 1 to 64 numbers behind it; those between 34 and 66 that are not known; what was left out
     snapshot = await rounds.expect(store.snapshot(), 1, 7, 31, 26)
     assert snapshot.version == 41
+
+
+async def test_the_history_is_read_ever_more_records_at_once() -> None:
+    name = anew()
+    first = await open_remote(name)
+    for i in range(20):
+        await small_commit(first, f"a{i}")
+    rounds = Rounds(MemoryObjects(name))
+
+    async def reopened() -> tstore.Store:
+        store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
+        await rounds.expect(store.log.newest(), 7, 15)  # 1 to 64; those between 16 and 32, and so not all below
+        return store
+
+    async def versions(store: tstore.Store) -> list[int]:
+        return [commit.version async for commit in store.history()]
+
+    # of the last, the next two, four, eight and five those that are not known; before that the next number
+    assert await rounds.expect(versions(await reopened()), 1, 2, 7, 2) == list(range(20, 0, -1))
+    long_ago = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+    with pytest.raises(NotFound, match="no commit by"):
+        await rounds.expect((await reopened()).snapshot(long_ago), 1, 2, 7, 2)
+    store = await reopened()
+    # the hint; which is the newest; all records; the list of them, and its end
+    assert (await rounds.expect(store.verify(), 1, 7, 15, 20, 1, 1)).ok
+
+
+async def test_a_history_that_is_not_wanted_to_its_end() -> None:
+    store = await open_remote(anew())
+    for i in range(12):
+        await small_commit(store, f"a{i}")
+    before = asyncio.all_tasks()
+    async with contextlib.aclosing(store.history()) as commits:
+        async for commit in commits:
+            if commit.version == 8:
+                break
+    assert asyncio.all_tasks() == before
+    reader = await open_remote(store.url.removeprefix("memory://"))
+    assert (await anext(reader.history())).version == 12
+
+
+async def test_verifying_reads_few_long_ranges() -> None:
+    store = await open_remote(anew())
+    await tstore.save(store, tree(1000, 4096), step=1)
+    await tstore.save(store, {"w": np.arange(5_000_000.0)}, step=2)
+    size = 1000 * 4096 * 8 + 40_000_000
+    reader = await open_remote(store.url.removeprefix("memory://"))
+    assert (await reader.verify()).bytes == size
+    assert reader.traffic is not None
+    packs = [key for key in await reader.log.backend.list("txn/") if "/pack-" in key]
+    assert reader.traffic.requests["read"] <= len(packs) + size // PACK
 
 
 async def test_a_restore_of_many_arrays_reads_few_long_ranges() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,15 +12,19 @@ import numpy as np
 from tstore.chunks.reader import pack_reader
 from tstore.chunks.table import BLOCK, ChunkRow, block_checks
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.expiry import living
-from tstore.kv.base import Backend
+from tstore.expiry import changes_nothing, living
+from tstore.kv.base import Backend, Transfer
 from tstore.log import Log
-from tstore.manifest import Manifest, Record, Root
+from tstore.manifest import Manifest, ObjectRef, Record, Root
 from tstore.pool import each, scratch
 from tstore.records import ROOT_EVERY, commit_key, root_key
 from tstore.tree import Node, Tree
+from tstore.turns import batched, together
 
 __all__ = ["VerifyReport", "verify_store"]
+
+_Row = tuple[ChunkRow, str]
+"""A chunk, and where it belongs, for errors."""
 
 
 class VerifyReport(NamedTuple):
@@ -51,34 +57,50 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
     newest = await log.newest()
     alive, gc = await _living(log, newest)
     orphaned = False  # whether the version below expired, so that its chunks were not looked at
-    for version in range(1, newest + 1):
+
+    async def read(version: int) -> tuple[Record | None, list[Manifest]]:
+        """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
         if version % ROOT_EVERY == 0:
             await _check_root(log, version, faults)
-        try:
+        with _noted("", faults):
             record = await log.read(commit_key(version), Record)
-        except (Corrupt, NotFound, UnsupportedFormat) as error:
-            faults.append(str(error))
-            continue
-        if record.void or record.collection is not None:
-            continue
-        if version <= gc and version not in alive:
-            orphaned = True
-            continue
-        for where in record.manifests:
-            try:
-                _collect(await log.manifest(where), version, wanted, arrays, faults)
-            except (Corrupt, NotFound, UnsupportedFormat) as error:
-                faults.append(f"version {version}: {error}")
-        if orphaned and not record.replaces:
-            try:
-                _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
-            except (Corrupt, NotFound, UnsupportedFormat) as error:
-                faults.append(f"version {version}, of what older ones wrote: {error}")
-        orphaned = False
+            if changes_nothing(record) or (version <= gc and version not in alive):
+                return record, []
+            return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
+        return None, []
+
+    async def manifest(version: int, where: ObjectRef | Manifest) -> Manifest | None:
+        with _noted(f"version {version}: ", faults):
+            return await log.manifest(where)
+        return None
+
+    for numbers in batched(range(1, newest + 1)):
+        for version, (record, manifests) in zip(numbers, await together(read, numbers), strict=True):
+            if record is None or changes_nothing(record):
+                continue
+            if version <= gc and version not in alive:
+                orphaned = True
+                continue
+            for found in manifests:
+                with _noted(f"version {version}: ", faults):
+                    _collect(found, version, wanted, arrays, faults)
+            if orphaned and not record.replaces:
+                with _noted(f"version {version}, of what older ones wrote: ", faults):
+                    _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
+            orphaned = False
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.backend, wanted.values(), faults)
     size = sum(row.length for row, _ in wanted.values())
     return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults)), gc
+
+
+@contextlib.contextmanager
+def _noted(where: str, faults: list[str]) -> Iterator[None]:
+    """Makes a fault of what the block finds damaged or gone, and ends the block there."""
+    try:
+        yield
+    except (Corrupt, NotFound, UnsupportedFormat) as error:
+        faults.append(f"{where}{error}")
 
 
 async def _living(log: Log, newest: int) -> tuple[frozenset[int], int]:
@@ -129,31 +151,65 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
 
 
 async def _check_root(log: Log, version: int, faults: list[str]) -> None:
-    try:
+    with _noted("", faults), contextlib.suppress(NotFound):  # a root only saves time; the records hold everything
         Tree.of(await log.read(root_key(version), Root))
-    except NotFound:
-        return  # a root only saves time; the records hold everything
-    except (Corrupt, UnsupportedFormat) as error:
-        faults.append(str(error))
 
 
-async def _check_chunks(backend: Backend, rows: Iterable[tuple[ChunkRow, str]], faults: list[str]) -> None:
+async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:
     in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
+    transfer = backend.transfer
 
-    def check(task: tuple[ChunkRow, str]) -> None:
-        row, where = task
-        with scratch(min(row.length, BLOCK)) as buffer:
-            found = b""
+    def check(batch: list[_Row]) -> None:
+        if len(batch) == 1:
+            _check_long(backend, *batch[0], transfer.piece, faults)
+            return
+        begin = batch[0][0].offset
+        size = batch[-1][0].offset + batch[-1][0].length - begin
+        with scratch(size) as buffer:
             try:
-                reader = pack_reader(backend, row.pack, where)
-                for i in range(0, row.length, BLOCK):
-                    part = buffer[: min(BLOCK, row.length - i)]
-                    reader.read_into(row.offset + i, [part], len(part))
-                    found += block_checks(part.data)
-            except Corrupt as error:
-                faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+                pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
+            except Corrupt:  # of each it is told by itself
+                for row, where in batch:
+                    _check_long(backend, row, where, transfer.piece, faults)
                 return
-            if found != row.checks:
-                faults.append(f"{where}: {row.mismatch(0)}")
+            for row, where in batch:
+                at = row.offset - begin
+                if block_checks(buffer[at : at + row.length].data) != row.checks:
+                    faults.append(f"{where}: {row.mismatch(0)}")
 
-    await each(check, in_order)
+    await each(check, _batches(in_order, transfer), transfer.streams)
+
+
+def _batches(rows: Iterable[_Row], transfer: Transfer) -> Iterator[list[_Row]]:
+    """The chunks that lie close together in one pack, up to about `transfer.batch` bytes; a longer one alone."""
+    batch: list[_Row] = []
+    begin = end = 0
+    for row, where in rows:
+        near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= transfer.gap
+        if batch and not (near and row.offset + row.length - begin <= transfer.batch):
+            yield batch
+            batch = []
+        if not batch:
+            begin = row.offset
+        batch.append((row, where))
+        end = row.offset + row.length
+    if batch:
+        yield batch
+
+
+def _check_long(backend: Backend, row: ChunkRow, where: str, most: int, faults: list[str]) -> None:
+    """Checks one chunk, piece by piece."""
+    most = max(BLOCK, most - most % BLOCK)
+    with scratch(min(row.length, most)) as buffer:
+        found = b""
+        try:
+            reader = pack_reader(backend, row.pack, where)
+            for i in range(0, row.length, most):
+                part = buffer[: min(most, row.length - i)]
+                reader.read_into(row.offset + i, [part], len(part))
+                found += block_checks(part.data)
+        except Corrupt as error:
+            faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+            return
+        if found != row.checks:
+            faults.append(f"{where}: {row.mismatch(0)}")

@@ -40,6 +40,7 @@ from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.tags import TagEdits
 from tstore.transaction import Isolation, Transaction
+from tstore.turns import in_turn
 
 __all__ = ["Commit", "Mode", "Store", "open", "opened"]
 
@@ -248,10 +249,10 @@ class Store:
     async def _version_at(self, at: datetime.datetime, newest: int) -> int:
         if at.tzinfo is None:
             raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-        for version in range(newest, 0, -1):
-            record = await self._log.record(version)
-            if min(_when(part.time) for part in record.parts or (record,)) <= at:  # as the history tells it
-                return version
+        async with contextlib.aclosing(in_turn(self._log.record, range(newest, 0, -1))) as records:
+            async for version, record in records:
+                if min(_when(part.time) for part in record.parts or (record,)) <= at:  # as the history tells it
+                    return version
         raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
 
     async def diff(
@@ -271,16 +272,16 @@ class Store:
         newest = await self._log.newest()
         alive, last = await living(self._log, newest)
         same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
-        for version in range(newest, 0, -1):
-            record = await self._log.record(version)
-            if record.void:
-                continue
-            same.append((version, record))
-            if record.collection is None:
-                for number, found in same:
-                    for commit in _commits(number, found, expired=version <= last and version not in alive):
-                        yield commit
-                same = []
+        async with contextlib.aclosing(in_turn(self._log.record, range(newest, 0, -1))) as records:
+            async for version, record in records:
+                if record.void:
+                    continue
+                same.append((version, record))
+                if record.collection is None:
+                    for number, found in same:
+                        for commit in _commits(number, found, expired=version <= last and version not in alive):
+                            yield commit
+                    same = []
         for number, found in same:
             for commit in _commits(number, found, expired=False):
                 yield commit
