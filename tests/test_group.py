@@ -23,8 +23,8 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
-from tstore.group import detected_attempt
 from tstore.testing.faults import open_faulty
+from tstore.transactions.group import detected_attempt
 
 HOSTS = 8
 ROWS = 16
@@ -449,7 +449,7 @@ HOST = """
     if kill == "after the fragment":
         async def die(log, member, level, group):
             os.kill(os.getpid(), signal.SIGKILL)
-        from tstore import group
+        from tstore.transactions import group
         group._there = die
     print("ready", flush=True)
     sys.stdin.readline()

@@ -54,7 +54,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "what a resize cut off comes back": (
         "test_transaction.py::test_what_a_resize_cut_off_does_not_come_back",
-        Edit("tstore.staged_array:StagedArray.reshape", "if n < had and n % chunk:", "if False:"),
+        Edit("tstore.transactions.staged_array:StagedArray.reshape", "if n < had and n % chunk:", "if False:"),
     ),
     "a dropped tag meets none that is set": (
         "test_transaction.py::test_dropped_tags_conflict",
@@ -66,15 +66,15 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a chunk of no host passes": (
         "test_group.py::test_a_chunk_of_no_host_is_refused",
-        Edit("tstore.fragments:check_complete", "if missing:", "if False:"),
+        Edit("tstore.transactions.fragments:check_complete", "if missing:", "if False:"),
     ),
     "a chunk of two hosts passes": (
         "test_group.py::test_a_chunk_of_two_hosts_is_refused",
-        Edit("tstore.fragments:_check_once", "if twice:", "if False:"),
+        Edit("tstore.transactions.fragments:_check_once", "if twice:", "if False:"),
     ),
     "a second fragment of one host passes": (
         "test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
-        Edit("tstore.group:_deliver", "await log.backend.get(key) == data", "True"),
+        Edit("tstore.transactions.group:_deliver", "await log.backend.get(key) == data", "True"),
     ),
 }
 

@@ -62,10 +62,10 @@ RUNS = 2000
 MOST = 600
 """Runs within which a mutation must be found."""
 
-LOG, GROUP, TREE = "tstore.log:Log.", "tstore.group:", "tstore.tree:Changes."
+LOG, GROUP, TREE = "tstore.log:Log.", "tstore.transactions.group:", "tstore.tree:Changes."
 RECORDS = "tstore.records:Records."
 TX, STORAGE = "tstore.transaction:Transaction.", "tstore.testing.storage:Storage."
-GC, QUEUE, ARRAY = "tstore.collect:", "tstore.commit_queue:", "tstore.staged_array:StagedArray."
+GC, QUEUE, ARRAY = "tstore.collect:", "tstore.commit_queue:", "tstore.transactions.staged_array:StagedArray."
 DECIDE = "await self._decide(seen + 1, record, error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
@@ -130,12 +130,14 @@ MUTATIONS: dict[str, list[Edit]] = {
     "what was read is not compared": [Edit(TX + "_redo", "if changed:", "if False:")],
     "values do not count as read": [
         Edit(
-            "tstore.read_set:ReadSet.values",
+            "tstore.transactions.read_set:ReadSet.values",
             "self._chunks.setdefault(path, set()).update(numbers.tolist())",
             "pass",
         )
     ],
-    "lists of paths do not count as read": [Edit("tstore.read_set:ReadSet.arrays", "self._arrays = True", "pass")],
+    "lists of paths do not count as read": [
+        Edit("tstore.transactions.read_set:ReadSet.arrays", "self._arrays = True", "pass")
+    ],
     "commits that meet go out together": [
         Edit(QUEUE + "Entry._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
     ],
@@ -150,7 +152,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(ARRAY + "reshape", "self.meta, self.fresh = new, True", "self.meta = new")
     ],
     "a tag that is taken is set": [
-        Edit("tstore.tags:TagEdits.check", "if tag in known and tag not in self.moved:", "if False:")
+        Edit("tstore.transactions.tags:TagEdits.check", "if tag in known and tag not in self.moved:", "if False:")
     ],
     "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],

@@ -20,10 +20,10 @@ from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.retention import Keep
-from tstore.roster import PendingTransaction
 from tstore.snapshot import Snapshot
 from tstore.store import Commit, Store, open
 from tstore.transaction import Transaction
+from tstore.transactions.roster import PendingTransaction
 
 __all__ = [
     "Array",

@@ -24,7 +24,6 @@ from tstore.errors import (
     TStoreError,
 )
 from tstore.expiry import check_tag, living, newest_tree
-from tstore.group import Membership, finish_group
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cache import Cache, CachedBackend, uncached
 from tstore.kv.probe import RACERS, prove
@@ -36,10 +35,11 @@ from tstore.manifest import Part, Record
 from tstore.marker import MARKER, Marker, create_marker, read_marker
 from tstore.records import read_hint
 from tstore.retention import Keep
-from tstore.roster import PendingTransaction, find_pending, pending
 from tstore.snapshot import Snapshot, snapshot_of
-from tstore.tags import TagEdits
 from tstore.transaction import Isolation, Transaction
+from tstore.transactions.group import Membership, finish_group
+from tstore.transactions.roster import PendingTransaction, find_pending, pending
+from tstore.transactions.tags import TagEdits
 from tstore.turns import in_turn
 
 __all__ = ["Commit", "Mode", "Store", "open", "opened"]

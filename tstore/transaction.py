@@ -30,15 +30,15 @@ from tstore.chunks.writer import PackSet, WriteJob
 from tstore.commit_queue import Retry
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
 from tstore.expiry import check_alive, newest_tree, unexpired
-from tstore.group import Membership, checked_timeout, commit_group
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
-from tstore.roster import Heart
-from tstore.staged_array import StagedArray
-from tstore.staged_tree import StagedTree
-from tstore.tags import TagEdits
+from tstore.transactions.group import Membership, checked_timeout, commit_group
+from tstore.transactions.roster import Heart
+from tstore.transactions.staged_array import StagedArray
+from tstore.transactions.staged_tree import StagedTree
+from tstore.transactions.tags import TagEdits
 from tstore.tree import Changes, Tree, checked_path
 
 __all__ = ["Isolation", "Transaction"]

@@ -17,11 +17,11 @@ from tstore.chunks.grid import default_chunks
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.group import checked_timeout, detected_attempt
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
+from tstore.transactions.group import checked_timeout, detected_attempt
 
 __all__ = ["save"]
 

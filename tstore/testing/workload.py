@@ -13,7 +13,6 @@ import tstore
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import step_tag
 from tstore.errors import CommitOutcomeUnknown, NotFound, SnapshotExpired, TStoreError, Unavailable
-from tstore.group import Membership
 from tstore.retention import Keep
 from tstore.snapshot import Snapshot
 from tstore.store import Store
@@ -36,6 +35,7 @@ from tstore.testing.history import (
 )
 from tstore.testing.storage import Host, HostBackend, Storage
 from tstore.transaction import Isolation, Transaction
+from tstore.transactions.group import Membership
 
 __all__ = ["PATHS", "GroupPlan", "Site", "read_state"]
 

@@ -18,10 +18,10 @@ import msgspec
 
 from tstore import world
 from tstore.errors import InvalidArgument, NotFound, TStoreError
-from tstore.group import Membership, slug
 from tstore.kv.base import Backend
 from tstore.log import Log
 from tstore.manifest import Fragment
+from tstore.transactions.group import Membership, slug
 
 __all__ = ["Heart", "PendingTransaction", "find_pending", "pending"]
 

@@ -13,10 +13,10 @@ from tstore.chunks.table import ChunkTable, Run, Span
 from tstore.chunks.writer import WriteJob
 from tstore.errors import AlreadyExists, NotFound
 from tstore.manifest import Manifest
-from tstore.read_set import ReadSet
 from tstore.snapshot import array_node
-from tstore.staged_array import StagedArray
-from tstore.tags import TagEdits
+from tstore.transactions.read_set import ReadSet
+from tstore.transactions.staged_array import StagedArray
+from tstore.transactions.tags import TagEdits
 from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 
 __all__ = ["StagedTree"]

@@ -40,11 +40,11 @@ from tstore.errors import (
     NotFound,
     Unavailable,
 )
-from tstore.fragments import FAN, check_complete, merged, record_of
 from tstore.kv.base import Durability
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.pool import uncancelled
+from tstore.transactions.fragments import FAN, check_complete, merged, record_of
 from tstore.tree import Changes
 
 __all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group", "slug"]

@@ -1,0 +1,7 @@
+"""What a transaction is made of.
+
+1. `staged_array`, `staged_tree`: what it has changed and not yet committed; `tags`: what it does with tags;
+   `read_set`: what it has read, where it is serializable.
+2. `group`: the protocol by which many hosts make one commit; `fragments`: what each contributes, merged;
+   `roster`: who has delivered, and who is missing.
+"""
