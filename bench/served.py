@@ -52,7 +52,8 @@ def local(parent: Path) -> Iterator[Place]:
 def serve(parent: Path) -> Iterator[Place]:
     """`tstore serve` of a store, and the same server for names of any kind."""
     with _folder(parent) as folder, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "tstore", "serve", str(folder / "store"), "--port", "0", "--json"]
+        options = ["--create", "--port", "0", "--json"]
+        command = [sys.executable, "-m", "tstore", "serve", str(folder / "store"), *options]
         log = stack.enter_context((folder / "log").open("wb"))
         store = stack.enter_context(_process(command, stderr=log))
         other = stack.enter_context(_process([sys.executable, "-c", _ANY_NAMES, str(folder / "any")], stderr=log))

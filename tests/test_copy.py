@@ -591,7 +591,17 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with moto_server.running() as server:
             yield f"s3://{moto_server.BUCKET}/copy", server.options
     else:
-        command = [sys.executable, "-m", "tstore", "serve", str(folder / "served"), "--port", "0", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "tstore",
+            "serve",
+            str(folder / "served"),
+            "--create",
+            "--port",
+            "0",
+            "--json",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             try:

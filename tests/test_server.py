@@ -479,7 +479,8 @@ async def test_the_command(tmp_path: Path) -> None:
         (["--token-file", "gone.txt"], 1, "gone.txt"),
         (["--tls-cert", "x.pem"], 2, "--tls-key"),
         (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 1, "x.pem can't be read"),
-        (["--read-only"], 1, "not a tstore store"),
+        ([], 1, "not a tstore store: it has no tstore.json; check the path, or pass --create"),
+        (["--read-only", "--create"], 1, "not a tstore store"),
         (["--token", "abc"], 2, "--token"),
     ],
 )

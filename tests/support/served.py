@@ -133,7 +133,7 @@ def serving(store: object, *options: str, tokens: str = f"write {WRITE}", **limi
     code = "import resource, sys; from tstore import cli\n"
     for name, value in limits.items():
         code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
-    command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), *options]
+    command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), "--create", *options]
     environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
     with tempfile.TemporaryFile() as log:  # no pipe: nobody reads it meanwhile
         with subprocess.Popen(

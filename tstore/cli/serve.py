@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+import tstore
 from tstore.cli.console import json_option, run, store_argument
 from tstore.cli.tables import Progress
+from tstore.errors import NotAStore
 
 if TYPE_CHECKING:
     from tstore.server import Access
@@ -44,6 +46,9 @@ TOKENS = "TSTORE_SERVER_TOKENS"
     type=click.Choice(["none", "read", "write"]),
     help="What a request without a token may do: by default none, or write where there are no tokens at all.",
 )
+@click.option(
+    "--create", is_flag=True, help="STORE may be empty yet: a client makes the store, or copies one there."
+)
 @click.option("--read-only", is_flag=True, help="Nothing is changed, whatever the token.")
 @click.option("--tls-cert", metavar="FILE", help="The certificate (PEM), for https.")
 @click.option("--tls-key", metavar="FILE", help="Its key (PEM).")
@@ -69,6 +74,7 @@ def serve(
     port: int,
     token_file: str | None,
     anonymous: str | None,
+    create: bool,
     read_only: bool,
     tls_cert: str | None,
     tls_key: str | None,
@@ -101,6 +107,8 @@ def serve(
             names=names,
             limits=Limits(connections, requests, max_pack << 20, drain=drain),
         )
+        if not (create or read_only) and names == "layout":
+            await _check_store(store)
         ended = asyncio.Event()
         with _signals(ended):
             async with server:
@@ -112,6 +120,15 @@ def serve(
 
     with _logged():
         return run(work, lambda document: None, as_json)
+
+
+async def _check_store(store: str) -> None:
+    """Raises `NotAStore` where none is: a mistyped path must not become an empty store that all jobs save to."""
+    try:
+        async with await tstore.open(store, "r"):
+            return
+    except NotAStore as error:
+        raise NotAStore(f"{error}, or pass --create to have clients make one there") from None
 
 
 def _allow_files(count: int) -> None:
