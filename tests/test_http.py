@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import trustme
-from aiohttp import web
+from aiohttp import ClientSession, web
 from answers import ok, serving
 from fileservers import aiohttp_files, nginx, python_files
 from forks import forks
@@ -347,6 +347,26 @@ async def test_eight_processes_save_through_a_server_and_any_server_of_a_copy_re
                 assert (report.versions, report.faults) == (1, [])
                 with pytest.raises(Denied, match=r"can't be written.*tstore serve"):
                     await tstore.save(store, {"w": W}, step=8)
+
+
+async def test_a_server_behind_a_proxy_that_names_itself(tmp_path: Path) -> None:
+    async with Server(tmp_path / "store", access=ACCESS) as server:
+        proxied = (
+            f"location /models/ {{ proxy_pass {server.url}/; proxy_http_version 1.1; client_max_body_size 0; }}"
+        )
+        with nginx(tmp_path, tmp_path / "nginx", proxied) as url:
+            options = {"token": TOKENS["admin"]}
+            async with await tstore.open(f"{url}/models", storage_options=options) as store:
+                for step in range(2):
+                    await tstore.save(store, {"w": W + step}, step)
+                assert (await store.collect(tstore.Keep(last=1))).versions == [1]
+                with pytest.raises(AlreadyExists):
+                    await tstore.save(store, {"w": W}, 1)
+                np.testing.assert_array_equal((await tstore.restore(store))["w"], W + 1)
+                assert (await store.verify()).ok
+            async with ClientSession() as client, client.get(f"{url}/models/-/health") as answer:
+                assert answer.headers["Server"].startswith("nginx")  # else this shows nothing
+    assert await tstore.steps(tmp_path / "store") == [1]
 
 
 async def test_what_a_user_sees_where_no_store_is(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ Reading
 4. A web page, an encoded answer, a part that nobody asked for are `Corrupt`, whatever their status.
 
 Writing
-5. A server that names itself (`Server: tstore/…`, in its first answer) creates exclusively: `PUT` with
-   `If-None-Match: *` is answered 201, or 412 where the key is taken. It also lists, and deletes. From any other
-   server objects are only read: what it would make of a `PUT` is not known, and of two that both succeed one is
-   lost.
+5. A server that names itself (`Server: tstore/…`, or `X-TStore-Version` where a proxy has put its own name there)
+   creates exclusively: `PUT` with `If-None-Match: *` is answered 201, or 412 where the key is taken. It also
+   lists, and deletes. From any other server objects are only read: what it would make of a `PUT` is not known,
+   and of two that both succeed one is lost.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class HttpObjects:
         if not self._session.at_home(response):
             return
         self._server = legible(response.headers.get("Server", "no name"), 60)
-        self._creates = self._creates or self._server.startswith("tstore/")
+        self._creates |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
         if self._ranges is None and response.headers.get("Accept-Ranges", "").lower() == "bytes":
             self._ranges = True
 

@@ -152,6 +152,8 @@ def refusal(answer: Answer, where: str, said: str, known: bool) -> TStoreError:
                 f"{where}: the server wants a token{because}; pass storage_options={{'token': …}}, or set "
                 "TSTORE_TOKEN or TSTORE_TOKEN_FILE"
             )
+        case 403 if said and answer.headers.get("WWW-Authenticate") is None:  # no token would change that
+            return Denied(f"{where}: the server forbids it{because}")
         case 403:
             return Denied(
                 f"{where}: the server forbids it{because}; ask for a token whose scope allows it (some file "
@@ -161,8 +163,13 @@ def refusal(answer: Answer, where: str, said: str, known: bool) -> TStoreError:
             return Denied(f"{where}: the server does not do that{because}; it may be read-only")
         case 400 | 422 | 428:
             return InvalidArgument(f"{where}: the server refused the request as wrong{because}")
-        case 413 | 507:
-            return StorageFull(f"{where}: the server has no room for an object of that length{because}")
+        case 413:
+            return StorageFull(
+                f"{where}: the server, or a proxy before it, takes no object of that length{because}; raise its "
+                "limit (nginx: client_max_body_size)"
+            )
+        case 507:
+            return StorageFull(f"{where}: the server has no room for it{because}; make room there, then repeat")
         case 429:
             return Throttled(f"{where}: the server gets too many requests{because}", retry_after(answer))
         case 503 if (pause := retry_after(answer)) is not None:

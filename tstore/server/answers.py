@@ -31,8 +31,8 @@ _SAID: list[tuple[type[TStoreError], int, str]] = [
     (AlreadyExists, 412, "the name is taken; what stands there was left as it is"),
     (NotFound, 404, "there is no such object"),
     (InvalidArgument, 400, "there can be no object of that name"),
-    (Denied, 403, "the server may not do that with its storage"),
-    (StorageFull, 507, "the server's storage is full; nothing that is stored was harmed"),
+    (Denied, 403, "the server may not do that with its storage, which may be read-only; its log tells more"),
+    (StorageFull, 507, "its storage is full, and nothing that is stored was harmed"),
     (Throttled, 503, "the server's storage refuses for now; try again"),
     (Unavailable, 503, "the server's storage does not answer; try again"),
 ]
@@ -59,7 +59,7 @@ def refusal_of(error: TStoreError) -> Refused:
 
 def headers(**more: str) -> dict[str, str]:
     """The headers of every answer, and these."""
-    return {"Server": NAME, "X-Content-Type-Options": "nosniff"} | more
+    return {"Server": NAME, "X-TStore-Version": tstore.__version__, "X-Content-Type-Options": "nosniff"} | more
 
 
 def answer(

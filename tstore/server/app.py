@@ -17,7 +17,8 @@
 6. Other answers: 400 for what can't be understood, 401 without a token that is known, 403 where its scope does not
    suffice, 405, 408 for a body that stalls, 411, 413 for one too long, 415, 503 with `Retry-After`, 507.
 
-Every answer names the server, `Server: tstore/<version>`: so a client learns that all this is there.
+Every answer names the server, `Server: tstore/<version>` and, since a proxy may put its own name there,
+`X-TStore-Version: <version>`: so a client learns that all this is there.
 """
 
 from __future__ import annotations
