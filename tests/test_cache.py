@@ -17,7 +17,7 @@ import tstore
 from tstore import Cache, Keep
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.kv.base import Buffers
-from tstore.kv.cache import PIECE
+from tstore.kv.cached import PIECE
 from tstore.kv.memory import MemoryObjects
 from tstore.kv.remote import served
 

@@ -20,7 +20,8 @@ from weights import lie, real_weights
 import tstore
 from tstore.convert import checkpoint
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import DTYPES, Writer, by_alignment, open_tensors
+from tstore.convert.safetensors import Writer, open_tensors
+from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
 
 

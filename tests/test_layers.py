@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("kv.upload", "kv.retry", "kv.limits", "kv.trace", "kv.prefix", "kv.readonly", "kv.faults"),
     ("kv.memory", "kv.local", "kv.http", "kv.gcs", "kv.s3", "kv.fsspec"),
     ("kv.remote", "kv.cache"),
+    ("kv.cached",),
     ("kv.url",),
     ("kv.probe",),
     ("records", "marker", "chunks.writer", "chunks.boxes"),
@@ -43,7 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("snapshot", "transactions.staged_array", "transactions.group", "transactions.read_set"),
     ("transactions.staged_tree", "transactions.roster"),
     ("transaction",),
-    ("check", "collect", "contents"),
+    ("check", "collect", "contents", "history"),
     ("diff",),
     ("store",),
     (
@@ -61,7 +62,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("copying", "copying.inventory"),
     ("copying.shipment",),
     ("copying.copy",),
-    ("quantization.quantize", "convert", "convert.safetensors", "convert.checkpoint"),
+    ("quantization.quantize", "convert", "convert.safetensors_header"),
+    ("convert.safetensors",),
+    ("convert.checkpoint",),
     ("",),
     ("server.names", "server.limits", "server.answers", "server.access", "server.journal"),
     ("server.records", "server.served", "server.connections"),
@@ -87,7 +90,6 @@ LAYERS: list[tuple[str, ...]] = [
 
 # What a module may import besides the layers below its own; a name stands for its submodules too.
 ALSO: dict[str, tuple[str, ...]] = {
-    "convert.checkpoint": ("convert.safetensors",),
     "testing.model": ("testing",),
     "testing.hosts": ("testing",),
     "testing.faults": ("testing",),

@@ -18,7 +18,8 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tstore.convert.safetensors import DTYPES, Writer, by_alignment, open_tensors, read_header
+from tstore.convert.safetensors import Writer, open_tensors, read_header
+from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import (
     AlreadyExists,
     Corrupt,

@@ -15,13 +15,14 @@ from tstore.collect import CollectReport
 from tstore.commit_queue import Retry
 from tstore.copying.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
+from tstore.history import Commit
 from tstore.kv.cache import Cache
 from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.retention import Keep
 from tstore.snapshot import Snapshot
-from tstore.store import Commit, Store, open
+from tstore.store import Store, open
 from tstore.transaction import Transaction
 from tstore.transactions.roster import PendingTransaction
 

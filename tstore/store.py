@@ -7,9 +7,9 @@ import contextlib
 import datetime
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
@@ -23,15 +23,16 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.expiry import check_tag, living, newest_tree
+from tstore.expiry import check_tag, newest_tree
+from tstore.history import Commit, history, version_at
 from tstore.kv.base import Backend, Durability
-from tstore.kv.cache import Cache, CachedBackend, uncached
+from tstore.kv.cache import Cache
+from tstore.kv.cached import CachedBackend, uncached
 from tstore.kv.probe import RACERS, prove
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.trace import Traffic
 from tstore.kv.url import connect
 from tstore.log import Log
-from tstore.manifest import Part, Record
 from tstore.marker import MARKER, Marker, create_marker, read_marker
 from tstore.records import read_hint
 from tstore.retention import Keep
@@ -40,26 +41,10 @@ from tstore.transaction import Isolation, Transaction
 from tstore.transactions.group import Membership, finish_group
 from tstore.transactions.roster import PendingTransaction, find_pending, pending
 from tstore.transactions.tags import TagEdits
-from tstore.turns import in_turn
 
-__all__ = ["Commit", "Mode", "Store", "open", "opened"]
+__all__ = ["Mode", "Store", "open", "opened"]
 
 Mode = Literal["r", "a", "x"]
-
-
-class Commit(NamedTuple):
-    """What the history tells of one version."""
-
-    version: int
-    tag: str | None
-    message: str
-    time: datetime.datetime
-    tags: tuple[str, ...]
-    transaction: str
-    bytes_added: int
-    facts: dict[str, Any]
-    expired: bool = False
-    dropped: tuple[str, ...] = ()
 
 
 async def open(
@@ -233,7 +218,7 @@ class Store:
             raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
         newest = await self._log.newest()
         if isinstance(at, datetime.datetime):
-            version = await self._version_at(at, newest)
+            version = await version_at(self._log, at, newest)
         else:
             version = await self._resolve(at, newest)
         return await snapshot_of(self._log, version, newest)
@@ -245,15 +230,6 @@ class Store:
             if isinstance(at, str):
                 await check_tag(self._log, at)
             raise
-
-    async def _version_at(self, at: datetime.datetime, newest: int) -> int:
-        if at.tzinfo is None:
-            raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-        async with contextlib.aclosing(in_turn(self._log.record, range(newest, 0, -1))) as records:
-            async for version, record in records:
-                if min(_when(part.time) for part in record.parts or (record,)) <= at:  # as the history tells it
-                    return version
-        raise NotFound(f"{self.url} had no commit by {at.isoformat()}")
 
     async def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
@@ -269,21 +245,8 @@ class Store:
 
         Transactions that were committed together have one version.
         """
-        newest = await self._log.newest()
-        alive, last = await living(self._log, newest)
-        same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
-        async with contextlib.aclosing(in_turn(self._log.record, range(newest, 0, -1))) as records:
-            async for version, record in records:
-                if record.void:
-                    continue
-                same.append((version, record))
-                if record.collection is None:
-                    for number, found in same:
-                        for commit in _commits(number, found, expired=version <= last and version not in alive):
-                            yield commit
-                    same = []
-        for number, found in same:
-            for commit in _commits(number, found, expired=False):
+        async with contextlib.aclosing(history(self._log)) as commits:
+            async for commit in commits:
                 yield commit
 
     async def tags(self) -> dict[str, int]:
@@ -357,27 +320,3 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
-
-
-def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
-    """The transactions that were committed as one version, the last first; one, as a rule."""
-    parts: Sequence[Part | Record] = record.parts or (record,)
-    return [
-        Commit(
-            version,
-            part.tags[0] if part.tags else None,
-            part.message,
-            _when(part.time),
-            part.tags,
-            part.transaction,
-            part.bytes_added,
-            {**part.facts, **record.facts},
-            expired,
-            record.dropped,
-        )
-        for part in reversed(parts)
-    ]
-
-
-def _when(time: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(time, datetime.UTC)

@@ -24,7 +24,7 @@ from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
 from tstore.errors import Corrupt, NotFound
 from tstore.kv.base import Backend, PackReader, Transfer
-from tstore.kv.cache import forget
+from tstore.kv.cached import forget
 from tstore.pool import each, scratch
 
 __all__ = ["ReadJob", "pack_reader", "read_chunks"]

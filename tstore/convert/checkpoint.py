@@ -22,7 +22,8 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.checkpoint.save import save
 from tstore.checkpoint.steps import chosen_snapshot
-from tstore.convert.safetensors import Spec, Writer, by_alignment, open_tensors
+from tstore.convert.safetensors import Writer, open_tensors
+from tstore.convert.safetensors_header import Spec, by_alignment
 from tstore.errors import InvalidArgument, listed
 from tstore.quantization.policy import CodecRules
 from tstore.snapshot import Snapshot

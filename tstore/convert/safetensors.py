@@ -1,14 +1,6 @@
 """safetensors files: read without copying, written as a stream.
 
-The format: 8 bytes of header length (little endian), a JSON header, then the tensors' bytes.
-
-    {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
-
-Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps.
-
-Reading trusts nothing: every statement of the header is checked before any byte of data is looked at, and
-what does not hold is `Corrupt`. This is stricter than the safetensors package, which keeps the last of a key
-that comes twice and passes over fields it does not know, silently.
+The format: 8 bytes of header length (little endian), a JSON header (`safetensors_header`), the tensors' bytes.
 
 A file that is written appears whole or not at all, and none is ever overwritten (see `kv.newfile`).
 """
@@ -16,79 +8,19 @@ A file that is written appears whole or not at all, and none is ever overwritten
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import operator
 import os
-import reprlib
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, BinaryIO, Self
 
-import ml_dtypes
 import numpy as np
 
-from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, Misuse, UnsupportedFormat, listed
+from tstore.convert.safetensors_header import Header, Path, Spec, header_in, laid_out
+from tstore.errors import AlreadyExists, InvalidArgument, Misuse, listed
 from tstore.kv.base import Durability
 from tstore.kv.newfile import explained, new_file, write_all
 
-__all__ = ["DTYPES", "Header", "Spec", "TensorInfo", "Writer", "by_alignment", "open_tensors", "read_header"]
-
-Path: TypeAlias = str | os.PathLike[str]
-
-Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
-"""What a tensor is: its dtype and shape."""
-
-# In the order of the safetensors package, which writes the last of these first.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "I16": np.dtype(np.int16),
-    "U16": np.dtype(np.uint16),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I32": np.dtype(np.int32),
-    "U32": np.dtype(np.uint32),
-    "F32": np.dtype(np.float32),
-    "C64": np.dtype(np.complex64),
-    "F64": np.dtype(np.float64),
-    "I64": np.dtype(np.int64),
-    "U64": np.dtype(np.uint64),
-}
-"""The dtype of each name that the format has for whole-byte elements."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-_METADATA = "__metadata__"
-_HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
-_LENGTH = 8  # bytes of the header length
-_SIZE_MAX = 2**63 - 1  # bytes of one array in memory
-_NDIM_MAX = 64  # dimensions of a NumPy array
-
-_SHORT = reprlib.Repr()  # for messages: what a header says may be long and deep
-_SHORT.maxstring = _SHORT.maxother = 120
-
-
-class TensorInfo(NamedTuple):
-    """What one tensor is and where it lies: its bytes are [start, stop) of the file, in C order."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class Header(NamedTuple):
-    """The tensors of a file by name, in the order of their bytes, and its metadata."""
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
+__all__ = ["Writer", "open_tensors", "read_header"]
 
 
 def read_header(path: Path) -> Header:
@@ -98,7 +30,7 @@ def read_header(path: Path) -> Header:
     fields this reader does not know, NotFound or Denied for a file that can't be opened.
     """
     with _opened(path) as file:
-        return _header(file, path)
+        return header_in(file, path)
 
 
 def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
@@ -109,7 +41,7 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
     Raises as `read_header` does.
     """
     with _opened(path) as file:
-        header = _header(file, path)
+        header = header_in(file, path)
         data = np.asarray(np.memmap(file, np.uint8, "r"))
     tensors = {}
     for name, info in header.tensors.items():
@@ -119,16 +51,6 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
             array.flags.writeable = False
         tensors[name] = array
     return tensors, header.metadata
-
-
-def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The same tensors in the order in which the safetensors package writes them: by dtype, then by name.
-
-    So wide elements come first and all are aligned. Raises InvalidArgument for a dtype without a name in
-    the format.
-    """
-    rank = {dtype: -i for i, dtype in enumerate(DTYPES.values())}
-    return dict(sorted(tensors.items(), key=lambda item: (rank[_known(item[0], item[1][0])], item[0])))
 
 
 class Writer:
@@ -147,7 +69,7 @@ class Writer:
         self.path = os.fspath(path)
         self._open = contextlib.ExitStack()
         self._fd = -1
-        self._header, self._tensors = _laid_out(self.path, tensors, metadata or {})
+        self._header, self._tensors = laid_out(self.path, tensors, metadata or {})
         self._filled = {name: info.start for name, info in self._tensors.items()}
 
     def __enter__(self) -> Self:
@@ -217,169 +139,6 @@ class Writer:
                 f"{self.path} was not written, for {len(lacking)} of {len(self._tensors)} announced "
                 f"tensors are incomplete; write them all before the `with` block ends:{listed(lacking)}"
             )
-
-
-def _laid_out(
-    path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, TensorInfo]]:
-    fields: dict[str, Any] = {}
-    if metadata:
-        fields[_METADATA] = dict(metadata)
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidArgument(
-                f"metadata of {path} is a map of strings to strings, not {key!r}: {value!r}; convert it"
-            )
-    infos, offset = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        if name == _METADATA:
-            raise InvalidArgument(f"{path} can't hold a tensor named {_METADATA!r}; rename it")
-        info = _placed(name, np.dtype(dtype), shape, offset)
-        fields[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": info.shape,
-            "data_offsets": (info.start, info.stop),
-        }
-        infos[name], offset = info, info.stop
-    try:
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{path} can't hold a name or metadata that is not UTF-8: {error}") from error
-    text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_MAX:
-        raise InvalidArgument(
-            f"the header of {path} would take {len(text)} bytes, more than the {_HEADER_MAX} that readers "
-            f"accept; spread the tensors over several files"
-        )
-    base = _LENGTH + len(text)
-    moved = {n: i._replace(start=base + i.start, stop=base + i.stop) for n, i in infos.items()}
-    return len(text).to_bytes(_LENGTH, "little") + text, moved
-
-
-def _placed(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> TensorInfo:
-    try:
-        lengths = tuple(operator.index(n) for n in shape)
-    except TypeError:
-        lengths = (-1,)
-    if any(n < 0 for n in lengths):
-        raise InvalidArgument(f"tensor {name!r} has shape {shape!r}; give whole numbers from 0 on")
-    return TensorInfo(dtype, lengths, start, start + math.prod(lengths) * _known(name, dtype).itemsize)
-
-
-def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype not in _NAMES:
-        raise InvalidArgument(
-            f"tensor {name!r} is {dtype}, for which safetensors has no name; convert it to one of "
-            f"{', '.join(map(str, _NAMES))}"
-        )
-    return dtype
-
-
-def _header(file: BinaryIO, path: Path) -> Header:
-    size = os.fstat(file.fileno()).st_size
-    if size < _LENGTH:
-        raise _corrupt(path, "the file", f"at least {_LENGTH} bytes", f"{size}")
-    length = int.from_bytes(file.read(_LENGTH), "little")
-    if length > _HEADER_MAX:
-        raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")
-    if length > size - _LENGTH:
-        raise _corrupt(path, "the header length", f"at most the {size - _LENGTH} bytes that follow", f"{length}")
-    fields = _fields(file.read(length), path)
-    metadata = fields.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _corrupt(path, _METADATA, "an object of strings", _SHORT.repr(metadata))
-    base = _LENGTH + length
-    infos = {name: _info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()}
-    tensors = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)))
-    end = base
-    for name, info in tensors.items():
-        if info.start != end:
-            what = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
-            raise _corrupt(
-                path, f"tensor {_SHORT.repr(name)} {what}; its data", f"from byte {end}", f"{info.start}"
-            )
-        end = info.stop
-    if end != size:
-        raise _corrupt(path, "the file", f"{end} bytes, by its header", f"{size}")
-    return Header(tensors, metadata)
-
-
-def _fields(text: bytes, path: Path) -> dict[str, Any]:
-    # json rather than msgspec, which keeps the last of duplicate keys without a word
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise _corrupt(path, f"key {_SHORT.repr(key)} of the header", "once", "twice")
-            key.encode()  # refuses lone surrogates, which \u escapes can smuggle in
-            if isinstance(value, str):
-                value.encode()
-            seen[key] = value
-        return seen
-
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
-
-    if not text.startswith(b"{"):
-        raise _corrupt(path, "the header", "a JSON object", repr(text[:20]))
-    try:
-        fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
-    except UnicodeError as error:
-        raise _corrupt(path, "the header", "UTF-8", str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(path, "the header", "a JSON object", str(error)) from error
-    return fields
-
-
-def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo:
-    if not isinstance(field, dict):
-        raise _corrupt(path, what, "an object", _SHORT.repr(field))
-    keys = {"dtype", "shape", "data_offsets"}
-    if missing := keys - field.keys():
-        raise _corrupt(path, what, f"fields {', '.join(sorted(keys))}", f"no {', '.join(sorted(missing))}")
-    if more := field.keys() - keys:
-        raise UnsupportedFormat(
-            f"{path}: {what} has fields that this tstore does not know: {_SHORT.repr(sorted(more))}; "
-            f"install a newer tstore, or write the file again with the safetensors package"
-        )
-    name = field["dtype"]
-    if isinstance(name, str) and name in _SUB_BYTE:
-        raise UnsupportedFormat(
-            f"{path}: {what} has dtype {name}, below one byte an element, which this tstore can't hold; "
-            f"convert it to a wider one ({', '.join(DTYPES)})"
-        )
-    if not isinstance(name, str) or name not in DTYPES:
-        raise _corrupt(path, f"dtype of {what}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
-    dtype = DTYPES[name]
-    shape = _wholes(field["shape"], f"shape of {what}", path)
-    if len(shape) > _NDIM_MAX:
-        raise UnsupportedFormat(
-            f"{path}: {what} has {len(shape)} dimensions, and NumPy holds {_NDIM_MAX}; reshape it first"
-        )
-    if dtype.itemsize * math.prod(n for n in shape if n) > _SIZE_MAX:
-        raise _corrupt(path, f"shape of {what}", f"at most {_SIZE_MAX} bytes", _SHORT.repr(list(shape)))
-    offsets = _wholes(field["data_offsets"], f"data_offsets of {what}", path)
-    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
-        expected = f"two rising numbers up to the {size - base} bytes of data"
-        raise _corrupt(path, f"data_offsets of {what}", expected, _SHORT.repr(list(offsets)))
-    start, stop = offsets
-    nbytes = dtype.itemsize * math.prod(shape)
-    if stop - start != nbytes:
-        raise _corrupt(path, what, f"{nbytes} bytes for {name} of shape {list(shape)}", f"{stop - start}")
-    return TensorInfo(dtype, shape, base + start, base + stop)
-
-
-def _wholes(value: Any, what: str, path: Path) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise _corrupt(path, what, "a list of whole numbers from 0 on", _SHORT.repr(value))
-    return tuple(value)
-
-
-def _corrupt(path: Path, what: str, expected: str, found: str) -> Corrupt:
-    return Corrupt(
-        f"{os.fspath(path)}: {what}: expected {expected}, found {found}; this is no whole safetensors file, "
-        f"fetch it again"
-    )
 
 
 @contextlib.contextmanager

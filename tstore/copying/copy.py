@@ -38,7 +38,7 @@ from tstore.copying.shipment import DamagedPack, Shipment
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.expiry import unexpired
 from tstore.kv.base import Backend, Durability
-from tstore.kv.cache import uncached
+from tstore.kv.cached import uncached
 from tstore.kv.probe import prove
 from tstore.kv.url import connect
 from tstore.log import Log
