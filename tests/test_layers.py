@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("quantization.policy", "commit_queue"),
     ("kv", "kv.base"),
     ("kv.newfile", "kv.objects", "kv.http_answer"),
+    ("kv.http_body",),
     ("kv.http_session", "kv.http_pass", "kv.gcs_login"),
     ("kv.gcs_answer",),
     ("kv.upload", "kv.retry", "kv.limits", "kv.trace", "kv.prefix", "kv.readonly", "kv.faults"),

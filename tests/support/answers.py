@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(*answers: Answer) -> AsyncIterator[Server]:
+async def serving(*answers: Answer, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
     """A server that gives these answers, on a port of this machine; its connections end with the block."""
     served = Server(answers)
     tasks: set[asyncio.Task[None]] = set()
@@ -81,8 +82,8 @@ async def serving(*answers: Answer) -> AsyncIterator[Server]:
         task = asyncio.ensure_future(served.serve(reader, writer))
         tasks.add(task)
 
-    listening = await asyncio.start_server(begin, "127.0.0.1", 0)
-    served.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening = await asyncio.start_server(begin, "127.0.0.1", 0, ssl=tls)
+    served.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     try:
         yield served
     finally:
@@ -100,6 +101,11 @@ async def hang(request: Request) -> None:
 
 def close(request: Request) -> None:
     """Closes the connection without a word."""
+
+
+def reset(request: Request) -> None:
+    """Breaks the connection."""
+    request.writer.transport.abort()
 
 
 def then(first: bytes, behave: Callable[[Request], Awaitable[None] | None]) -> Answer:

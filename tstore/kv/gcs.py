@@ -46,7 +46,7 @@ from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, problem, refused
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import Sink, check_data, content_range, legible
-from tstore.kv.http_session import Session, address, trusting
+from tstore.kv.http_session import Session, address, receive, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
 
@@ -125,9 +125,8 @@ class GcsObjects:
                 came = f"{found.start} to {found.stop} came" if found else "the object ends before"
                 raise Corrupt(f"{where}: {size} bytes expected at {offset}, but {came}")
             sink = Sink(buffers)
-            async for block in response.content.iter_any():
-                if not sink.take(block):
-                    raise Corrupt(f"{where}: the server sent more than the {size} bytes it announced")
+            if not await receive(response, sink):
+                raise Corrupt(f"{where}: the server sent more than the {size} bytes it announced")
             if not sink.full:
                 raise Unavailable(f"{where}: the answer broke off")
 

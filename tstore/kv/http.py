@@ -2,7 +2,7 @@
 
 Reading
 1. A part of an object is asked for with `Range`. The answer must be 206, name exactly that range, and be as long.
-   Its bytes go from the socket into the caller's buffers as they come; no object is held in memory.
+   Its bytes go from the socket into the caller's buffers (`http_body`); no object is held in memory.
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that
    still lie ahead (`http_pass`), and the connection is closed behind the last. It is slow, so there is a warning.
 3. Objects of a store never change. The ETag (or else length and time) of each object that is read in parts is
@@ -34,7 +34,7 @@ from tstore.errors import Corrupt, Denied, NotFound, Unavailable
 from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.http_answer import Sink, age, check_data, content_range, legible, refusal, short, version
 from tstore.kv.http_pass import Passes
-from tstore.kv.http_session import Session, Token, address, trusting
+from tstore.kv.http_session import Session, Token, address, receive, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.pool import run
 
@@ -229,9 +229,8 @@ class HttpObjects:
                 raise _another(where, f"bytes {offset} to {end}", part.start, part.stop)
             self._check_unchanged(key, response, part.total, where)
             sink = Sink(buffers)
-            async for block in response.content.iter_any():
-                if not sink.take(block):
-                    raise _another(where, f"bytes {offset} to {end}", offset, None)
+            if not await receive(response, sink):
+                raise _another(where, f"bytes {offset} to {end}", offset, None)
             if not sink.full:
                 raise short(where, offset, end)
             return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.utils
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from tstore.errors import (
@@ -187,23 +186,31 @@ def short(where: str, offset: int, end: int, total: int | None = None) -> Corrup
 
 
 class Sink:
-    """Buffers that are filled one after the other."""
+    """Buffers that are filled one after the other; `size` bytes in `count` buffers."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self._rest: Iterator[memoryview] = (v for v in (memoryview(b).cast("B") for b in buffers) if len(v))
-        self._room = next(self._rest, None)
+        views = [view for view in (memoryview(b).cast("B") for b in buffers) if len(view)]
+        self.size = sum(map(len, views))
+        self.count = len(views)
+        self._rest = iter(views)
+        self.room = next(self._rest, memoryview(b""))
+        """What of the next buffer is not filled yet; it is empty when all are."""
 
     @property
     def full(self) -> bool:
         """Whether every buffer is filled."""
-        return self._room is None
+        return not self.room
+
+    def filled(self, size: int) -> None:
+        """So many bytes, at least one, have been put into `room`."""
+        self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
 
     def take(self, block: bytes | memoryview) -> bool:
         """Puts the bytes where they belong; False where some are left over."""
         rest = memoryview(block)
-        while rest and self._room is not None:
-            size = min(len(rest), len(self._room))
-            self._room[:size] = rest[:size]
+        while rest and self.room:
+            size = min(len(rest), len(self.room))
+            self.room[:size] = rest[:size]
             rest = rest[size:]
-            self._room = self._room[size:] if size < len(self._room) else next(self._rest, None)
+            self.filled(size)
         return not len(rest)

@@ -29,9 +29,10 @@ from yarl import URL
 
 from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable
 from tstore.kv.base import Buffers
-from tstore.kv.http_answer import legible
+from tstore.kv.http_answer import Sink, legible
+from tstore.kv.http_body import fill
 
-__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address", "trusting"]
+__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address", "receive", "trusting"]
 
 CONNECT_SECONDS = 10.0
 """How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
@@ -225,6 +226,11 @@ class Session:
             await client.close()
         elif client is not None:
             self._forget()
+
+
+async def receive(response: aiohttp.ClientResponse, sink: Sink) -> bool:
+    """Puts the body of an answer into the sink; False where it has more bytes than there is room for."""
+    return await fill(sink, response, IDLE_SECONDS)
 
 
 class _Connector(aiohttp.TCPConnector):
