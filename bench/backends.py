@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import backend_latency
 import click
-import latency
 import machine
 from backend_peers import CONTENDERS
-from report import MIB, Bar, bar_table
+from backend_servers import SERVERS, Place
+from bars import Bar, bar_table
 from rich.console import Console
 from rich.table import Table
-from served import SERVERS, Place
 
 Figures = dict[str, dict[str, dict[str, list[float]]]]
 """Seconds of each round, by server, contender and "save" or "restore"."""
@@ -135,7 +135,7 @@ class Measurement:
         for do in ("save", "restore"):
             add("gcs", "fsspec", do, 0.9)
         for key, peak in self.peaks.items():
-            out.append(Bar(f"{key}: tstore memory beyond the arrays", 256, peak / MIB, most=True, unit=" MiB"))
+            out.append(Bar(f"{key}: tstore memory beyond the arrays", 256, peak / 2**20, most=True, unit=" MiB"))
         return out
 
     def tables(self) -> Iterator[Table]:
@@ -187,7 +187,7 @@ def main(rounds: int, hosts: int, size: int, only: str, json_file: Path | None, 
         console.width = 120
     about = machine.describe(parent.resolve())
     console.print_json(json.dumps(about))
-    with contextlib.closing(Hosts(hosts, size * MIB)) as processes:
+    with contextlib.closing(Hosts(hosts, size * 2**20)) as processes:
         measured = Measurement(processes, parent.resolve(), log)
         for number in range(rounds):
             for server in (s for s in chosen if s in SERVERS):
@@ -196,7 +196,7 @@ def main(rounds: int, hosts: int, size: int, only: str, json_file: Path | None, 
     for table in measured.tables():
         console.print(table)
     bars = measured.bars()
-    found = latency.measure(rounds) if "latency" in chosen else None
+    found = backend_latency.measure(rounds) if "latency" in chosen else None
     if found is not None:
         console.print(
             f"50 ms for each request: {found.arrays} arrays {median(found.many):.2f} s, the same bytes in one "

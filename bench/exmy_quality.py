@@ -20,7 +20,7 @@ import click
 import exmy
 import machine
 import numpy as np
-from report import Bar, bar_table
+from bars import Bar, bar_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

@@ -23,7 +23,7 @@ import floatx
 import machine
 import ml_dtypes
 import numpy as np
-import report
+from bars import Bar, bar_table
 from rich.console import Console
 from rich.table import Table
 
@@ -71,7 +71,7 @@ class Bench:
         self.x = np.random.default_rng(20).standard_normal(values, dtype=np.float32)
         self.y = np.ones_like(self.x)
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.bars: list[report.Bar] = []
+        self.bars: list[Bar] = []
 
     def casts_of(self, f: exmy.Format, x: Any, y: Any, kind: str) -> Calls:
         """The fused kernels of a format: packed bytes in and out."""
@@ -97,7 +97,7 @@ class Bench:
         for verb in ("encode", "decode"):
             slowest = [r["× copyto"] for r in self.rows[title] if r["name"].startswith(verb) and r["bits"] <= 8]
             if slowest:
-                self.bars.append(report.Bar(f"{verb}, ≤ 8 bits, slowest ÷ copyto ({level})", need, min(slowest)))
+                self.bars.append(Bar(f"{verb}, ≤ 8 bits, slowest ÷ copyto ({level})", need, min(slowest)))
 
     def bfloat16(self, title: str, level: str) -> None:
         x, y = self.x.astype(ml_dtypes.bfloat16), self.y.astype(ml_dtypes.bfloat16)
@@ -110,7 +110,7 @@ class Bench:
                 slowest.append(ratio(seconds, call, COPY))
                 self._row(title, call, x.nbytes, seconds, {"× copyto": slowest[-1]})
         if level == exmy.kernels.levels()[-1]:
-            self.bars.append(report.Bar(f"bfloat16, slowest ÷ copyto of bfloat16 ({level})", 0.5, min(slowest)))
+            self.bars.append(Bar(f"bfloat16, slowest ÷ copyto of bfloat16 ({level})", 0.5, min(slowest)))
 
     def others(self, title: str) -> None:
         """exmy beside what else there is in Python; on a part of the values, since the others take long."""
@@ -127,7 +127,7 @@ class Bench:
             for mine, other in zip(list(seconds)[:2], list(seconds)[2:], strict=True):
                 slowest.append(ratio(seconds, mine, other))
                 self._row(title, f"{mine} ÷ {dtype}", x.nbytes, seconds, {"× the other": slowest[-1]}, of=mine)
-        self.bars.append(report.Bar("slowest ÷ ml_dtypes' cast", 20, min(slowest)))
+        self.bars.append(Bar("slowest ÷ ml_dtypes' cast", 20, min(slowest)))
         packed = floatx.encode(x)
         assert np.array_equal(floatx.decode(packed), exmy.round(x, "e3m2"))
         calls = self.casts_of(exmy.Format("e3m2"), x, y, "float32")
@@ -157,7 +157,7 @@ class Bench:
                     self._row(title, row, matrix.nbytes, seconds, {"time ÷ max": times}, of=scale)
                     if (sharing, scale) == ("row", "search"):
                         most.append(times)
-        self.bars.append(report.Bar("search by rows, slowest format, time ÷ max", 3, max(most), most=True))
+        self.bars.append(Bar("search by rows, slowest format, time ÷ max", 3, max(most), most=True))
         if hasattr(exmy, "choose"):
             calls = {"max": lambda: exmy.quantize(matrix, "e4m3", scale="max")}
             calls |= {
@@ -168,7 +168,7 @@ class Bench:
             times_of = {call: 1 / ratio(seconds, call, "max") for call in list(calls)[1:]}
             for call, times in times_of.items():
                 self._row(title, call, matrix.nbytes, seconds, {"time ÷ max": times})
-            self.bars.append(report.Bar("choose, slowest, time ÷ max", 2, max(times_of.values()), most=True))
+            self.bars.append(Bar("choose, slowest, time ÷ max", 2, max(times_of.values()), most=True))
 
     def _row(
         self,
@@ -224,7 +224,7 @@ def main(rounds: int, values: int, formats: str, json_file: Path | None) -> None
     for title, run in sections:
         run(title)
         console.print(bench.table(title))
-    console.print(report.bar_table(bench.bars))
+    console.print(bar_table(bench.bars))
     if json_file:
         bars = [vars(bar) | {"met": bar.met} for bar in bench.bars]
         json_file.write_text(json.dumps({"machine": about, "tables": bench.rows, "bars": bars}, indent=1) + "\n")

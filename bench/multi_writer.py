@@ -4,7 +4,7 @@ by process 0) and icechunk.
     pip install -e '.[bench,plot]' && python bench/multi_writer.py --json figures.json --plot .
 
 (a) all hosts save one state as one commit, (b) each makes small commits of its own, (c) one is killed, (d) up to
-4,096 hosts on a model of GCS under virtual time (`gcs_model` states it). What is acknowledged is read back.
+4,096 hosts on a model of GCS under virtual time (`writer_model` states it). What is acknowledged is read back.
 Figures are medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. Linux
 only; under ten minutes on two cores, 8 GB of free memory and 4 GB of free disk.
 """
@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import click
-import gcs_model
 import machine
+import writer_model
 import writer_report
 from rich.console import Console
 from writer_rounds import Bench
@@ -71,7 +71,7 @@ def main(
         console.width = 170
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
     bench = Bench(folder, log.print)
-    commits: list[tuple[bool, gcs_model.Commit]] = []
+    commits: list[tuple[bool, writer_model.Commit]] = []
     began, left_out = time.monotonic(), []
     try:
         about = machine.describe(folder)
@@ -97,7 +97,7 @@ Job = tuple[str, str, Callable[[], None]]
 
 
 def _jobs(
-    bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, gcs_model.Commit]]
+    bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, writer_model.Commit]]
 ) -> Iterator[Job]:
     """Question, what of it, and the call that measures it: first all that has a bar."""
     bar = writer_report.BAR_HOSTS
@@ -119,12 +119,14 @@ def _jobs(
             yield "independent", f"{count} hosts", partial(bench.independent, count, 1, False, 0, seconds)
 
 
-def _model() -> list[tuple[bool, gcs_model.Commit]]:
+def _model() -> list[tuple[bool, writer_model.Commit]]:
     """Each run is one thread of computing; two go at once."""
     wanted = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, context) as pool:
-        runs = [(uploads, pool.submit(gcs_model.commit, hosts, 1, uploads=uploads)) for uploads, hosts in wanted]
+        runs = [
+            (uploads, pool.submit(writer_model.commit, hosts, 1, uploads=uploads)) for uploads, hosts in wanted
+        ]
         found = [(uploads, run.result()) for uploads, run in runs]
     return sorted(found, key=lambda each: (not each[0], each[1].hosts))
 

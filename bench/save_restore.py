@@ -15,13 +15,14 @@ import tempfile
 from pathlib import Path
 
 import click
-import kernels
 import machine
-import report
-from peers import CONTENDERS, LARGE_ONLY, RAW
+import save_kernels
+import save_report
+from bars import bar_table
 from rich.console import Console
-from rounds import Race
-from workloads import WORKLOADS
+from save_peers import CONTENDERS, LARGE_ONLY, RAW
+from save_rounds import Race
+from save_workloads import WORKLOADS
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
@@ -45,7 +46,7 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
         console.width = 120
     log = Console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
-    races: report.Races = {}
+    races: save_report.Races = {}
     try:
         about = machine.describe(folder)
         console.print_json(json.dumps(about))
@@ -53,15 +54,15 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
             here = [n for n in names if n not in LARGE_ONLY or workload.name == "large"]
             with log.status(workload.title):
                 races[workload.name] = Race(workload, here, folder, log.print).run(rounds)
-            console.print(report.table(workload.title, races[workload.name]))
+            console.print(save_report.table(workload.title, races[workload.name]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    speeds = kernels.measure(rounds) if "kernels" in chosen else {}
+    speeds = save_kernels.measure(rounds) if "kernels" in chosen else {}
     if speeds:
-        console.print(report.kernel_table(speeds))
-    console.print(report.bar_table(report.bars(races, speeds, about["kernels"])))
+        console.print(save_report.kernel_table(speeds))
+    console.print(bar_table(save_report.bars(races, speeds, about["kernels"])))
     if json_file:
-        json_file.write_text(json.dumps(report.as_data(about, races, speeds), indent=1) + "\n")
+        json_file.write_text(json.dumps(save_report.as_data(about, races, speeds), indent=1) + "\n")
 
 
 def _among(given: str, known: list[str], option: str) -> list[str]:

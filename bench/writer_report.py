@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gcs_model import Commit
-from peer_stores import WAYS
-from report import Bar, bar_table
+from bars import Bar, bar_table
 from rich.console import Console
 from rich.table import Table
+from writer_model import Commit
+from writer_peers import WAYS
 from writer_rounds import Row
 
 BAR_HOSTS = 8

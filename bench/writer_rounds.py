@@ -10,7 +10,7 @@
 
 All ways of one question take turns, in an order that is rotated by one each round. Outside of the timed regions:
 starting processes, emptying the folder, waiting for the disk, opening stores, making the arrays, what a process
-does the first time (see ``shared_stores``), and making sure that free memory is there (see ``machine.Reserve``).
+does the first time (see ``writer_stores``), and making sure that free memory is there (see ``machine.Reserve``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 import machine
 import numpy as np
-from host_process import HostError, Hosts
-from peer_stores import WAYS
-from shared_stores import SIDE, SMALL, STATE
+from writer_peers import WAYS
+from writer_processes import HostError, Hosts
+from writer_stores import SIDE, SMALL, STATE
 
 Row = dict[str, Any]
 """One measurement: question, way, hosts, tasks, durable, round, and its figures, or the error that ended it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import processes
 
-import tstore
 import tstore.sync as blocking
 
 KILLS = 20
@@ -196,8 +194,3 @@ def test_a_reader_of_a_killed_writers_leftovers_is_not_disturbed(tmp_path: Path)
     assert store.verify().ok
     assert blocking.save(store, {"x": np.arange(4)}, 1) == 2
     assert blocking.restore(store)["x"].tolist() == [0, 1, 2, 3]
-
-
-def test_the_awaited_and_the_blocking_store_see_the_same(tmp_path: Path) -> None:
-    blocking.save(tmp_path / "s", {"x": np.arange(3)}, 0)
-    assert asyncio.run(tstore.restore(tmp_path / "s"))["x"].tolist() == [0, 1, 2]

@@ -118,6 +118,11 @@ async def test_it_works_under_a_running_loop() -> None:
     whole_tour(f"memory://{uuid.uuid4()}")
 
 
+def test_the_awaited_and_the_blocking_store_see_the_same(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "s", {"x": np.arange(3)}, 0)
+    assert asyncio.run(tstore.restore(tmp_path / "s"))["x"].tolist() == [0, 1, 2]
+
+
 def test_it_works_from_several_threads(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with blocking.open(url).transaction() as tx:

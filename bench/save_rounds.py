@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 
 import machine
-import memory
 import numpy as np
-from peers import CONTENDERS, Contender
-from workloads import Arrays, Workload
+import save_memory
+from save_peers import CONTENDERS, Contender
+from save_workloads import Arrays, Workload
 
 MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 
@@ -122,7 +122,7 @@ class Race:
         machine.settle(self.folder)
         for phase in ("save", "restore") if self.contenders[name].restores else ("save",):
             try:
-                peak = memory.beyond_arrays(name, self.workload.name, phase, self.folder)
+                peak = save_memory.beyond_arrays(name, self.workload.name, phase, self.folder)
             except RuntimeError as error:
                 self.say(f"{self.workload.name}: no peak memory of {name} in {phase}: {error}")
                 return

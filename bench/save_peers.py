@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from workloads import Arrays, Workload
+from save_workloads import Arrays, Workload
 
 
 class Contender(Protocol):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from host_process import until
+from writer_processes import until
 
 COUNT, SIDE, SMALL = 16, 4096, 128
 STATE = COUNT * SIDE * SIDE * 4

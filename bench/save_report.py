@@ -1,35 +1,19 @@
-"""Tables of the figures, the issue's bars, and the same as plain data for JSON."""
+"""Tables of the figures of `save_restore`, its bars, and the same as plain data for JSON."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import isnan
 from statistics import median
 from typing import Any
 
-from peers import RAW, TENSORSTORE
+from bars import Bar, number
 from rich.table import Table
-from rounds import MEASURES, Figures
+from save_peers import RAW, TENSORSTORE
+from save_rounds import MEASURES, Figures
 
 Races = dict[str, dict[str, Figures]]
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Bar:
-    """``need`` × the reference is the least (``measured`` NaN: it could not be measured in this run)."""
-
-    what: str
-    need: float
-    measured: float
-    most: bool = False  # then ``need`` is the most, not the least
-    unit: str = "×"
-
-    @property
-    def met(self) -> bool | None:
-        if isnan(self.measured):
-            return None
-        return self.measured <= self.need if self.most else self.measured >= self.need
 
 
 def best(figures: dict[str, Figures], names: tuple[str, ...], measure: str) -> Figures | None:
@@ -56,8 +40,8 @@ def table(title: str, figures: dict[str, Figures]) -> Table:
                 f"  {f.title}" + (" *" if f is raw or f is peer else ""),
                 f"{f.median(measure):.3g}",
                 f"{min(values):.3g}–{max(values):.3g}",
-                _number(f.ratio(measure, raw) if raw else float("nan")),
-                _number(f.ratio(measure, peer) if peer else float("nan")),
+                number(f.ratio(measure, raw) if raw else float("nan")),
+                number(f.ratio(measure, peer) if peer else float("nan")),
                 "–" if peak is None else f"{peak / MIB:.0f}",
                 str(len(values)),
             )
@@ -77,7 +61,7 @@ def kernel_table(figures: dict[str, list[float]]) -> Table:
     for head in ("", "GB/s", "min–max", "× np.copyto"):
         out.add_column(head, justify="left" if not head else "right")
     for name, values in figures.items():
-        ratio = _number(_paired(values, figures["copyto"]))
+        ratio = number(_paired(values, figures["copyto"]))
         out.add_row(name, f"{median(values):.3g}", f"{min(values):.3g}–{max(values):.3g}", ratio)
     if len(figures) == 1:
         out.caption = "exmy: absent"
@@ -119,17 +103,6 @@ def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]
     return out
 
 
-def bar_table(of: list[Bar]) -> Table:
-    out = Table(title="bars", title_justify="left")
-    for head in ("", "bar", "measured", ""):
-        out.add_column(head, justify="right" if head else "left")
-    for bar in of:
-        verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[bar.met]
-        sign = "≤" if bar.most else "≥"
-        out.add_row(bar.what, f"{sign} {bar.need:g}{bar.unit}", _number(bar.measured, bar.unit), verdict)
-    return out
-
-
 def as_data(machine: dict[str, Any], races: Races, kernels: dict[str, list[float]]) -> dict[str, Any]:
     """What ``--json`` writes; no NaN in it."""
     return {
@@ -162,12 +135,6 @@ def _ratios(f: Figures, figures: dict[str, Figures], names: tuple[str, ...]) -> 
 
 def _paired(values: list[float], others: list[float]) -> float:
     return median(a / b for a, b in zip(values, others, strict=True))
-
-
-def _number(value: float, unit: str = "") -> str:
-    if isnan(value):
-        return "–"
-    return (f"{value:.0f}" if value >= 100 else f"{value:.2f}") + unit
 
 
 def _or_none(value: float) -> float | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from host_process import until
-from shared_stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
+from writer_processes import until
+from writer_stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
 
 
 class TensorStoreShared(Host):

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import machine
-from peers import CONTENDERS
-from workloads import WORKLOADS, Arrays
+from save_peers import CONTENDERS
+from save_workloads import WORKLOADS, Arrays
 
 
 def beyond_arrays(contender: str, workload: str, phase: str, folder: Path) -> int:

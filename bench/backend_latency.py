@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from report import Bar
+from bars import Bar
 
 import tstore
 from tstore.kv.faults import Faults
