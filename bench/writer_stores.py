@@ -169,7 +169,15 @@ class TStore(Host):
         import tstore
 
         self.store = self.runner.run(tstore.open(self.folder))
-        self.written = self.store.log.backend = _Written(self.store.log.backend)
+        self.written, backend = 0.0, self.store.log.backend
+        settle = backend.settle
+
+        async def settled(prefix: str, durability: Any) -> None:
+            await settle(prefix, durability)
+            if prefix.startswith("txn/") and not self.written:
+                self.written = time.monotonic()  # this process has written its chunks, and made them durable
+
+        backend.settle = settled
 
     def save(self, start: float, attempt: int) -> Saved:
         import tstore
@@ -188,7 +196,7 @@ class TStore(Host):
                 durability="fsync" if self.durable else "none",
             )
         )
-        return Saved(self.written.at, time.monotonic())
+        return Saved(self.written, time.monotonic())
 
     def read(self, name: str) -> Any:
         async def read() -> Any:
@@ -233,7 +241,7 @@ class TStoreApart(TStore):
         until(start)
         durability: Any = "fsync" if self.durable else "none"
         self.runner.run(tstore.save(self.store, self.parts, 0, durability=durability))
-        return Saved(self.written.at, time.monotonic())
+        return Saved(self.written, time.monotonic())
 
     def create(self, writers: int) -> None:
         """Nothing: each host makes its own."""
@@ -243,19 +251,3 @@ class TStoreApart(TStore):
             return await (await (await self.store.snapshot()).array(name)).read()
 
         return self.runner.run(read())
-
-
-class _Written:
-    """A backend that knows when this process has last written chunks and made them durable."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.at = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    async def settle(self, prefix: str, durability: Any) -> None:
-        await self._backend.settle(prefix, durability)
-        if prefix.startswith("txn/") and not self.at:
-            self.at = time.monotonic()

@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("kv.gcs_answer",),
     ("kv.upload", "kv.retry", "kv.limits", "kv.trace", "kv.prefix", "kv.readonly", "kv.faults"),
     ("kv.memory", "kv.local", "kv.http", "kv.gcs", "kv.s3", "kv.fsspec"),
-    ("kv.remote", "kv.cache"),
+    ("kv.remote", "kv.cache", "kv.watch"),
     ("kv.cached",),
     ("kv.url",),
     ("kv.probe",),

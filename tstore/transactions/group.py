@@ -12,9 +12,10 @@
    present. Then it appends the record, reading every record from the lowest base among the fragments on, so that
    a late finisher meets an earlier commit of the same transaction and never makes a second. Creation is
    exclusive and what is created is determined by the fragments, so at each step several may try.
-5. The others wait for the record, and ask for nothing else as a rule. Now and then, the more hosts the more
-   seldom, each makes up for hosts that died after their fragment: it merges what is full and nobody merged, and
-   commits. So may any process, by `finish_group`, also long after.
+5. The others wait for the record, and ask for nothing else as a rule; where the system tells what appears in the
+   log (`watch`) they seldom need ask even for that. Now and then, the more hosts the more seldom, each makes up
+   for hosts that died after their fragment: it merges what is full and nobody merged, and commits. So may any
+   process, by `finish_group`, also long after.
 6. Every wait has a deadline, whose error names the absent hosts. A group that lost a host never commits.
 """
 
@@ -41,6 +42,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.kv.base import Durability
+from tstore.kv.watch import Watch
 from tstore.log import Log
 from tstore.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.pool import uncancelled
@@ -52,6 +54,7 @@ __all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", 
 DEFAULT_TIMEOUT = 300.0
 _MOST_HOSTS = 100_000
 _POLL_FIRST, _POLL_MOST = 0.005, 0.2
+_POLL_TOLD = 0.05  # the shortest from the second on, where the system tells what appears
 _POLLS = 1000.0  # a second, of all waiting hosts together, where they are many
 _GRACE = 0.25
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
@@ -156,32 +159,34 @@ async def commit_group(
     grace = _GRACE * max(1, member.hosts / FAN) ** 2  # of a large group few look at once: each may read a hundred
     look = waited + _GRACE + grace * world.uniform(0, 2)
     seen, takeover = fragment.base, math.inf
-    while True:
-        pause = max(floor, min(_POLL_MOST, (clock() - waited) / 20))
-        await asyncio.sleep(min(pause * world.uniform(0.5, 1), max(0.001, deadline - clock())))
-        version, seen = await log.scan(fragment.transaction, seen)
-        if version is not None:
-            await log.backend.settle("commits", durability)  # its creator may not have got to it
-            return version
-        now = clock()
-        if takeover < math.inf:
-            if now >= min(takeover, deadline):
-                return await uncancelled(_finish(log, member))
-        elif now >= deadline:
-            absent = await _absent(log, member, durability)
-            if absent:
-                raise DeadlineExceeded(
-                    f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} of "
-                    f"{member.hosts}; it is not committed, and will be only if they still deliver. Start the job "
-                    "again with another attempt, or give them more time",
-                    absent,
-                )
-            takeover = now
-        elif now >= look:
-            if await _help(log, member, durability):
-                takeover = now + _GRACE * world.uniform(1, 2)
-            grace *= 2
-            look = now + grace * world.uniform(1, 2)
+    async with Watch(log.backend, "commits") as watch:
+        while True:
+            pause = max(floor, min(_POLL_MOST, (clock() - waited) / 20))
+            await watch.wait(min(pause * world.uniform(0.5, 1), max(0.001, deadline - clock())))
+            floor = max(floor, _POLL_TOLD if watch.told else 0.0)
+            version, seen = await log.scan(fragment.transaction, seen)
+            if version is not None:
+                await log.backend.settle("commits", durability)  # its creator may not have got to it
+                return version
+            now = clock()
+            if takeover < math.inf:
+                if now >= min(takeover, deadline):
+                    return await uncancelled(_finish(log, member))
+            elif now >= deadline:
+                absent = await _absent(log, member, durability)
+                if absent:
+                    raise DeadlineExceeded(
+                        f"{log.backend.url}: transaction {member.name!r} waited {limit:g} s for hosts {absent} "
+                        f"of {member.hosts}; it is not committed, and will be only if they still deliver. Start "
+                        "the job again with another attempt, or give them more time",
+                        absent,
+                    )
+                takeover = now
+            elif now >= look:
+                if await _help(log, member, durability):
+                    takeover = now + _GRACE * world.uniform(1, 2)
+                grace *= 2
+                look = now + grace * world.uniform(1, 2)
 
 
 async def finish_group(log: Log, member: Membership) -> int:
