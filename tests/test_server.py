@@ -8,7 +8,9 @@ import io
 import json
 import logging
 import os
+import signal
 import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ import tstore
 from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.manifest import Manifest, Record, encode
-from tstore.server import Access, Certificate, JsonLines, Limits, Server
+from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
 
@@ -161,6 +163,13 @@ async def test_a_body_in_chunks(client: Client) -> None:
     chunked = {201: b"x" * 500_000, 411: None}  # in memory only what comes with its length can be received
     assert answer.status in chunked
     assert answer.status == 411 or (await client("GET", PACK)).body == chunked[201]
+
+
+async def test_a_long_pack_for_a_storage_that_is_not_local() -> None:
+    async with Server("memory://a-long-pack") as server, wire(server) as raw:
+        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+        await raw.send(b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % (1 << 30))
+        assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 async def test_metadata_that_would_break_the_store_is_refused(client: Client) -> None:
@@ -493,6 +502,68 @@ def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: i
     assert said in errors.getvalue()
     assert errors.getvalue().count("\n") == 1
     assert WRITE not in errors.getvalue()
+
+
+async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with serving(tmp_path / "store", stderr=writing) as served:
+        os.close(writing)
+        async with aiohttp.ClientSession(served.url) as session:
+            client = Client(session, WRITE)
+            for _ in range(20):
+                answers = await asyncio.gather(*[client("GET", f"/{'x' * 900}") for _ in range(20)])
+                assert {answer.status for answer in answers} == {404}
+        served.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
+    os.close(reading)
+
+
+def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    total, log = 12_000, logging.getLogger("tstore.server")
+    with written(writing), (tmp_path / "log").open("wb") as file:
+        for number in range(total):
+            log.info("entry %d", number)
+        reader = subprocess.Popen(["cat"], stdin=reading, stdout=file)
+        os.close(reading)
+    os.close(writing)
+    assert reader.wait(60) == 0
+    lines = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    dropped = sum(int(line.split()[0]) for line in lines if "dropped" in line)
+    assert dropped > 0
+    assert dropped + sum("dropped" not in line for line in lines) == total
+    assert lines[0] == "entry 0"
+
+
+async def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        file.chmod(0o600)
+
+    write(f"read {READ}\n")
+    with serving(tmp_path / "store", "--token-file", str(file)) as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            client = Client(session)
+
+            async def status(token: str) -> int:
+                return (await client.with_token(token)("GET", PACK)).status
+
+            async def told(text: str) -> None:
+                served.process.send_signal(signal.SIGHUP)
+                async with asyncio.timeout(20):
+                    while text not in served.said():
+                        await status(READ)
+
+            assert [await status(READ), await status(WRITE)] == [404, 401]
+            write(f"write {WRITE}\n")
+            await told("the tokens were read again; there are 1")
+            assert [await status(READ), await status(WRITE)] == [401, 404]
+            write("nonsense\n")
+            await told("the tokens stay as they were")
+            assert [await status(READ), await status(WRITE)] == [401, 404]
+        assert WRITE not in str(served.end())
 
 
 async def test_health_and_methods(client: Client) -> None:

@@ -118,6 +118,10 @@ class Process(NamedTuple):
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
+    def said(self) -> str:
+        """What it has logged so far."""
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode()
+
     def end(self) -> list[dict[str, Any]]:
         """Ends it as a service manager does; what it logged."""
         self.process.send_signal(signal.SIGTERM)
@@ -128,8 +132,10 @@ class Process(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(store: object, *options: str, tokens: str = f"write {WRITE}", **limits: int) -> Iterator[Process]:
-    """A process that serves a store, with `limits` of the system, as NOFILE=64."""
+def serving(
+    store: object, *options: str, tokens: str = f"write {WRITE}", stderr: int | None = None, **limits: int
+) -> Iterator[Process]:
+    """A process that serves a store, with `limits` of the system, as NOFILE=64; it logs to a file, or `stderr`."""
     code = "import resource, sys; from tstore import cli\n"
     for name, value in limits.items():
         code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
@@ -137,7 +143,7 @@ def serving(store: object, *options: str, tokens: str = f"write {WRITE}", **limi
     environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
     with tempfile.TemporaryFile() as log:  # no pipe: nobody reads it meanwhile
         with subprocess.Popen(
-            [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=log, env=environment
+            [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=stderr or log, env=environment
         ) as process:
             assert process.stdout is not None
             try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -18,14 +18,18 @@ import click
 import tstore
 from tstore.cli.console import json_option, run, store_argument
 from tstore.cli.tables import Progress
-from tstore.errors import NotAStore
+from tstore.errors import NotAStore, TStoreError
 
 if TYPE_CHECKING:
-    from tstore.server import Access
+    from tstore.server import Access, Server
 
 __all__ = ["serve"]
 
 TOKENS = "TSTORE_SERVER_TOKENS"
+
+_STDERR = 2
+
+_log = logging.getLogger("tstore.server")
 
 
 @click.command("serve")
@@ -39,7 +43,8 @@ TOKENS = "TSTORE_SERVER_TOKENS"
 @click.option(
     "--token-file",
     metavar="FILE",
-    help=f"A line for each token: SCOPE TOKEN; scopes are read, write, admin. Else {TOKENS} is looked at.",
+    help="A line for each token: SCOPE TOKEN; scopes are read, write, admin. Read again on SIGHUP. "
+    f"Else {TOKENS} is looked at.",
 )
 @click.option(
     "--anonymous",
@@ -112,13 +117,18 @@ def serve(
         ended = asyncio.Event()
         with _signals(ended):
             async with server:
+                if token_file is not None:
+                    again = functools.partial(_read_again, server, token_file, anonymous)
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, again)
                 if as_json:
                     print(json.dumps({"store": server.store, "url": server.url}), flush=True)
                 else:
                     print(f"serving {server.store} at {server.url}", flush=True)
                 await ended.wait()
 
-    with _logged():
+    from tstore.server import written
+
+    with written(_STDERR):
         return run(work, lambda document: None, as_json)
 
 
@@ -149,6 +159,19 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
     return None if anonymous is None else Access(anonymous=anonymous)
 
 
+def _read_again(server: Server, token_file: str, anonymous: str | None) -> None:
+    """Has the tokens count that the file names now; those that counted stay where it can't be read."""
+    from tstore.server import Access
+
+    try:
+        access = Access.read(token_file, anonymous or "none")
+    except TStoreError as error:
+        _log.warning("the tokens stay as they were: %s", error)
+    else:
+        server.admit(access)
+        _log.info("the tokens were read again; there are %d", access.tokens)
+
+
 @contextlib.contextmanager
 def _signals(ended: asyncio.Event) -> Iterator[None]:
     """Has the first SIGTERM or Ctrl-C end the server gracefully; a second one ends it at once."""
@@ -167,22 +190,3 @@ def _signals(ended: asyncio.Event) -> Iterator[None]:
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    """Has what the server logs written to standard error."""
-    from tstore.server import JsonLines
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logs = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")]
-    logs[0].setLevel(logging.INFO)
-    for log in logs:
-        log.addHandler(handler)
-    try:
-        yield
-    finally:
-        for log in logs:
-            log.removeHandler(handler)
-        logs[0].setLevel(logging.NOTSET)

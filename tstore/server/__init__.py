@@ -6,8 +6,8 @@ Read `app` first: it has the dialect.
 from __future__ import annotations
 
 from tstore.server.access import Access, Scope
-from tstore.server.journal import JsonLines
+from tstore.server.journal import JsonLines, written
 from tstore.server.limits import Limits
 from tstore.server.running import Certificate, Server
 
-__all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server"]
+__all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server", "written"]

@@ -53,13 +53,11 @@ _FOR_EVER = "private, max-age=31536000, immutable"
 class App:
     """Answers the requests for the objects of one store.
 
-    `most` is the scope that no token exceeds. `by_address` refuses requests without a token that name the server
-    otherwise than by its address: a page in a browser could make such, under a name that it lets point here.
+    `most` is the scope that no token exceeds. Where there are no tokens, requests that name the server otherwise
+    than by its address are refused: a page in a browser could make such, under a name that it lets point here.
     """
 
-    def __init__(
-        self, served: Served, access: Access, most: Scope, names: Names, limits: Limits, *, by_address: bool
-    ) -> None:
+    def __init__(self, served: Served, access: Access, most: Scope, names: Names, limits: Limits) -> None:
         self.draining = False
         self._served = served
         self._storing = Storing(served, limits)
@@ -67,7 +65,6 @@ class App:
         self._most = most
         self._names = names
         self._limits = limits
-        self._by_address = by_address
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,6 +82,10 @@ class App:
             self._busy -= 1
             if not self._busy:
                 self._idle.set()
+
+    def admit(self, access: Access) -> None:
+        """Has `access` say from now on who may do what."""
+        self._access = access
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when those under way are answered."""
@@ -123,7 +124,7 @@ class App:
             error = ', error="invalid_token"' if given is not None else ""
             raise Refused(401, why, {"WWW-Authenticate": f'Bearer realm="tstore"{error}'})
         tally().scope = scope.name.lower()
-        if given is None and self._by_address and not _is_address(request.host):
+        if given is None and not self._access.tokens and not _is_address(request.host):
             raise Refused(403, "without a token this server is to be asked by its address, or as localhost")
         self._check_scope(scope, _NEEDED[request.method])
         return scope

@@ -23,7 +23,6 @@ from tstore.kv.local import LocalBackend
 from tstore.kv.newfile import explained, write_all
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run, uncancelled
-from tstore.server.limits import PIECE
 from tstore.server.names import Kind
 from tstore.server.served import Found, Incoming, Served
 
@@ -36,11 +35,6 @@ class ServedFolder(Served):
     """The files of a store's folder."""
 
     backend: LocalBackend
-    longest = 1 << 62
-
-    def held(self, length: int) -> int:
-        """Bytes of memory that an incoming object of that length takes."""
-        return min(length, 2 * PIECE)
 
     def __init__(self, backend: LocalBackend) -> None:
         super().__init__(LocalBackend(os.path.realpath(backend.url)))
@@ -83,7 +77,7 @@ class ServedFolder(Served):
         return await run(self._page, prefix, delimiter, after, limit)
 
     @contextlib.asynccontextmanager
-    async def incoming(self, key: str) -> AsyncIterator[Incoming]:
+    async def incoming(self, key: str, length: int | None) -> AsyncIterator[Incoming]:
         """A new object that is filled piece by piece, and appears whole when the block ends without exception.
 
         Raises `AlreadyExists` at the end where another was faster.
@@ -178,19 +172,19 @@ class ServedFolder(Served):
                 yield name, 0, 0.0
 
 
-class _IncomingFile(Incoming):
+class _IncomingFile:
     def __init__(self, path: str, fd: int) -> None:
         self._path = path
         self._fd = fd
         self._end = 0
 
-    async def write(self, piece: Buffers) -> None:
-        await run(self._write, piece)
+    async def write(self, pieces: Buffers) -> None:
+        await run(self._write, pieces)
 
-    def _write(self, piece: Buffers) -> None:
+    def _write(self, pieces: Buffers) -> None:
         with explained("write", self._path):
-            for i in range(0, len(piece), _IOV_MAX):
-                self._end += write_all(self._fd, piece[i : i + _IOV_MAX], self._end)
+            for i in range(0, len(pieces), _IOV_MAX):
+                self._end += write_all(self._fd, pieces[i : i + _IOV_MAX], self._end)
 
 
 class _Abandoned(Exception):

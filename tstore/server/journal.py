@@ -3,22 +3,32 @@
 `tstore.server.access` gets one entry a request, with a `document` that `JsonLines` makes a line of: from where,
 the method, the path without its query, the status, the scope of the token, bytes received and sent (of objects),
 and seconds.
+
+`written` puts the entries on a queue of bounded length, from which a thread of the standard library writes them: a
+reader that is slow, or gone, costs entries, whose number is told, and delays no request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+import logging.handlers
+import os
+import queue
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-__all__ = ["AccessLog", "JsonLines", "tally"]
+__all__ = ["AccessLog", "JsonLines", "tally", "written"]
 
 _LONGEST = 300
+_WAITING = 10_000  # entries
+_PATIENCE = 2.0  # seconds that entries are given at the end
 
 
 class Tally:
@@ -77,3 +87,75 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+@contextlib.contextmanager
+def written(descriptor: int) -> Iterator[None]:
+    """Has what servers log written to a file or pipe, as lines of JSON, as long as the block takes."""
+    entries: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
+    handler = _Queued(entries)
+    writer = logging.handlers.QueueListener(entries, _Lines(descriptor))
+    logs = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")]
+    logs[0].setLevel(logging.INFO)
+    for log in logs:
+        log.addHandler(handler)
+    writer.start()
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+        logs[0].setLevel(logging.NOTSET)
+        with entries.all_tasks_done:
+            done = entries.all_tasks_done.wait_for(lambda: not entries.unfinished_tasks, _PATIENCE)
+        if done:  # else nobody reads; the thread ends with the process
+            handler.tell_dropped()
+            writer.stop()
+
+
+class _Queued(logging.handlers.QueueHandler):
+    """Leaves entries to another thread; those for which there is no room are counted."""
+
+    def __init__(self, entries: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(entries)
+        self._dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The entry itself: it does not leave the process."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Puts it on the queue."""
+        try:
+            self.tell_dropped()
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def tell_dropped(self) -> None:
+        """Puts how many were dropped since it was told last, if any, on the queue; `queue.Full`."""
+        if self._dropped:
+            said = f"{self._dropped} entries of the log were dropped, since they were read too slowly"
+            told = logging.LogRecord("tstore.server", logging.WARNING, __file__, 0, said, None, None)
+            self.queue.put_nowait(told)
+            self._dropped = 0
+
+
+class _Lines(logging.Handler):
+    """Writes entries to a descriptor; one that nobody reads any more costs nothing but the entries."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self.setFormatter(JsonLines())
+
+    def createLock(self) -> None:
+        """Makes none: one thread writes, and the end of the process would wait for one that nobody reads."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one."""
+        line = f"{self.format(record)}\n".encode()
+        with contextlib.suppress(OSError):
+            while line:
+                line = line[os.write(self._descriptor, line) :]

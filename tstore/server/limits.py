@@ -19,6 +19,9 @@ HELD = 256 << 20
 LONGEST_HELD = 192 << 20
 """The longest body that is held in memory."""
 
+UPLOADS = 8
+"""Packs on their way at once to a storage that is not local; each is in memory (to 32 MiB) or a temporary file."""
+
 LONGEST_SMALL = 4 << 10
 """The longest marker, hint or heartbeat."""
 

@@ -67,20 +67,15 @@ class Server:
     ) -> None:
         if mode not in ("r", "a"):
             raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read) or 'a' (write)")
-        local = _is_loopback(host)
-        if not local and (access is None or not access.tokens):
-            raise InvalidArgument(
-                f"host {host}: others than this machine can reach that, so the server needs tokens; pass a file "
-                "of them, or listen on 127.0.0.1"
-            )
-        if not local and certificate is None:
+        access = access or Access(anonymous="write")
+        _check_reach(host, access)
+        if not _is_loopback(host) and certificate is None:
             _log.warning("listening on %s without TLS: tokens can be read on the way, unless a proxy has it", host)
         self.store = os.fspath(store)
         self._mode = mode
         self._options = storage_options
         self._host, self._port = host, port
-        self._access = access or Access(anonymous="write")
-        self._by_address = local and (access is None or not access.tokens)
+        self._access = access
         self._tls = None if certificate is None else _tls(certificate)
         self._names = names
         self._limits = limits
@@ -92,12 +87,18 @@ class Server:
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
+    def admit(self, access: Access) -> None:
+        """Has `access` say from now on who may do what; requests under way are not looked at again."""
+        _check_reach(self._host, access)
+        self._access = access
+        self._app.admit(access)
+
     async def __aenter__(self) -> Server:
         backend = connect(self.store, self._options)
         await self._check_store(Served(backend))
         self._served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
-        self._app = App(self._served, self._access, most, self._names, self._limits, by_address=self._by_address)
+        self._app = App(self._served, self._access, most, self._names, self._limits)
         limits = _affordable(self._limits)
         self._connections = Connections(self._app.answer, limits)
         try:
@@ -149,6 +150,15 @@ def _affordable(limits: Limits) -> Limits:
     if files == resource.RLIM_INFINITY:
         return limits
     return limits._replace(connections=min(limits.connections, max(1, (files - _OTHER_FILES) // 2)))
+
+
+def _check_reach(host: str, access: Access) -> None:
+    """Raises `InvalidArgument` where others than this machine could reach a server without tokens."""
+    if not access.tokens and not _is_loopback(host):
+        raise InvalidArgument(
+            f"host {host}: others than this machine can reach that, so the server needs tokens; pass a file "
+            "of them, or listen on 127.0.0.1"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,6 +1,7 @@
 """The objects behind a server: what it reads from, creates in, lists and removes from a backend of any kind.
 
-A body is held in memory and created at once. `ServedFolder` (`folder`) does better with local files.
+A few packs are on their way at once, each in memory, or in a temporary file if it is long, until it is whole (see
+`Backend.upload`). `ServedFolder` (`folder`) does better with local files.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from io import FileIO
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
-from tstore.errors import NotFound
-from tstore.kv.base import Backend, Buffers, Durability, PackReader
+from tstore.errors import InvalidArgument, NotFound
+from tstore.kv.base import Backend, Buffers, Durability, PackReader, PackWriter
 from tstore.kv.objects import Entry, Page, PutMode
-from tstore.pool import run
-from tstore.server.limits import LONGEST_HELD
+from tstore.pool import run, uncancelled
+from tstore.server.limits import UPLOADS
 from tstore.server.names import Kind
 
-__all__ = ["Found", "Served"]
+__all__ = ["Found", "Incoming", "LengthNeeded", "Served"]
 
 _SMALL = 1 << 20
 
@@ -56,15 +57,9 @@ def _piece(source: PackReader, offset: int, size: int) -> bytes:
 class Served:
     """The objects of a backend."""
 
-    longest = LONGEST_HELD
-    """The longest object that can come."""
-
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-
-    def held(self, length: int) -> int:
-        """Bytes of memory that an incoming object of that length takes."""
-        return length
+        self._uploads = asyncio.Semaphore(UPLOADS)
 
     @contextlib.asynccontextmanager
     async def opened(self, key: str, kind: Kind) -> AsyncIterator[Found]:
@@ -128,23 +123,58 @@ class Served:
         """Removes a folder in which no object is left; only files have any."""
 
     @contextlib.asynccontextmanager
-    async def incoming(self, key: str) -> AsyncIterator[Incoming]:
+    async def incoming(self, key: str, length: int | None) -> AsyncIterator[Incoming]:
         """A new object that is filled piece by piece, and appears whole when the block ends without exception.
 
-        Raises `AlreadyExists` at the end where another was faster.
+        Raises `AlreadyExists` at the end where another was faster, `LengthNeeded`.
         """
-        incoming = Incoming()
-        yield incoming
-        await self.backend.create(key, bytes(incoming.data), Durability.FSYNC)
+        if length is None:
+            raise LengthNeeded(f"{self.backend.url}: {key} is of unknown length")
+        async with self._uploads:
+            incoming = _Upload(self.backend, key, length)
+            try:
+                await incoming.begin()
+                yield incoming
+                await incoming.finish()
+            except BaseException:
+                await uncancelled(incoming.discard())
+                raise
 
 
-class Incoming:
-    """The bytes of a new object."""
+class LengthNeeded(InvalidArgument):
+    """An object that comes without its length can't be received."""
 
-    def __init__(self) -> None:
-        self.data = bytearray()
 
-    async def write(self, piece: Buffers) -> None:
+class Incoming(Protocol):
+    """A new object."""
+
+    async def write(self, pieces: Buffers) -> None:
         """Adds the next bytes."""
-        for buffer in piece:
-            self.data += buffer
+
+
+class _Upload:
+    """It waits for memory, and for the storage, in threads of the pool: there are more of these than uploads."""
+
+    def __init__(self, backend: Backend, key: str, length: int) -> None:
+        self._backend = backend
+        self._key = key
+        self._length = length
+        self._writer: PackWriter | None = None
+
+    async def begin(self) -> None:
+        def begin() -> None:  # whoever is cancelled meanwhile still has it to discard
+            self._writer = self._backend.upload(self._key, self._length, Durability.FSYNC)
+
+        await run(begin)
+
+    async def write(self, pieces: Buffers) -> None:
+        assert self._writer is not None
+        await run(self._writer.append, pieces, sum(map(len, pieces)))
+
+    async def finish(self) -> None:
+        assert self._writer is not None
+        await run(self._writer.finish)
+
+    async def discard(self) -> None:
+        if self._writer is not None:
+            await run(self._writer.discard)

@@ -1,6 +1,6 @@
 """What a server takes, and what it removes.
 
-1. A pack goes piece by piece into a temporary file; anything else is short, is held, and is checked first.
+1. A pack goes piece by piece to where it is kept until whole; the rest is short, is held, and is checked first.
 2. A body that ends early, stalls, is too long or has another checksum leaves nothing.
 3. A record is taken only behind the one before it, so no request can tear a hole into the log.
 4. Nothing is removed that no gc's commit condemned, the heartbeats of hosts apart.
@@ -23,7 +23,7 @@ from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits
 from tstore.server.names import Kind, number_of
 from tstore.server.records import check
-from tstore.server.served import Served
+from tstore.server.served import LengthNeeded, Served
 
 __all__ = ["Storing"]
 
@@ -70,15 +70,18 @@ class Storing:
             await self._served.tidy("/".join(key.split("/")[:2]))
 
     async def _stream(self, request: web.BaseRequest, key: str) -> None:
-        most = min(self._limits.object_bytes, self._served.longest)
+        most = self._limits.object_bytes
         length = declared_length(request, most)
-        async with self._budget.claim(self._served.held(length or most)):
+        async with self._budget.claim(min(length or most, 2 * PIECE)):
             digest = _Digest(request)
-            async with self._served.incoming(key) as incoming:
-                async for pieces in received(request, most, self._limits):
-                    digest.update(pieces)
-                    await incoming.write(pieces)
-                digest.check()
+            try:
+                async with self._served.incoming(key, length) as incoming:
+                    async for pieces in received(request, most, self._limits):
+                        digest.update(pieces)
+                        await incoming.write(pieces)
+                    digest.check()
+            except LengthNeeded:
+                raise Refused(411, f"{key} needs a Content-Length") from None
 
     async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode) -> None:
         most = LONGEST_SMALL if kind in _SMALL else LONGEST_HELD
