@@ -1,1 +1,5 @@
-"""Other formats of tensors and checkpoints, in and out; one module for each, named after the format."""
+"""Other formats of tensors and checkpoints, in and out.
+
+1. `safetensors_header`, `safetensors`: files of that format.
+2. `checkpoint`: checkpoints from such files, and back.
+"""
