@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+import tstore.sync as blocking
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, SnapshotExpired, Unavailable
 
 RNG = np.random.default_rng(7)
 KINDS = ["float16", "bfloat16", "float32", "float64"]
@@ -343,6 +344,28 @@ async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
         for path in ("bad", "tiny", "ids", "empty", "zero"):
             assert np.array_equal(found[path], tree[path], equal_nan=path != "ids")
         assert found["s"] == 3
+
+
+@pytest.mark.parametrize("at", [None, "step/1"])
+async def test_a_gc_that_overtakes_it(tmp_path: Path, at: str | None) -> None:
+    """What stays as it is is referenced, and so are chunks that a gc condemns meanwhile."""
+    tree = {"w": values(64, 64), "n": np.arange(10_000)}
+    await tstore.save(tmp_path, tree, 1)
+    told: list[int] = []
+
+    def overtake(done: int, total: int) -> None:
+        if not told:
+            blocking.save(tmp_path, {"w": values(64, 64), "n": np.arange(10_000) + 1}, 2)
+            blocking.open(tmp_path).collect(tstore.Keep(last=1))
+        told.append(done)
+
+    if at is not None:
+        with pytest.raises(SnapshotExpired, match=r"version 1.* was removed by the garbage collection"):
+            await tstore.quantize(tmp_path, "e4m3", at=at, progress=overtake)
+        return
+    report = await tstore.quantize(tmp_path, "e4m3", progress=overtake)
+    assert (report.tag, report.source) == ("step/2/e4m3", 2)
+    assert (await tstore.restore(tmp_path, at="step/2/e4m3"))["n"][0] == 1
 
 
 @pytest.mark.parametrize(

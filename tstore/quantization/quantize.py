@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tstore.checkpoint.steps import chosen_snapshot
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.table import ChunkTable
-from tstore.errors import AlreadyExists, InvalidArgument
+from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.kv.base import Durability
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
@@ -29,6 +29,9 @@ from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
 
 __all__ = ["quantize", "quantize_report"]
+
+_OVERTAKEN = 8
+"""As often may newer steps and gcs overtake the work on the newest step."""
 
 
 async def quantize(
@@ -61,8 +64,9 @@ async def quantize(
     names the new commit, by default the source's tag (or v<version>) with the formats behind it.
     `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
     store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
+    Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
     Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
-    `NotFound`, `StorageFull`; after an error nothing is committed.
+    `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed.
     """
     target = _target(min_sqnr, bits, error)
     if formats is None and target is None:
@@ -70,7 +74,8 @@ async def quantize(
     rules = None if formats is None else Rules(formats)
     given: dict[str, Any] = {"axis": axis, "block": block, "scale": None if scale == "search" else scale}
     recipe = {key: value for key, value in given.items() if value is not None}
-    async with opened(where) as store:
+
+    async def once(store: Store) -> QuantizeReport:
         source = await chosen_snapshot(store, None, at)
         nodes = source.tree.nodes
         arrays = {p: Given(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
@@ -102,6 +107,16 @@ async def quantize(
             await tx.create_group("", _with_report(source, report))
         assert tx.version is not None
         return report._replace(version=tx.version)
+
+    async with opened(where) as store:
+        for _ in range(_OVERTAKEN):
+            try:
+                return await once(store)
+            except (SnapshotExpired, SourceCondemned) as expired:
+                if at is not None and isinstance(expired, SnapshotExpired):
+                    raise  # else the next try tells that the version has expired
+                overtaken = expired
+        raise overtaken
 
 
 async def quantize_report(where: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
