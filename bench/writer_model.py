@@ -28,6 +28,7 @@ import numpy as np
 import tstore
 from tstore.errors import AlreadyExists, NotFound
 from tstore.kv.base import Capabilities, Durability, Keys, Transfer
+from tstore.kv.plain import Plain
 from tstore.pool import inline
 from tstore.store import Store
 from tstore.testing.storage import Storage
@@ -122,7 +123,7 @@ class Bucket(Storage):
         await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
 
 
-class GcsBackend:
+class GcsBackend(Plain):
     """A host's way to the bucket."""
 
     url = "gs://model"

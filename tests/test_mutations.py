@@ -23,18 +23,21 @@ from __future__ import annotations
 import pytest
 from mutation import Edit
 
-NEWFILE, LOG, TREE = "tstore.kv.newfile:new_file", "tstore.log:Log.", "tstore.tree:Changes."
+NEWFILE, LOG, TREE = "tstore.kv.newfile:Draft.", "tstore.log:Log.", "tstore.tree:Changes."
 POWER = "test_power.py::test_a_power_failure_at_any_moment[small]"
 
 FOUND: dict[str, tuple[str, Edit]] = {
     "no fsync before the link": (
         POWER,
-        Edit(NEWFILE, "os.fsync(fd)\n        _link", "pass\n        _link"),
+        Edit(NEWFILE + "force", "os.fsync(self.fd)", "pass"),
     ),
-    "no fsync of the folder after the link": (POWER, Edit(NEWFILE, "fsync_folder(folder)", "pass")),
+    "no fsync of the folder after the link": (
+        POWER,
+        Edit(NEWFILE + "publish", "fsync_folder(self._folder)", "pass"),
+    ),
     "a commit on one that is not durable": (
         "test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
-        Edit(LOG + "_append", "await self.backend.flush()", "pass"),
+        Edit(LOG + "_race", "await self.backend.flush()", "pass"),
     ),
     "gc deletes before its record stands": (
         "test_collect.py::test_nothing_is_deleted_before_the_record_stands",

@@ -124,7 +124,7 @@ async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest
             async with store.transaction(durability="none" if number < version - 3 else "fsync"):
                 pass
     with monkeypatch.context() as patch:
-        patch.setattr("tstore.kv.local._EXTENT", 1 << 16)  # else each state has 64 MiB of zeros
+        patch.setattr("tstore.kv.local_pack._EXTENT", 1 << 16)  # else each state has 64 MiB of zeros
         recorder = power.Recorder(url.parent, patch)
         await act(url)
     met = await replay(recorder, tmp_path / "left", version)

@@ -29,6 +29,8 @@ class Commit(NamedTuple):
     facts: dict[str, Any]
     expired: bool = False
     dropped: tuple[str, ...] = ()
+    base: int = 0
+    """The version that the transaction was based on; those between were committed meanwhile by others."""
 
 
 async def history(log: Log) -> AsyncGenerator[Commit, None]:
@@ -77,6 +79,7 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
             {**part.facts, **record.facts},
             expired,
             record.dropped,
+            record.base,
         )
         for part in reversed(parts)
     ]

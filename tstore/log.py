@@ -1,12 +1,13 @@
 """The log of commits: numbered records, each created once, and how one is appended.
 
 Appending a record (its data is durable already)
-1. Read every record above the one it was validated against. If one carries the same transaction id, that is
-   this very commit (a lost reply, or another finisher of the group): done. If one is a gc's and condemned this
-   transaction or a pack that it re-uses: `Conflict`. Otherwise validate against each: the caller raises
-   `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
-2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. A
-   durable record makes sure first that the one before it is durable, and so by induction are all: where that was
+1. Read every record above the one it was validated against, unless a look a moment ago found none. If one carries
+   the same transaction id, that is this very commit (a lost reply, or another finisher of the group): done. If one
+   is a gc's and condemned this transaction or a pack that it re-uses: `Conflict`. Otherwise validate against each:
+   the caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
+2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. The same
+   bytes can take any number, so that they are written and forced once, however many are tried (`Backend.offer`).
+   A durable record makes sure first that the one before it is durable, and so by induction are all: where that was
    created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
    one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
@@ -39,7 +40,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.kv.base import Backend, Durability
+from tstore.kv.base import Backend, Durability, Offer
 from tstore.manifest import Record, decode, encode
 from tstore.records import HINT, ROOT_EVERY, Records, commit_key, root_key
 from tstore.retention import check_condemned
@@ -47,7 +48,32 @@ from tstore.tree import Changes, Tree
 
 __all__ = ["Log"]
 
-_MOST_AHEAD = 32
+
+class _Offer:
+    """The bytes of a record, prepared once for as many numbers as must be tried."""
+
+    def __init__(self, backend: Backend, durability: Durability) -> None:
+        self.durability = durability
+        self._backend = backend
+        self._offered: Record | None = None
+        self._data = b""
+        self._offer: Offer | None = None
+
+    async def create(self, version: int, record: Record, collected: int) -> Record:
+        """Creates the record of a version, where `collected` is the newest gc before it, and returns it."""
+        if record.collected != collected:
+            record = replace(record, collected=collected)
+        if self._offer is None or record != self._offered:
+            await self.withdraw()
+            self._offered, self._data = record, encode(record)
+            self._offer = self._backend.offer(self._data, self.durability)
+        await self._offer.create(commit_key(version))
+        return decode(self._data, Record)
+
+    async def withdraw(self) -> None:
+        """Gives back what was prepared."""
+        if self._offer is not None:
+            await self._offer.withdraw()
 
 
 class Log(Records):
@@ -75,9 +101,8 @@ class Log(Records):
         """The version that the record became, by the steps at the top of this file.
 
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
-        or returns the record to go on with. `retried` is told of every create that did not make it; their
-        number, and one, is the fact "tries" of a record that needed more than one. A record whose `changes`
-        are passed may go out together with others of this process, as `commit_queue` says.
+        or returns the record to go on with. `retried` is told of every create that did not make it. A record
+        whose `changes` are passed may go out together with others of this process, as `commit_queue` says.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
@@ -92,16 +117,24 @@ class Log(Records):
     async def _append(
         self, record: Record, validate: Validate, retried: Callable[[Retry], object], durability: Durability
     ) -> int:
+        offer = _Offer(self.backend, durability)
+        try:
+            return await self._race(record, validate, retried, offer)
+        finally:
+            await offer.withdraw()
+
+    async def _race(
+        self, record: Record, validate: Validate, retried: Callable[[Retry], object], offer: _Offer
+    ) -> int:
         seen, asked, tries = record.base, 0, 1  # asked: the number whose creation was last asked for
         collected, pause = await self.collected(seen), SHORTEST_PAUSE
         clock = asyncio.get_running_loop().time
         while True:
-            newer, later = await asyncio.gather(
-                self._above(seen, record.transaction, asked), self._exists_surely(seen + 2)
-            )
+            fresh = not asked and self.is_end(seen)
+            newer = [] if fresh else await self._above(seen, asked, record.transaction)
             for version, other in newer:
                 if other.transaction == record.transaction:
-                    await self._settle(version, record.transaction, durability)
+                    await self._settle(version, record.transaction, offer.durability)
                     return await self._appended(version)
                 if other.collection is not None:
                     check_condemned(self.backend.url, record, version, other.collection)
@@ -124,70 +157,41 @@ class Log(Records):
                     "committed. Read again and repeat it",
                     [],
                 ) from error
-            record = replace(record, collected=collected)
-            if newer or later is not False:
-                await self._check_no_hole(seen + 1)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
-            tried = replace(record, facts={**record.facts, "tries": tries}) if tries > 1 else record
-            asked = seen + 1
-            data, began = encode(tried), clock()
+            asked, began = seen + 1, clock()
             try:
-                await self.backend.create(commit_key(asked), data, durability)
+                made = await offer.create(asked, record, collected)
             except AlreadyExists:
                 retried(Retry(asked, "another transaction became this version first"))
                 await asyncio.sleep(pause := next_pause(pause, tries, clock() - began))
             except Unavailable as error:
-                await self._decide(seen + 1, record, error)
-                retried(Retry(seen + 1, f"no answer came to its creation: {error}"))
+                await self._decide(asked, replace(record, collected=collected), error)
+                retried(Retry(asked, f"no answer came to its creation: {error}"))
             except (Denied, StorageFull):
-                if await self._met(asked, record.transaction, asked) is None:
+                if await self._met(asked, record.transaction) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
-                self._keep(asked, decode(data, Record))
+                self._keep(asked, made)
                 return await self._appended(asked)
             tries += 1
 
-    async def _above(self, version: int, transaction: str, asked: int = 0) -> list[tuple[int, Record]]:
-        """The records above a version, with their versions, up to the transaction's own if it is there.
-
-        That of the version `asked` may be it.
-        """
-        found: list[tuple[int, Record]] = []
-        ahead = 1
-        while True:
-            numbers = range(version + 1, version + 1 + ahead)
-            for number, record in zip(
-                numbers, await asyncio.gather(*[self._met(v, transaction, asked) for v in numbers]), strict=True
-            ):
-                if record is None:
-                    return found
-                found.append((number, record))
-                if record.transaction == transaction:
-                    return found
-            version += ahead
-            if self.backend.transfer.waits:
-                ahead = min(2 * ahead, _MOST_AHEAD)
+    async def _above(self, version: int, asked: int, transaction: str) -> list[tuple[int, Record]]:
+        """The records above a version, with their versions; that of `asked` may be the transaction's own."""
+        try:
+            return list(enumerate(await self.above(version), version + 1))
+        except Unavailable as error:
+            if version < asked:
+                raise self._unknown(asked, transaction, error) from error
+            raise
 
     async def check_uncollected(self, transaction: str, base: int) -> None:
         """Raises `Conflict` where a gc above `base` condemned a transaction that did not commit before."""
-        for version, other in await self._above(base, transaction):
+        for version, other in enumerate(await self.above(base), base + 1):
             if other.transaction == transaction:
                 return
             if other.collection is not None:
                 check_condemned(self.backend.url, Record(transaction, base, 0.0), version, other.collection)
-
-    async def _exists_surely(self, version: int) -> bool | None:
-        """Whether a version exists, None where that can't be learned now."""
-        try:
-            return await self._exists(version)
-        except Unavailable:
-            return None
-
-    async def _check_no_hole(self, version: int) -> None:
-        """Raises `Corrupt` where a later commit exists but not this one: a new one must not take its place."""
-        if await self._exists(version + 1) and await self._record_or_none(version) is None:
-            raise self._hole(version)
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""
@@ -201,14 +205,12 @@ class Log(Records):
         except Unavailable:
             raise self._unknown(version, record.transaction, cause) from cause
 
-    async def _met(self, version: int, transaction: str, asked: int) -> Record | None:
-        """The record of a version, if there is one; that of the version `asked` may be the transaction's own."""
+    async def _met(self, asked: int, transaction: str) -> Record | None:
+        """The record of the version that was asked for, if there is one; it may be the transaction's own."""
         try:
-            return await self._record_or_none(version)
+            return await self._record_or_none(asked)
         except Unavailable as error:
-            if version == asked:
-                raise self._unknown(version, transaction, error) from error
-            raise
+            raise self._unknown(asked, transaction, error) from error
 
     async def _settle(self, version: int, transaction: str, durability: Durability) -> None:
         """Makes a commit durable that stands already; its creator may not have got to it."""
@@ -226,6 +228,7 @@ class Log(Records):
 
     async def _appended(self, version: int) -> int:
         self._newest = max(self._newest, version)
+        self._end = version, asyncio.get_running_loop().time()
         if version % ROOT_EVERY == 0:
             try:
                 root = (await self.tree(version)).root()

@@ -167,7 +167,51 @@ async def run(call: Callable[..., T], *args: Any) -> T:
     if (pause := _pause.get()) is not None:
         await pause()
         return call(*args)
-    return (await _settle([_threads.control.submit(call, *args)], lambda: None))[0]
+    made = _Made(call, args)
+    _threads.control.submit(made)
+    return await made.result()
+
+
+class _Made(Generic[T]):
+    """One call in a thread, for which one task of a loop waits, and is woken once."""
+
+    def __init__(self, call: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._call = call
+        self._args = args
+        self._loop = asyncio.get_running_loop()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+        self._returned: list[T] = []
+        self._raised: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._returned.append(self._call(*self._args))
+        except BaseException as error:
+            self._raised = error
+        with contextlib.suppress(RuntimeError):  # a loop that was closed without waiting
+            self._loop.call_soon_threadsafe(self._wake)
+
+    async def result(self) -> T:
+        """What the call returned or raised; cancelling waits for its end."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self._returned and self._raised is None:
+            try:
+                await self._woken
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._woken = self._loop.create_future()
+        try:
+            if cancelled is not None:
+                raise cancelled
+            if self._raised is not None:
+                raise self._raised
+            return self._returned[0]
+        finally:
+            self._raised = cancelled = None  # else the exception and this frame hold each other
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
 
 
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:

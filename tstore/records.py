@@ -8,12 +8,14 @@ Finding the newest version
 3. Bisect between the last that exists and the first that does not.
 
 Where a request mostly waits for a server, many numbers are probed at once, and the last steps take one round trip
-each, as a rule. A process that knows the newest version looks only at the next number.
+each, as a rule. A process that knows the newest version reads what is above it in one go, up to the first number
+that is absent; if the number behind that exists, the log has a hole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
@@ -27,6 +29,8 @@ ROOT_EVERY = 64
 HINT = "latest"
 
 _CACHED = 256
+_MOST_AHEAD = 32
+_MOMENT = 1.0  # seconds
 _PROBES = 31  # at once, where they cost little
 _DOUBLINGS = 7
 _NEVER = 1 << 62
@@ -59,17 +63,19 @@ class Records:
         self.backend = backend
         self._hint = hint
         self._newest = 0
+        self._end = 0, -math.inf
         self._records: dict[int, Record] = {}
         self._trees: dict[int, Tree] = {0: Tree(0, {}, {})}
         self._changes: dict[int, tuple[Record, Changes]] = {}
 
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log."""
-        known = self._newest
-        if known and not await self._exists(known + 1):
-            return known
-        if known:
-            low, high = await self._gallop(known + 1, sure=True)
+        if known := self._newest:
+            newer, _ = await self._read_above(known)
+            self._newest = max(self._newest, low := known + len(newer))
+            if len(newer) < _MOST_AHEAD:
+                return low
+            low, high = await self._gallop(low, sure=True)
         else:
             hint = await read_hint(self.backend) if self._hint is None else self._hint
             low, high = await self._gallop(hint, sure=hint == 0)
@@ -79,6 +85,37 @@ class Records:
             low, high = [low, *between][at], [*between, high][at]
         self._newest = max(self._newest, low)
         return low
+
+    async def above(self, version: int) -> list[Record]:
+        """The records above a version; `Corrupt` where the log has a hole behind them."""
+        found: list[Record] = []
+        while True:
+            newer, broken = await self._read_above(version + len(found))
+            found += newer
+            if broken:
+                raise self._hole(version + len(found) + 1)
+            if len(newer) < _MOST_AHEAD:
+                return found
+
+    def is_end(self, version: int) -> bool:
+        """Whether nothing stood above a version when that was last looked at, a moment ago."""
+        end, since = self._end
+        return version == end and asyncio.get_running_loop().time() - since < _MOMENT
+
+    async def _read_above(self, version: int) -> tuple[list[Record], bool]:
+        """The next records above a version, below `_MOST_AHEAD` if these are all; whether a hole ends them."""
+        found: list[Record] = []
+        while len(found) < _MOST_AHEAD and (known := self._records.get(version + len(found) + 1)) is not None:
+            found.append(known)
+        at, since = version + len(found), asyncio.get_running_loop().time()
+        leading = await self.backend.leading(map(commit_key, range(at + 1, version + _MOST_AHEAD + 2)))
+        for data in leading.objects:
+            at += 1
+            found.append(self._decoded(commit_key(at), data, Record))
+            self._keep(at, found[-1])
+        if len(found) < _MOST_AHEAD and not leading.broken:
+            self._end = at, since
+        return found, leading.broken
 
     async def _gallop(self, base: int, *, sure: bool) -> tuple[int, int]:
         """A version that exists (or 0) and one behind it that does not, found from `base`, which may not exist."""
@@ -131,6 +168,9 @@ class Records:
 
     async def manifests(self, record: Record) -> list[Manifest]:
         """The manifests of a record, read where they do not travel in it."""
+        inside = [m for m in record.manifests if isinstance(m, Manifest)]
+        if len(inside) == len(record.manifests):
+            return inside
         return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
 
     async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
@@ -164,7 +204,10 @@ class Records:
         last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
         shown = [r for v, r in zip(numbers, records, strict=True) if v >= last]  # it replaces what came before
         manifests: list[list[Manifest]] = [[]] * (len(records) - len(shown))
-        manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
+        if all(isinstance(m, Manifest) for r in shown for m in r.manifests):
+            manifests += [await self.manifests(r) for r in shown]
+        else:
+            manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
         for number, record, found in zip(numbers, records, manifests, strict=True):
             tree = tree.after(number, record, found)
         self._trees[version] = tree
@@ -177,6 +220,8 @@ class Records:
         cached = self._trees[max(v for v in self._trees if v <= version)]  # held: others may evict it meanwhile
         rooted, top = version - version % ROOT_EVERY, version
         records: list[Record] = []
+        if all(v in self._records for v in range(cached.version + 1, version + 1)):
+            return cached, [self._records[v] for v in range(cached.version + 1, version + 1)]
         while True:
             numbers = range(max(rooted, cached.version) + 1, top + 1)
             reading = [self._record_below(v, version) for v in numbers]

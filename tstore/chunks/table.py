@@ -304,10 +304,11 @@ def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.
 
 def column(data: bytes, kind: str) -> npt.NDArray[Any]:
     """The values of a column; `Corrupt` where its bytes hold no whole number of them."""
-    size = np.dtype(kind).itemsize
-    if len(data) % size:
-        raise Corrupt(f"a column of {len(data)} bytes does not hold whole values of {size}")
-    return np.frombuffer(data, kind)
+    try:
+        return np.frombuffer(data, kind)
+    except ValueError:
+        size = np.dtype(kind).itemsize
+        raise Corrupt(f"a column of {len(data)} bytes does not hold whole values of {size}") from None
 
 
 def as_checks(data: bytes) -> npt.NDArray[np.uint8]:

@@ -25,7 +25,7 @@ from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import BLOCK, ChunkSource, Run, block_checks, digest
 from tstore.errors import NotFinite
 from tstore.kv.base import Backend, Durability, PackWriter
-from tstore.pool import WORKERS, each, run, scratch
+from tstore.pool import WORKERS, each, scratch
 
 __all__ = ["PackSet", "WriteJob"]
 
@@ -109,7 +109,7 @@ class PackSet:
         if not head:
             return
         if len(head) == 1 and size + self._inline <= INLINE:
-            await run(self._write_inline, head[0])
+            self._write_inline(head[0])  # so little takes less time than the way to a thread
             return
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         await each(self._write_batch, batches, workers)

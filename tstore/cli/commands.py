@@ -187,7 +187,7 @@ def _log(store: str, as_json: bool) -> int:
                     "facts": c.facts,
                     "expired": c.expired,
                     "dropped": c.dropped,
-                    "tries": c.facts.get("tries", 1),
+                    "base": c.base,
                 }
                 async for c in opened.history()
             ]

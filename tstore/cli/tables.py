@@ -107,11 +107,11 @@ def show_log(found: Document) -> None:
         ]
         for c in found["commits"]
     ]
-    if any(c["tries"] > 1 for c in found["commits"]):  # as others committed first, or a server gave no answer
-        heads.insert(4, "tries")
+    if any(c["base"] < c["version"] - 1 for c in found["commits"]):  # others committed meanwhile
+        heads.insert(1, "base")
         for row, c in zip(rows, found["commits"], strict=True):
-            row.insert(4, str(c["tries"]))
-    _table(heads, rows, right={0, 3, 4} if "tries" in heads else {0, 3})
+            row.insert(1, str(c["base"]))
+    _table(heads, rows, right={0, 1, 4} if "base" in heads else {0, 3})
 
 
 def show_diff(found: Document) -> None:

@@ -9,7 +9,7 @@ is not crossed for each chunk.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tstore.errors import InvalidArgument
@@ -22,6 +22,8 @@ __all__ = [
     "Capabilities",
     "Durability",
     "Keys",
+    "Leading",
+    "Offer",
     "PackReader",
     "PackWriter",
     "Transfer",
@@ -95,6 +97,24 @@ class Transfer(NamedTuple):
         return self.streams > WORKERS
 
 
+class Leading(NamedTuple):
+    """What stands under the first of many names, up to the first that is free."""
+
+    objects: list[bytes]
+    broken: bool
+    """Whether something stands under the name right behind the free one."""
+
+
+class Offer(Protocol):
+    """Bytes that are to become one object, under one of several names: others may take a name first."""
+
+    async def create(self, key: str) -> None:
+        """Makes the object, as `Backend.create` does; after `AlreadyExists` another name can be tried."""
+
+    async def withdraw(self) -> None:
+        """Gives back what was prepared for an object that was not made. Called at the end of each offer."""
+
+
 class PackWriter(Protocol):
     """An object that is written in positioned pieces, by one thread at a time, and then finished."""
 
@@ -153,6 +173,12 @@ class Backend(Protocol):
         `CommitOutcomeUnknown` is never raised here: a backend whose reply was lost raises `Unavailable`,
         and the caller reads back.
         """
+
+    async def leading(self, keys: Iterable[str]) -> Leading:
+        """The objects of the first keys, up to the first that does not exist; `broken` only if the next does."""
+
+    def offer(self, data: bytes, durability: Durability) -> Offer:
+        """A new object that has no name yet; what each try needs alike is done once."""
 
     async def hint(self, key: str, data: bytes) -> None:
         """Puts the object in place of whatever stands there; its loss must cost nothing."""

@@ -31,6 +31,7 @@ from tstore.kv.base import (
     Transfer,
 )
 from tstore.kv.cache import Cache, remove
+from tstore.kv.plain import Plain
 from tstore.pool import run, scratch
 
 __all__ = ["PIECE", "CachedBackend", "forget", "uncached"]
@@ -48,7 +49,7 @@ class _Range(NamedTuple):
     path: str
 
 
-class CachedBackend:
+class CachedBackend(Plain):
     """A backend in front of which a cache lies."""
 
     def __init__(self, inner: Backend, cache: Cache, identity: str) -> None:

@@ -34,20 +34,25 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tstore.errors import Corrupt, NotFound, StorageFull
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
-from tstore.kv.newfile import NewFile, explained, fsync_folder, new_file, rest_of, start_writeback, write_all
+from tstore.errors import NotFound
+from tstore.kv.base import Capabilities, Durability, Keys, Leading, Transfer, checked_key
+from tstore.kv.local_pack import LocalPack, LocalReader
+from tstore.kv.newfile import (
+    Draft,
+    NewFile,
+    explained,
+    fsync_folder,
+    new_file,
+    write_all,
+)
 from tstore.pool import WORKERS, run
 
 __all__ = ["LocalBackend"]
 
-_IOV_MAX = 1024
-_EXTENT = 64 << 20
-_FIRST = 64 << 10
-_SEND = 4 << 20
+_FIRST, _MORE = 64 << 10, 64 << 20  # bytes read at once
 _OPEN_READERS = 64
 
 
@@ -60,7 +65,7 @@ class LocalBackend:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.url = os.path.abspath(os.fspath(root))
         self._durable_folders: set[str] = set()
-        self._readers: OrderedDict[str, _LocalReader] = OrderedDict()
+        self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
 
     async def get(self, key: str) -> bytes:
@@ -71,6 +76,12 @@ class LocalBackend:
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
         await run(self._create, key, data, durability)
+
+    async def leading(self, keys: Iterable[str]) -> Leading:
+        return await run(self._leading, keys)
+
+    def offer(self, data: bytes, durability: Durability) -> _LocalOffer:
+        return _LocalOffer(self, data, durability)
 
     async def hint(self, key: str, data: bytes) -> None:
         await run(self._hint, key, data)
@@ -107,61 +118,82 @@ class LocalBackend:
 
         Blocking. `AlreadyExists` at the end where the key is taken by then.
         """
-        path = self._path(key)
+        path = self.path(key)
         folder = os.path.dirname(path)
         with explained("create", path):
-            os.makedirs(folder, exist_ok=True)
-            if durability is Durability.FSYNC:
-                self._make_durable(folder)
+            self.make_folder(folder, durability)
             with new_file(path, durability) as fd:
                 yield fd
 
-    def writer(self, key: str, durability: Durability) -> _LocalPack:
-        path = self._path(key)
+    def make_folder(self, folder: str, durability: Durability) -> None:
+        """Makes a folder, if it is missing, and durable if asked. Blocking."""
+        os.makedirs(folder, exist_ok=True)
+        if durability is Durability.FSYNC:
+            self._make_durable(folder)
+
+    def writer(self, key: str, durability: Durability) -> LocalPack:
+        path = self.path(key)
         with explained("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _LocalPack(key, path, durability)
+            return LocalPack(key, path, durability)
 
     def upload(self, key: str, size: int, durability: Durability) -> NewFile:
-        path = self._path(key)
+        path = self.path(key)
         with explained("create", path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if durability is Durability.FSYNC:
-                self._make_durable(os.path.dirname(path))
+            self.make_folder(os.path.dirname(path), durability)
             return NewFile(key, path, size, durability)
 
-    def reader(self, key: str) -> _LocalReader:
+    def reader(self, key: str) -> LocalReader:
         with self._lock:
             found = self._readers.get(key)
             if found is not None:
                 self._readers.move_to_end(key)
                 return found
-        path = self._path(key)
+        path = self.path(key)
         with explained("open", path):
-            opened = _LocalReader(path)
+            opened = LocalReader(path)
         with self._lock:
             self._readers[key] = opened
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user lets go of it
         return opened
 
-    def _path(self, key: str) -> str:
+    def path(self, key: str) -> str:
+        """The path of an object."""
         return f"{self.url}/{checked_key(key, self.url)}"
 
     def _get(self, key: str) -> bytes:
-        path = self._path(key)
+        path = self.path(key)
         with explained("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 pieces = [os.read(fd, _FIRST)]  # all of it, as a rule
                 while len(pieces[0]) == _FIRST and pieces[-1]:
-                    pieces.append(os.read(fd, _EXTENT))
+                    pieces.append(os.read(fd, _MORE))
             finally:
                 os.close(fd)
         return b"".join(pieces)
 
+    def _leading(self, keys: Iterable[str]) -> Leading:
+        found: list[bytes] = []
+        missing = ""
+        for key in keys:
+            if missing:
+                if self._size(key) is None:
+                    break
+                try:  # what is behind it came later, unless there is a hole
+                    found.append(self._get(missing))
+                except NotFound:
+                    return Leading(found, True)
+                missing = ""
+            try:
+                found.append(self._get(key))
+            except NotFound:
+                missing = key
+        return Leading(found, False)
+
     def _size(self, key: str) -> int | None:
-        path = self._path(key)
+        path = self.path(key)
         try:
             with explained("look at", path):
                 return os.stat(path).st_size
@@ -169,7 +201,7 @@ class LocalBackend:
             return None
 
     def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        path = self._path(key)
+        path = self.path(key)
         with explained("create", path):
             if os.path.lexists(path):  # a race that is lost already shall cost no write and no fsync
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -177,7 +209,7 @@ class LocalBackend:
             write_all(fd, [data], 0)
 
     def _hint(self, key: str, data: bytes) -> None:
-        path = self._path(key)
+        path = self.path(key)
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
         with explained("write", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -194,7 +226,7 @@ class LocalBackend:
             return True  # also where another host has made the folder since
 
     def _list(self, prefix: str) -> Keys:
-        top = self._path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
+        top = self.path(prefix.rpartition("/")[0]) if "/" in prefix else self.url
         found = []
         with explained("list", top):
             for folder, folders, names in os.walk(top, onerror=_raise_unless_missing):
@@ -205,7 +237,7 @@ class LocalBackend:
         return sorted(k for k in found if k.startswith(prefix))
 
     def _delete(self, key: str) -> None:
-        path = self._path(key)
+        path = self.path(key)
         with explained("delete", path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 self._delete_folder(path)
@@ -226,7 +258,7 @@ class LocalBackend:
 
     def _folders(self, prefix: str) -> Keys:
         top, _, begin = prefix.rpartition("/")
-        path = self._path(top) if top else self.url
+        path = self.path(top) if top else self.url
         with explained("list", path):
             try:
                 with os.scandir(path) as entries:
@@ -236,7 +268,7 @@ class LocalBackend:
         return sorted(n[len(begin) :] for n in names if not n.startswith("."))
 
     def _age(self, prefix: str) -> float | None:
-        top = self._path(prefix)
+        top = self.path(prefix)
         with explained("look at", top):
             try:
                 with os.scandir(top) as entries:
@@ -247,7 +279,7 @@ class LocalBackend:
         return time.time() - max(written)
 
     def _settle(self, prefix: str) -> None:
-        folder = self._path(prefix)
+        folder = self.path(prefix)
         with explained("fsync", folder):
             self._make_durable(folder)
             fsync_folder(folder)
@@ -269,91 +301,40 @@ class LocalBackend:
             self._durable_folders.add(found)
 
 
-class _LocalPack:
-    def __init__(self, key: str, path: str, durability: Durability) -> None:
-        self.key = key
+class _LocalOffer:
+    """Bytes that are written and forced once, under a temporary name, whatever number of names is tried."""
+
+    def __init__(self, backend: LocalBackend, data: bytes, durability: Durability) -> None:
+        self._backend = backend
+        self._data = data
         self._durability = durability
-        self._sent = 0
-        self._path = path
-        self._end = 0
-        self._reserved = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._draft: Draft | None = None
 
-    def reserve(self, size: int) -> None:
-        if self._end + size <= self._reserved:
-            return
-        until = self._end + size
-        with explained("write", self._path):
-            try:
-                os.posix_fallocate(self._fd, self._reserved, until - self._reserved)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    os.ftruncate(self._fd, self._reserved)  # gives back a part that was allocated
-                    raise
-        self._reserved = until
+    async def create(self, key: str) -> None:
+        await run(self._create, key)
 
-    def append(self, buffers: Buffers, size: int) -> int:
-        offset = self._end
-        if offset + size > self._reserved:
-            try:
-                self.reserve(max(size, _EXTENT))
-            except StorageFull:
-                self.reserve(size)  # the last room on a disk
-        with explained("write", self._path):
-            for i in range(0, len(buffers), _IOV_MAX):
-                self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
-        if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
-            # the disk begins now, while the next chunks are encoded, and not only at the fsync
-            start_writeback(self._fd, self._sent, self._end - self._sent)
-            self._sent = self._end
-        return offset
+    async def withdraw(self) -> None:
+        if self._draft is not None:
+            await run(self._draft.close)
 
-    def finish(self) -> None:
-        with explained("write", self._path):
-            try:
-                if self._reserved > self._end:
-                    os.ftruncate(self._fd, self._end)
-                if self._durability is Durability.FSYNC:
-                    os.fsync(self._fd)
-            finally:
-                self._close()
+    def _create(self, key: str) -> None:
+        path = self._backend.path(key)
+        with explained("create", path):
+            if self._draft is None:
+                self._draft = self._written(os.path.dirname(path))
+            self._draft.publish(path)
+        self._draft = None
 
-    def discard(self) -> None:
-        self._close()
-        with explained("delete", self._path), contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class _LocalReader:
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
-
-    def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        with explained("read", self._path):
-            for i in range(0, len(buffers), _IOV_MAX):
-                part = buffers[i : i + _IOV_MAX]
-                wanted = size if len(buffers) <= _IOV_MAX else sum(len(b) for b in part)
-                done = os.preadv(self._fd, part, offset)
-                while done < wanted:
-                    part = rest_of(part, done)
-                    offset, wanted = offset + done, wanted - done
-                    done = os.preadv(self._fd, part, offset)
-                    if done == 0:
-                        raise Corrupt(
-                            f"{self._path} is cut short: {wanted} bytes are missing at {offset}; "
-                            "restore the file from a copy of the store"
-                        )
-                offset += done
+    def _written(self, folder: str) -> Draft:
+        self._backend.make_folder(folder, self._durability)
+        draft = Draft(folder, "offer", self._durability)
+        try:
+            write_all(draft.fd, [self._data], 0)
+            draft.force()
+        except BaseException:
+            draft.close()
+            raise
+        return draft
 
 
 def _raise_unless_missing(error: OSError) -> None:

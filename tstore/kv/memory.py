@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.kv.plain import Plain
 from tstore.pool import WORKERS
 
 __all__ = ["MemoryBackend", "MemoryObjects"]
@@ -17,7 +18,7 @@ __all__ = ["MemoryBackend", "MemoryObjects"]
 _PAGE = 1000
 
 
-class MemoryBackend:
+class MemoryBackend(Plain):
     """All objects of one name; every store opened under that name in this process shares them."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False)

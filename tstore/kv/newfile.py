@@ -1,7 +1,7 @@
 """A local file that appears whole or not at all, and never in place of another.
 
 1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made
-   durable (fsync).
+   durable (fsync). What may take one of several names (`Draft`) does this once.
 2. link(2) gives it its name, and fails if the name exists, whoever made it. If it reports "exists" but the
    temporary file has two links, the reply of our own link was lost (NFS): created. Where links are not
    supported, renameat2(RENAME_NOREPLACE) takes the place of steps 2 and 3.
@@ -31,7 +31,7 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers, Durability
 
-__all__ = ["NewFile", "explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
+__all__ = ["Draft", "NewFile", "explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
 _AT_FDCWD = -100
@@ -66,26 +66,52 @@ def explained(action: str, path: str) -> Iterator[None]:
                 raise Unavailable(f"{what}; try again, or look at the disk") from error
 
 
+class Draft:
+    """A file under a temporary name in a folder, open for writing as `fd`, until it is published or closed."""
+
+    def __init__(self, folder: str, mark: str, durability: Durability) -> None:
+        self._folder = folder
+        self._durability = durability
+        self._temporary = f"{folder}/.{mark}.{secrets.token_hex(8)}.tmp"
+        self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def force(self) -> None:
+        """Makes its bytes durable, if that was asked for."""
+        if self._durability is Durability.FSYNC:
+            os.fsync(self.fd)
+
+    def publish(self, path: str) -> None:
+        """Gives it its name, in that folder, after `force`.
+
+        FileExistsError where the name is taken; then another can be tried.
+        """
+        _link(self._temporary, path)
+        self.close()
+        if self._durability is Durability.FSYNC:
+            fsync_folder(self._folder)
+
+    def close(self) -> None:
+        """Removes the temporary name; any number of times."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary)
+
+
 @contextlib.contextmanager
 def new_file(path: str, durability: Durability) -> Iterator[int]:
     """The descriptor of a file that appears under `path` when the block ends without an exception.
 
     Raises OSError (FileExistsError where the name is taken by then); whatever is raised, no new name is left.
     """
-    folder = os.path.dirname(os.path.abspath(path))
-    temporary = f"{folder}/.{_mark(path)}.{secrets.token_hex(8)}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    draft = Draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
     try:
-        yield fd
-        if durability is Durability.FSYNC:
-            os.fsync(fd)
-        _link(temporary, path)
+        yield draft.fd
+        draft.force()
+        draft.publish(path)
     finally:
-        os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-    if durability is Durability.FSYNC:
-        fsync_folder(folder)
+        draft.close()
 
 
 def _remove_unfinished(path: str) -> None:

@@ -30,6 +30,7 @@ from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
+from tstore.kv.plain import Plain
 from tstore.kv.retry import PATIENCE, Patience, Retry
 from tstore.kv.trace import Trace, Traffic
 from tstore.kv.upload import Upload
@@ -51,7 +52,7 @@ def served(objects: Objects, patience: Patience = PATIENCE) -> RemoteBackend:
     return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT), patience), trace)
 
 
-class RemoteBackend:
+class RemoteBackend(Plain):
     """Packs, records and hints as objects."""
 
     transfer = Transfer(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)

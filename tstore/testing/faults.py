@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import TStoreError, Unavailable
 from tstore.kv.base import Backend, Buffers, Durability, Keys, PackReader, PackWriter, Transfer
+from tstore.kv.plain import Plain
 from tstore.store import Mode, Store, open
 
 __all__ = ["Call", "FaultyBackend", "Gate", "open_faulty"]
@@ -83,7 +84,7 @@ class _Rule:
         return self.seen in self.range
 
 
-class FaultyBackend:
+class FaultyBackend(Plain):
     """Another backend with faults; a rule that was given first is tried first, the first that fits is taken."""
 
     def __init__(self, backend: Backend) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, Unavailable
 from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer
+from tstore.kv.plain import Plain
 from tstore.world import World
 
 __all__ = ["CALM", "Host", "HostBackend", "Storage", "Weather"]
@@ -127,7 +128,7 @@ class Storage:
         self.born[key] = asyncio.get_running_loop().time()
 
 
-class HostBackend:
+class HostBackend(Plain):
     """What one host sees of the storage."""
 
     url = "simulated://storage"

@@ -1,0 +1,68 @@
+"""How a backend without a quicker way does what a log of numbered objects needs: with its single calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from tstore.errors import NotFound
+from tstore.kv.base import Backend, Durability, Leading, Offer
+
+__all__ = ["Plain"]
+
+_MOST_AT_ONCE = 32
+
+
+class Plain:
+    """The base of such a backend."""
+
+    async def leading(self: Backend, keys: Iterable[str]) -> Leading:
+        """See `Backend.leading`; many requests at once where each waits for a server."""
+        keys, found = list(keys), list[bytes]()
+        most = _MOST_AT_ONCE if self.transfer.waits else 1
+        ahead = min(2, most)
+        while len(found) < len(keys):
+            asked = keys[len(found) : len(found) + ahead]
+            got = await asyncio.gather(*[_get_or_none(self, key) for key in asked])
+            stand = [data is not None for data in got]
+            first_free = [*stand, False].index(False)
+            found += [data for data in got[:first_free] if data is not None]
+            if first_free == len(asked):
+                ahead = min(2 * ahead, most)
+                continue
+            if not await _stands(self, keys, len(found) + 1, stand[first_free + 1 :]):
+                break
+            if await _get_or_none(self, keys[len(found)]) is None:
+                return Leading(found, True)
+        return Leading(found, False)
+
+    def offer(self: Backend, data: bytes, durability: Durability) -> Offer:
+        """See `Backend.offer`; nothing can be prepared."""
+        return _PlainOffer(self, data, durability)
+
+
+class _PlainOffer:
+    def __init__(self, backend: Backend, data: bytes, durability: Durability) -> None:
+        self._backend = backend
+        self._data = data
+        self._durability = durability
+
+    async def create(self, key: str) -> None:
+        await self._backend.create(key, self._data, self._durability)
+
+    async def withdraw(self) -> None:
+        return None
+
+
+async def _stands(backend: Backend, keys: Sequence[str], at: int, seen: Sequence[bool]) -> bool:
+    """Whether an object stands under the key at a place; `seen` tells, where that was asked already."""
+    if seen:
+        return seen[0]
+    return at < len(keys) and await backend.size(keys[at]) is not None
+
+
+async def _get_or_none(backend: Backend, key: str) -> bytes | None:
+    try:
+        return await backend.get(key)
+    except NotFound:
+        return None
