@@ -93,8 +93,8 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the hint is trusted": [
         Edit(
             RECORDS + "newest",
-            "if known := self._newest:",
-            "if known := self._newest or await read_hint(self.backend):",
+            "known = self._newest\n",
+            "known = self._newest or await read_hint(self.backend)\n",
         ),
     ],
     "the hint need not exist": [Edit(RECORDS + "newest", "sure=hint == 0", "sure=True")],

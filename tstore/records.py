@@ -8,8 +8,9 @@ Finding the newest version
 3. Bisect between the last that exists and the first that does not.
 
 Where a request mostly waits for a server, many numbers are probed at once, and the last steps take one round trip
-each, as a rule. A process that knows the newest version reads what is above it in one go, up to the first number
-that is absent; if the number behind that exists, the log has a hole.
+each, as a rule. A process that knows the newest version looks at the next number only; on a disk it reads at once
+what is above it, up to the first number that is absent, and looks whether there is one behind that: then the log
+has a hole.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ class Records:
 
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log."""
-        if known := self._newest:
+        known = self._newest
+        if known and self.backend.transfer.waits:
+            if not await self._exists(known + 1):
+                return known
+            low, high = await self._gallop(known + 1, sure=True)
+        elif known:
             newer, _ = await self._read_above(known)
             self._newest = max(self._newest, low := known + len(newer))
             if len(newer) < _MOST_AHEAD:
