@@ -224,6 +224,51 @@ async def test_reads_are_validated_against_each_newer_version(store: tstore.Stor
         await tx.commit()
 
 
+TAGS = [
+    # what it does, what newer ones do one after the other, and the tags that it would not find so now
+    ({"drop_tag": "t"}, [{"drop_tag": "t"}], ["tag t"]),
+    ({"drop_tag": "t"}, [{"drop_tag": "u"}, {"tag": "v"}], []),
+    ({"tag": "v"}, [{"tag": "w"}, {"drop_tag": "w"}], []),
+    ({"move_tag": "w"}, [{"drop_tag": "t"}], []),
+]
+
+
+@pytest.mark.parametrize(("mine", "newer", "lost"), TAGS)
+async def test_a_tag_that_was_found_counts_as_read(
+    store: tstore.Store, mine: dict[str, str], newer: list[dict[str, str]], lost: list[str]
+) -> None:
+    for tag in "tu":
+        async with store.transaction(tag=tag):
+            pass
+    tx = store.transaction(isolation="serializable", **mine)  # type: ignore[arg-type]
+    await creates("out")(tx)
+    for edits in newer:
+        async with store.transaction(**edits):  # type: ignore[arg-type]
+            pass
+    if not lost:
+        assert await tx.commit() == 4 + len(newer)
+        return
+    with pytest.raises(Conflict, match="version 4") as caught:
+        await tx.commit()
+    assert caught.value.paths == lost
+
+
+async def test_a_tag_that_a_gc_took_counts_as_changed(store: tstore.Store) -> None:
+    async with store.transaction(tag="t"):
+        pass
+    async with store.transaction() as other:
+        await creates("y2")(other)
+    serial = store.transaction(isolation="serializable", drop_tag="t")
+    snapshot = store.transaction(drop_tag="t")
+    await creates("out")(serial)
+    await creates("out")(snapshot)
+    assert (await store.collect(tstore.Keep(last=1))).tags == ["t"]
+    with pytest.raises(Conflict) as caught:
+        await serial.commit()
+    assert caught.value.paths == ["tag t"]
+    await snapshot.commit()
+
+
 async def test_a_host_of_a_group_cannot_be_serializable(store: tstore.Store) -> None:
     with pytest.raises(InvalidArgument, match="fragment"):
         store.transaction(isolation="serializable", name="n", host=0, hosts=2, attempt="a")

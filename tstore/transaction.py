@@ -346,8 +346,8 @@ class Transaction:
     async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
         """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
         if self._isolation == "serializable":
-            changed = staged.reads.changed(staged.base, await self._log.tree(version))
-            if changed:
+            base, now = staged.base, await self._log.tree(version)
+            if changed := [*staged.reads.changed(base, now), *self._tags.changed(base.tags, now.tags)]:
                 raise Conflict(
                     f"{staged.where}: version {version}, committed since then, changed what this serializable "
                     "transaction has read; nothing of it was committed. Read again and repeat it",

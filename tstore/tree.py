@@ -15,7 +15,8 @@ What becomes of a commit that meets a newer one, committed since its base:
     created a node                 created one elsewhere, in one new group too    both stay
     set or moved a tag             set, moved or dropped the same tag             Conflict
     dropped a tag                  set or moved the same tag                      Conflict
-    dropped a tag                  dropped it too                                 both stay
+    dropped a tag                  dropped it too, or a gc did                    both stay
+    dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
     replaced the whole tree        did anything but set the same tag              replaces that too
     read (serializable)            changed what was read                          Conflict (`read_set`)

@@ -47,3 +47,8 @@ class TagEdits(NamedTuple):
             if tag not in known:
                 names = ", ".join(sorted(known)[-10:]) or "none"
                 raise NotFound(f"{where}: there is no tag {tag!r} to drop; its tags are: {names}")
+
+    def changed(self, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+        """The tags, readable, that `check` found there, or not there, `before` and would not find so now."""
+        checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
+        return [f"tag {t}" for t in checked if (t in before) != (t in now)]
