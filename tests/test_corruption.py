@@ -269,7 +269,7 @@ async def test_the_error_of_a_read_names_path_chunk_and_pack(url: str) -> None:
     await store.log.backend.hint(pack, bytes(data))
     w = await (await store.snapshot()).array("deep/w")
     await w[:, :2048].read()
-    with pytest.raises(Corrupt, match=rf"deep/w, chunk \(1, 1\).*{pack}"):
+    with pytest.raises(Corrupt, match=rf"deep/w, chunk \(1, 1\).*{url}: {pack}"):
         await w[3, 4000].read()
     out = np.zeros((2, 4096))
     with pytest.raises(Corrupt, match=r"chunk \(1, 1\)"):

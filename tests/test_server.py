@@ -393,6 +393,21 @@ async def test_a_port_that_is_taken(tmp_path: Path) -> None:
             await Server(tmp_path, port=int(server.url.rsplit(":", 1)[1])).__aenter__()
 
 
+async def test_clients_that_go_before_they_are_answered_are_no_faults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        async with client_of(server, WRITE) as client:
+            assert (await client.create(PACK, b"abc")).status == 201
+            asked = f"GET {PACK} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {READ}\r\n\r\n".encode()
+            for times in range(60):
+                async with wire(server) as gone:
+                    await gone.send(asked * (times % 3 + 1))
+                    gone.writer.transport.abort()
+            assert (await client("GET", PACK)).body == b"abc"
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
 async def test_tls(tmp_path: Path) -> None:
     authority = trustme.CA()
     made = authority.issue_cert("127.0.0.1")

@@ -175,7 +175,7 @@ async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str
             for row, where in batch:
                 at = row.offset - begin
                 if block_checks(buffer[at : at + row.length].data) != row.checks:
-                    faults.append(f"{where}: {row.mismatch(0)}")
+                    faults.append(f"{where}: {row.mismatch(0, backend.url)}")
 
     await each(check, _batches(in_order, transfer), transfer.streams)
 
@@ -212,4 +212,4 @@ def _check_long(backend: Backend, row: ChunkRow, where: str, most: int, faults: 
             faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
             return
         if found != row.checks:
-            faults.append(f"{where}: {row.mismatch(0)}")
+            faults.append(f"{where}: {row.mismatch(0, backend.url)}")

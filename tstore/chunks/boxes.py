@@ -61,13 +61,16 @@ class ChunkBox(NamedTuple):
         """The first of the chunks, for errors."""
         return f"{self.path}, chunk {tuple(side.start for side in self.box)}"
 
-    def deliver(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Verifies the chunks as they were read and puts them into the target; `Corrupt` names the bad one."""
+    def deliver(self, buffer: npt.NDArray[np.uint8], url: str) -> None:
+        """Verifies the chunks as they were read and puts them into the target; `Corrupt` names the bad one.
+
+        `url` is their store's.
+        """
         chunks, size = self.meta.chunks, self.meta.encoded_bound
         data = buffer.data
         checks = b"".join([digest(data[i : i + size]) for i in range(0, self.length, size)])
         if checks != self.checks:
-            raise self._damaged(checks)
+            raise self._damaged(checks, url)
         counts = [len(side) for side in self.box]
         values = buffer.view(self.meta.dtype).reshape(*counts, *chunks)
         rank = len(chunks)
@@ -75,7 +78,7 @@ class ChunkBox(NamedTuple):
         split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
         np.copyto(self.target.reshape(split), values.transpose(order))
 
-    def _damaged(self, checks: bytes) -> Corrupt:
+    def _damaged(self, checks: bytes, url: str) -> Corrupt:
         pairs = range(0, len(checks), CHECK_SIZE)
         bad = next(i for i in pairs if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
         number = bad // CHECK_SIZE
@@ -83,7 +86,7 @@ class ChunkBox(NamedTuple):
         at = tuple(side.start + int(i) for side, i in zip(self.box, inside, strict=True))
         size = self.meta.encoded_bound
         row = ChunkRow(number, self.pack, self.offset + number * size, size, b"")
-        return Corrupt(f"{self.path}, chunk {at}: {row.mismatch(0)}")
+        return Corrupt(f"{self.path}, chunk {at}: {row.mismatch(0, url)}")
 
 
 class Division(NamedTuple):

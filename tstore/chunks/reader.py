@@ -80,8 +80,8 @@ class _Part(NamedTuple):
     skipped: int
     target: Values | None = None
 
-    def damaged(self) -> Corrupt:
-        return Corrupt(f"{self.task.where}: {self.task.row.mismatch(self.skipped)}")
+    def damaged(self, url: str) -> Corrupt:
+        return Corrupt(f"{self.task.where}: {self.task.row.mismatch(self.skipped, url)}")
 
 
 _Work = _Task | ChunkBox
@@ -89,7 +89,7 @@ _Work = _Task | ChunkBox
 
 async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     """Fills the `out` of every job; `NotFound` for a chunk that was never written, `Corrupt` for a bad one."""
-    tasks = [task for job in jobs for task in _tasks(job)]
+    tasks = [task for job in jobs for task in _tasks(job, backend.url)]
     if not tasks:
         return
     tasks.sort(key=_place)
@@ -117,7 +117,7 @@ def _place(task: _Work) -> tuple[bool, str, int]:
     return (True, "", task.offset) if isinstance(pack, bytes) else (False, pack, task.offset)
 
 
-def _tasks(job: ReadJob) -> Iterator[_Work]:
+def _tasks(job: ReadJob, url: str) -> Iterator[_Work]:
     meta, source = job.meta, job.source
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         row = source.row(0)
@@ -133,7 +133,7 @@ def _tasks(job: ReadJob) -> Iterator[_Work]:
             continue
         if not meta.sparse:
             raise NotFound(
-                f"chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
+                f"{url}: chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
                 "with sparse=True to read its fill value there"
             )
         part_of(job.out, cover.result)[...] = meta.fill_value
@@ -199,7 +199,7 @@ def _read_batch(backend: Backend, batch: list[ChunkBox | _Part]) -> None:
     reader = pack_reader(backend, first.pack, first.where)
     direct = [None if isinstance(part, ChunkBox) else _destination(part) for part in batch]
     if len(batch) == 1 and isinstance(batch[0], _Part) and direct[0] is not None:
-        _read_long(reader, batch[0], direct[0], backend.transfer.piece)
+        _read_long(reader, batch[0], direct[0], backend)
         return
     room = sum(-(-part.size // _ALIGNED) * _ALIGNED for part, d in zip(batch, direct, strict=True) if d is None)
     between = [b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)]
@@ -225,15 +225,16 @@ def _read_batch(backend: Backend, batch: list[ChunkBox | _Part]) -> None:
             raise Corrupt(f"{first.where}{behind}: {error}") from error
         for part, piece, target in zip(batch, data, direct, strict=True):
             if isinstance(part, ChunkBox):
-                part.deliver(piece)
+                part.deliver(piece, backend.url)
             elif block_checks(piece.data) != part.checks:
-                raise part.damaged()
+                raise part.damaged(backend.url)
             elif target is None:
                 _deliver(part, piece)
 
 
-def _read_long(reader: PackReader, part: _Part, target: Values, most: int) -> None:
+def _read_long(reader: PackReader, part: _Part, target: Values, backend: Backend) -> None:
     """One chunk straight into its place, verified piece by piece while each is in the caches."""
+    most = backend.transfer.piece
     for i in range(0, part.size, most):
         piece = target[i : i + most]
         try:
@@ -243,7 +244,7 @@ def _read_long(reader: PackReader, part: _Part, target: Values, most: int) -> No
         at = i // BLOCK * CHECK_SIZE
         checks = block_checks(piece.data)
         if checks != part.checks[at : at + len(checks)]:
-            raise part.damaged()
+            raise part.damaged(backend.url)
 
 
 def _destination(part: _Part) -> Values | None:

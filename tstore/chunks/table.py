@@ -49,9 +49,9 @@ class ChunkRow(NamedTuple):
     length: int
     checks: bytes
 
-    def mismatch(self, at: int) -> str:
-        """What to tell of a chunk whose bytes from `at` on do not have their checksum."""
-        place = "inline in its manifest" if isinstance(self.pack, bytes) else f"in {self.pack}"
+    def mismatch(self, at: int, url: str) -> str:
+        """What to tell of a chunk, in the store at `url`, whose bytes from `at` on do not have their checksum."""
+        place = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
         return (
             f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (from byte {at} of the chunk "
             "on); the bytes have changed since they were committed: restore the file from a copy, or read "

@@ -79,11 +79,11 @@ async def send(request: web.BaseRequest, found: Found, kind: str, limits: Limits
     response = web.StreamResponse(status=status, headers=said)
     response.content_type = "application/octet-stream"
     response.content_length = stop - start
-    await response.prepare(request)
-    if request.method == "HEAD" or start == stop:
-        return response
     counted, first = tally(), start
     try:
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
         while start < stop:
             async with asyncio.timeout(limits.stall):
                 start += await _send_piece(request, response, found, start, min(stop - start, _SENT))

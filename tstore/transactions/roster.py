@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from tstore import world
-from tstore.errors import InvalidArgument, NotFound, TStoreError
+from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend
 from tstore.log import Log
 from tstore.manifest import Fragment
@@ -143,7 +143,8 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
     if delivered and not heartbeats and member is not None:
-        tags = (await log.read(member.key(0, min(delivered)), Fragment)).tags
-        name = next((tag for tag in tags if slug(tag) == name), name)  # a checkpoint's name, which its id cuts
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # who finishes it is told
+            tags = (await log.read(member.key(0, min(delivered)), Fragment)).tags
+            name = next((tag for tag in tags if slug(tag) == name), name)  # a checkpoint's name, which its id cuts
     absent = tuple(h for h in range(hosts) if h not in delivered)
     return PendingTransaction(transaction, name, hosts, tuple(sorted(delivered)), absent, heartbeats)
