@@ -159,9 +159,10 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_give_no_wrong_numbers(
                 assert (await (await tstore.open(url, "r")).snapshot()).version == 65
             else:
                 try:
-                    await tstore.open(url, "r")
+                    opened = await tstore.open(url, "r")
                 except (Corrupt, UnsupportedFormat):
                     continue
+                assert opened.uuid == json.loads(good[key])["uuid"]
             if bit == 0:
                 assert (await outcome(url))[0] == 2
 
@@ -300,12 +301,27 @@ async def test_a_newer_format_is_unsupported_not_corrupt(url: str, good: dict[st
     assert await connect(url).get("tstore.json") == json.dumps(fields).encode()
 
 
-@pytest.mark.parametrize("marker", [b"", b"{}", b"[]", b"tstore", b'{"format": "1"}', b"\xff"])
+@pytest.mark.parametrize(
+    "marker", [b"", b"{}", b"[]", b"tstore", b'{"format": "1"}', b'{"format":1,"uuid":"u"}', b"\xff"]
+)
 async def test_a_marker_that_does_not_parse_is_corrupt(url: str, good: dict[str, bytes], marker: bytes) -> None:
     await put(url, {**good, "tstore.json": marker})
     for mode in ("r", "a", "x"):
         with pytest.raises(Corrupt, match=r"tstore\.json"):
             await tstore.open(url, mode)  # type: ignore[arg-type]
+
+
+async def test_a_marker_of_before_there_was_a_checksum(url: str, good: dict[str, bytes]) -> None:
+    fields = json.loads(good["tstore.json"])
+    del fields["checksum"]
+    await put(url, {**good, "tstore.json": json.dumps(fields).encode()})
+    assert await outcome(url) == (2, [])
+    store = await tstore.open(url)
+    assert store.uuid == fields["uuid"]
+    fields["uuid"] = "x" + fields["uuid"][1:]
+    await put(url, {**good, "tstore.json": json.dumps(fields).encode()})
+    with pytest.raises(Corrupt, match=r"tstore\.json"):
+        await tstore.copy(store, f"{url}-copy", at=1)
 
 
 async def test_a_store_without_its_marker_is_not_made_a_new_one(url: str, good: dict[str, bytes]) -> None:

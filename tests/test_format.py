@@ -7,6 +7,7 @@ import io
 import json
 import math
 import tarfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tstore.manifest import (
     encode,
     reference,
 )
+from tstore.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 
@@ -425,6 +427,16 @@ def test_the_golden_marker(tmp_path: Path) -> None:
     marker = json.loads((tmp_path / "tstore.json").read_bytes())
     assert set(marker) == {"format", "uuid", "created"}
     assert marker["format"] == 1
+
+
+def test_the_golden_checksum_of_a_marker() -> None:
+    data = (
+        b'{"format":1,"uuid":"12345678-1234-4678-9234-567812345678","created":"2026-01-02T03:04:05+00:00",'
+        b'"checksum":"70de4ab0b484a5240e27471dfebcb77b"}'
+    )
+    fields = json.loads(data)
+    made = Marker(1, uuid.UUID(fields["uuid"]), fields["created"])
+    assert made.encode() == data
 
 
 TABLES = st.dictionaries(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import uuid
+from uuid import UUID
 
 import msgspec
+import xxhash
 
 from tstore import world
 from tstore.errors import Corrupt, NotAStore, NotFound, UnsupportedFormat
@@ -18,12 +19,26 @@ FORMAT_VERSION = 1
 MARKER = "tstore.json"
 
 
-class Marker(msgspec.Struct):
-    """What the marker holds."""
+class Marker(msgspec.Struct, frozen=True):
+    """What the marker holds; `checksum` is empty as it is made, and in a marker of before there was one."""
 
     format: int
-    uuid: str
+    uuid: UUID
     created: str = ""
+    checksum: str = ""
+
+    def encode(self) -> bytes:
+        """The bytes of the object, with the checksum."""
+        return msgspec.json.encode(msgspec.structs.replace(self, checksum=self._digest()))
+
+    @property
+    def sound(self) -> bool:
+        """Whether the checksum is that of the values, if there is one."""
+        return self.checksum in ("", self._digest())
+
+    def _digest(self) -> str:
+        """xxh3-128 of the values, one a line: what another version adds beside them can be passed over."""
+        return xxhash.xxh3_128_hexdigest(f"{self.format}\n{self.uuid}\n{self.created}".encode())
 
 
 class _Format(msgspec.Struct):
@@ -50,11 +65,17 @@ def _decoded(backend: Backend, data: bytes) -> Marker:
                 f"{backend.url} has format version {written}; this tstore knows up to {FORMAT_VERSION}: "
                 "install a newer one"
             )
-        return msgspec.json.decode(data, type=Marker)
+        marker = msgspec.json.decode(data, type=Marker)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(
             f"{backend.url}: {MARKER} does not parse ({error}); restore this small file from a copy"
         ) from error
+    if not marker.sound:
+        raise Corrupt(
+            f"{backend.url}: {MARKER} was changed, its checksum is of other values; restore this small file "
+            "from a copy"
+        )
+    return marker
 
 
 async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:
@@ -75,6 +96,6 @@ async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:
     if not backend.capabilities.conditional_create:
         await prove(backend)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
-    markers = [Marker(FORMAT_VERSION, str(uuid.UUID(world.token(16), version=4)), now) for _ in range(racers)]
-    ended = await race(backend, MARKER, [msgspec.json.encode(m) for m in markers])
+    markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
+    ended = await race(backend, MARKER, [m.encode() for m in markers])
     return _decoded(backend, ended.stored), ended.ours

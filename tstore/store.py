@@ -68,7 +68,7 @@ async def open(
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     early = asyncio.ensure_future(_early_hint(backend))
     try:
-        identity = (await _marker(backend, mode)).uuid
+        identity = str((await _marker(backend, mode)).uuid)
         if cache is not None:
             kept = cache if isinstance(cache, Cache) else Cache(cache)
             return Store(CachedBackend(backend, kept, identity), identity, mode, await early)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 from answers import Answer, Request, Server, close, hang, ok, part, serving, then
+from served import MARKER
 
 import tstore
 from tstore.errors import (
@@ -689,7 +690,7 @@ async def test_a_refused_token_is_not_told() -> None:
 
 async def test_a_server_that_has_everything_is_no_endless_log() -> None:
     async def everything(request: Request) -> Answer:
-        return ok(b'{"format":1,"uuid":"u"}' if request.path.endswith("tstore.json") else b"")
+        return ok(MARKER if request.path.endswith("tstore.json") else b"")
 
     async with serving(everything) as server, await tstore.open(server.url, "r") as store:
         with pytest.raises(Corrupt, match="under each name"):

@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from tstore.copying.inventory import Inventory, of_all, of_one, place
 from tstore.copying.shipment import DamagedPack, Shipment
@@ -105,7 +105,7 @@ async def copy_to(
     assert marker is not None
     if at is not None:
         version = (await store.snapshot(at)).version
-        marker.uuid = str(uuid.uuid5(uuid.UUID(store.uuid), f"version {version} alone"))
+        marker = replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
         return await unexpired(log, version, _copy_one(log, version, target, marker, progress))
     while True:
         newest = await log.newest()
@@ -121,7 +121,7 @@ async def _copy_one(
     log: Log, version: int, target: Backend, marker: Marker, progress: Callable[[int, int], None]
 ) -> CopyReport:
     inventory = await of_one(log, version)
-    alone = await _alone(log, inventory, uuid.UUID(marker.uuid).hex)
+    alone = await _alone(log, inventory, marker.uuid.hex)
     return await _Copy(log, target, inventory, marker, progress, alone).make()
 
 
@@ -145,7 +145,7 @@ async def _alone(log: Log, inventory: Inventory, name: str) -> Record | None:
         f"copied version {entry.version} alone; {len(expired)} others stayed behind",
         collected=last,
         collection=Collection(
-            (msgspec.structs.replace(entry, replaces=True, holds=tuple(sorted(others))),),
+            (replace(entry, replaces=True, holds=tuple(sorted(others))),),
             expired,
             {tag: v for v in expired for tag in ledger.alive[v].tags},
             (),
@@ -187,7 +187,7 @@ class _Copy:
         await self._move_roots(known or 0)
         await self._create_records(known)
         if known is None:
-            await self._create(MARKER, msgspec.json.encode(self._marker))
+            await self._create(MARKER, self._marker.encode())
         if self._commits or known is None:
             await self._target.hint(HINT, str(max(self._newest, known or 0)).encode())
         newest = max(self._newest, known or 0)

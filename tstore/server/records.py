@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from uuid import UUID
 
 import msgspec
 
@@ -24,7 +25,7 @@ _HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
 
 class _Marker(msgspec.Struct):
     format: int
-    uuid: str
+    uuid: UUID
 
 
 class _Beat(msgspec.Struct):
