@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 import traceback
 import warnings
 from typing import Any
@@ -31,20 +32,22 @@ def main() -> None:
                 answer = _do(share, subject, **asked)
         except Exception:
             answer = {"error": traceback.format_exc().strip().splitlines()[-1]}
+        gc.collect()  # so that none is measured with another's garbage
         print(json.dumps(answer), flush=True)
 
 
 def _do(share: Share, subject: Contender, do: str, run: str) -> dict[str, Any]:
-    gc.collect()
     before = machine.reset_peak()
     if do == "save":
         subject.save(run)
-        return {"requests": subject.requests, "peak": machine.peak() - before}
+        ended = time.monotonic()
+        return {"requests": subject.requests, "peak": machine.peak() - before, "ended": ended}
     found = subject.restore(run)
+    ended = time.monotonic()
     peak = machine.peak() - before - sum(array.nbytes for array in found.values())
     if not all(np.array_equal(found[name], share.arrays[name]) for name in share.names):
         raise ValueError("the restored values differ")
-    return {"requests": subject.requests, "peak": peak}
+    return {"requests": subject.requests, "peak": peak, "ended": ended}
 
 
 if __name__ == "__main__":
