@@ -97,7 +97,7 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     rounds = Rounds(MemoryObjects(name))
     backend = RemoteBackend(rounds)
     store = await rounds.expect(tstore.open(backend), 2)  # the marker and the hint
-    found = await rounds.expect(tstore.restore(store), 7, 1)  # which is the newest; the pack
+    found = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
     assert np.array_equal(found["w0003"], tree(10, 20_000)["w0003"])
     await rounds.expect(tstore.restore(store), 1, 1)
     # which is the newest; the pack; the next two numbers; the record
@@ -107,43 +107,69 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     )  # whoever committed a moment ago knows the next two numbers
 
 
+@pytest.mark.parametrize(
+    ("commits", "looks"),
+    [
+        (0, [2]),
+        (1, [2]),
+        (2, [2, 6]),
+        (3, [2, 6]),
+        (5, [2, 6, 3]),  # three between 4 and 8
+        (12, [2, 6, 7 + 3]),  # and those below 8 that are not known
+        (64, [4]),  # the hint's version, its root, and the next two
+        (65, [4]),
+        (67, [4, 6]),
+        (70, [4, 6, 3]),
+    ],
+)
+async def test_a_snapshot_takes_the_looks_for_the_newest_version_alone(commits: int, looks: list[int]) -> None:
+    name = anew()
+    first = await open_remote(name)
+    for i in range(commits):
+        await small_commit(first, f"a{i}")
+    rounds = Rounds(MemoryObjects(name))
+    store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)  # the marker and the hint
+    assert len((await rounds.expect(store.snapshot(), *looks)).paths()) == commits
+
+
 async def test_what_others_committed_is_read_many_records_at_once() -> None:
     name = anew()
     first = await open_remote(name)
     await small_commit(first, "first")
     rounds = Rounds(MemoryObjects(name))
     store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
-    await rounds.expect(store.snapshot(), 7)
+    await rounds.expect(store.snapshot(), 2)
     for i in range(40):
         await small_commit(first, f"a{i}")
-    # the next number; 1 to 64 numbers behind it; those between 34 and 66 that are not known; what was left out
-    snapshot = await rounds.expect(store.snapshot(), 1, 7, 31, 26)
+    # the next number; two more; up to 64 behind it; those between 34 and 66, and below 34 those that are not known
+    snapshot = await rounds.expect(store.snapshot(), 1, 2, 6, 31 + 25)
     assert snapshot.version == 41
 
 
 async def test_the_history_is_read_ever_more_records_at_once() -> None:
     name = anew()
     first = await open_remote(name)
-    for i in range(20):
+    for i in range(84):
         await small_commit(first, f"a{i}")
     rounds = Rounds(MemoryObjects(name))
 
     async def reopened() -> tstore.Store:
         store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
-        await rounds.expect(store.log.newest(), 7, 15)  # 1 to 64; those between 16 and 32, and so not all below
+        # 64, its root and up to 66; up to 128; those between 80 and 96, and below 80 those that are not known
+        await rounds.expect(store.log.newest(), 4, 6, 15 + 10)
         return store
 
     async def versions(store: tstore.Store) -> list[int]:
         return [commit.version async for commit in store.history()]
 
-    # of the last, the next two, four, eight and five those that are not known; before that the next number
-    assert await rounds.expect(versions(await reopened()), 1, 2, 7, 2) == list(range(20, 0, -1))
+    # the next number; of the last, the next two, four, … those that are not known, and from 64 on all are
+    assert await rounds.expect(versions(await reopened()), 1, 10, 32, 21) == list(range(84, 0, -1))
     long_ago = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
     with pytest.raises(NotFound, match="no commit by"):
-        await rounds.expect((await reopened()).snapshot(long_ago), 1, 2, 7, 2)
+        await rounds.expect((await reopened()).snapshot(long_ago), 1, 10, 32, 21)
     store = await reopened()
-    # the hint; which is the newest; all records; the list of them, and its end
-    assert (await rounds.expect(store.verify(), 1, 7, 15, 20, 1, 1)).ok
+    # the hint; which is the newest; 64 records, one behind its root, and the others; the list of them, and its end
+    assert (await rounds.expect(store.verify(), 1, 4, 6, 25, 64, 1, 20, 1, 1)).ok
 
 
 async def test_a_history_that_is_not_wanted_to_its_end() -> None:

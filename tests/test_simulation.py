@@ -97,7 +97,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             "known = self._newest or await read_hint(self.backend)\n",
         ),
     ],
-    "the hint need not exist": [Edit(RECORDS + "newest", "sure=hint == 0", "sure=True")],
+    "the hint need not exist": [Edit(RECORDS + "_gallop_from_hint", "sure=False", "sure=True")],
     "patches not applied again": [Edit(TX + "_redo", "if redo:", "if False:")],
     "patches applied again on the old version": [
         Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")
@@ -127,7 +127,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "a condemned transaction commits": [
         Edit("tstore.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
-    "what was read is not compared": [Edit(TX + "_redo", "if changed:", "if False:")],
+    "what was read is not compared": [Edit(TX + "_redo", "*staged.reads.changed(base, now), ", "")],
     "values do not count as read": [
         Edit(
             "tstore.transactions.read_set:ReadSet.values",

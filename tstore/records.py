@@ -7,19 +7,25 @@ Finding the newest version
 2. Gallop: probe 1, 2, 4, … numbers further while they exist; numbers are dense and never deleted.
 3. Bisect between the last that exists and the first that does not.
 
-Where a request mostly waits for a server, many numbers are probed at once, and the last steps take one round trip
-each, as a rule. A process that knows the newest version looks at the next number only; on a disk it reads at once
-what is above it, up to the first number that is absent, and looks whether there is one behind that: then the log
-has a hole.
+Where a request mostly waits for a server, a probe reads the record, and many go out at once: first the next two
+numbers, which is all where nothing or one was committed since; then those up to the 64th, the next that writes a
+hint; then, between the last that exists and the first that does not, all of them, and with them whatever the tree
+needs from below. So the tree as of a new version takes no other requests than those, and the root that the hint
+stands for is read with the first of them.
+
+A process that knows the newest version looks at the next number only; on a disk it reads at once what is above it,
+up to the first number that is absent, and looks whether there is one behind that: then the log has a hole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+from collections.abc import Iterator
 from typing import TypeVar
 
-from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend
 from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
 from tstore.tree import Changes, Tree
@@ -33,7 +39,7 @@ _CACHED = 256
 _MOST_AHEAD = 32
 _MOMENT = 1.0  # seconds
 _PROBES = 31  # at once, where they cost little
-_DOUBLINGS = 7
+_DOUBLINGS = 7  # that is up to `ROOT_EVERY`
 _NEVER = 1 << 62
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
@@ -52,9 +58,10 @@ def root_key(version: int) -> str:
 async def read_hint(backend: Backend) -> int:
     """What the hint says is the newest version, not to be trusted; 0 where there is none."""
     try:
-        return max(0, int(await backend.get(HINT)))
+        hint = int(await backend.get(HINT))
     except (NotFound, ValueError):
         return 0
+    return hint if 0 < hint < _NEVER else 0
 
 
 class Records:
@@ -75,20 +82,19 @@ class Records:
         if known and self.backend.transfer.waits:
             if not await self._exists(known + 1):
                 return known
-            low, high = await self._gallop(known + 1, sure=True)
+            low, high = await self._gallop(known + 1)
         elif known:
             newer, _ = await self._read_above(known)
             self._newest = max(self._newest, low := known + len(newer))
             if len(newer) < _MOST_AHEAD:
                 return low
-            low, high = await self._gallop(low, sure=True)
+            low, high = await self._gallop(low)
         else:
-            hint = await read_hint(self.backend) if self._hint is None else self._hint
-            low, high = await self._gallop(hint, sure=hint == 0)
+            low, high = await self._gallop_from_hint()
         while high - low > 1:
             between = self._between(low, high)
-            at = await self._first_absent(between)
-            low, high = [low, *between][at], [*between, high][at]
+            below = self._needed_below(low) if len(between) == high - low - 1 else []
+            (low, high), _ = await asyncio.gather(self._narrowed(low, between, high), self._exist(below))
         self._newest = max(self._newest, low)
         return low
 
@@ -123,24 +129,37 @@ class Records:
             self._end = at, since
         return found, leading.broken
 
-    async def _gallop(self, base: int, *, sure: bool) -> tuple[int, int]:
-        """A version that exists (or 0) and one behind it that does not, found from `base`, which may not exist."""
-        low, done = base, 0
-        doublings = _DOUBLINGS if self.backend.transfer.waits else 1
-        while True:
-            ahead = [base + (1 << i) for i in range(done, done + doublings)]
-            if sure and ahead[0] >= _NEVER:
-                raise Corrupt(
-                    f"{self.backend.url} has an object under each name that is asked for, also {commit_key(low)}; "
-                    "check what answers there: a store's server says 404 for what it does not have"
-                )
-            probes = ahead if sure else [base, *ahead]
-            at = await self._first_absent(probes)
-            if at == 0 and not sure:
-                return await self._gallop(0, sure=True)
-            if at < len(probes):
-                return [low, *probes][at], probes[at]
-            low, done, sure = probes[-1], done + doublings, True
+    async def _gallop_from_hint(self) -> tuple[int, int]:
+        """As `_gallop`, from where the hint says, or from the begin if that is no version."""
+        hint = await read_hint(self.backend) if self._hint is None else self._hint
+        if hint == 0:
+            return await self._gallop(0)
+        ahead = self.backend.transfer.waits and hint % ROOT_EVERY == 0
+        found, root = await asyncio.gather(
+            self._gallop(hint, sure=False), self._root_or_none(hint if ahead else 0)
+        )
+        if found[0] < hint:
+            return await self._gallop(0)
+        if root is not None:
+            self._keep_tree(root)
+        return found
+
+    async def _gallop(self, base: int, *, sure: bool = True) -> tuple[int, int]:
+        """A version that exists (or 0) and one behind it that does not, found from `base`; if not sure, it may not
+        exist, and then the first is 0."""
+        low = base if sure else 0
+        for steps in _looks(self.backend.transfer.waits):
+            probes = [base + step for step in (steps if sure else [0, *steps])]
+            low, high = await self._narrowed(low, probes, _NEVER)
+            if high < _NEVER:
+                return low, high
+            sure = True
+            if low + steps[-1] >= _NEVER:
+                break
+        raise Corrupt(
+            f"{self.backend.url} has an object under each name that is asked for, also {commit_key(low)}; "
+            "check what answers there: a store's server says 404 for what it does not have"
+        )
 
     def _between(self, low: int, high: int) -> list[int]:
         """Versions to look at next; all between the two, or some that divide the range."""
@@ -148,6 +167,23 @@ class Records:
         if high - low - 1 <= most:
             return list(range(low + 1, high))
         return [low + (high - low) * i // (most + 1) for i in range(1, most + 1)]
+
+    async def _narrowed(self, low: int, versions: list[int], high: int) -> tuple[int, int]:
+        """The last that exists and the first that does not, where `low` is known to exist and `high` not to."""
+        since = asyncio.get_running_loop().time()
+        exist = await self._exist(versions)
+        at = [*exist, False].index(False)
+        low, high = [low, *versions][at], [*versions, high][at]
+        if high == low + 1 and versions[at + 1 : at + 2] == [high + 1] and not exist[at + 1]:
+            self._end = low, since
+        return low, high
+
+    def _needed_below(self, version: int) -> list[int]:
+        """The versions below one whose records its tree takes, and which are not known."""
+        if not self.backend.transfer.waits:
+            return []
+        known = max(version - version % ROOT_EVERY, *(v for v in self._trees if v <= version))
+        return [v for v in range(known + 1, version) if v not in self._records]
 
     async def record(self, version: int) -> Record:
         """The record of a version; `NotFound` where there is none."""
@@ -216,10 +252,13 @@ class Records:
             manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
         for number, record, found in zip(numbers, records, manifests, strict=True):
             tree = tree.after(number, record, found)
-        self._trees[version] = tree
+        self._keep_tree(tree)
+        return tree
+
+    def _keep_tree(self, tree: Tree) -> None:
+        self._trees[tree.version] = tree
         while len(self._trees) > 4:
             del self._trees[next(v for v in self._trees if v != 0)]
-        return tree
 
     async def _way_to(self, version: int) -> tuple[Tree, list[Record]]:
         """The nearest tree that is known or has a root, and all records from there up to a version."""
@@ -246,6 +285,13 @@ class Records:
         except NotFound:
             return None
 
+    async def _root_or_none(self, version: int) -> Tree | None:
+        """The tree of the root of a version, read ahead; None also where whoever needs it will learn why."""
+        try:
+            return await self._root(version, self._trees[0])
+        except TStoreError:
+            return None
+
     async def collected(self, version: int) -> int:
         """The version of the newest gc up to a version, 0 where there is none."""
         if version == 0:
@@ -266,10 +312,8 @@ class Records:
             return True
         return True
 
-    async def _first_absent(self, versions: list[int]) -> int:
-        """The place in the list of the first version that does not exist, by its end if all exist."""
-        found = await asyncio.gather(*[self._exists(v) for v in versions])
-        return [*found, False].index(False)
+    async def _exist(self, versions: list[int]) -> list[bool]:
+        return list(await asyncio.gather(*[self._exists(v) for v in versions]))
 
     def _hole(self, version: int) -> Corrupt:
         return Corrupt(
@@ -315,3 +359,13 @@ class Records:
             known = ", ".join(sorted(tags)[-10:]) or "none"
             raise NotFound(f"{self.backend.url} has no tag {at!r}; its tags are: {known}")
         return tags[at]
+
+
+def _looks(waits: bool) -> Iterator[list[int]]:
+    """How far ahead to probe, one look after the other; `waits`: whether many probes take no longer than one."""
+    if waits:
+        yield [1, 2]
+        yield [3, 4, 8, 16, 32, 64]
+    many = _DOUBLINGS if waits else 1
+    for done in itertools.count(_DOUBLINGS if waits else 0, many):
+        yield [1 << i for i in range(done, done + many)]
