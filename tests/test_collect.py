@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore import Keep
+from tstore.commits.manifest import ObjectRef
 from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError
 from tstore.kv.url import connect
-from tstore.manifest import ObjectRef
 from tstore.testing.faults import FaultyBackend, open_faulty
 
 NEVER = timedelta(days=10_000)

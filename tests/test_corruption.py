@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 import tstore
-import tstore.manifest
+from tstore.commits.manifest import Record, Root
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend, Durability
 from tstore.kv.url import connect
@@ -139,7 +139,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
             else:
                 store = await tstore.open(url, "r")
                 with pytest.raises(Corrupt, match=key):
-                    await store.log.read(key, tstore.manifest.Root if kind == "root" else tstore.manifest.Record)
+                    await store.log.read(key, Root if kind == "root" else Record)
         await backend.hint(key, data)
     assert await outcome(url) == (2, [])
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore.cli import main
+from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.errors import NotFound
-from tstore.records import ROOT_EVERY, root_key
 from tstore.testing.faults import open_faulty
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tstore.chunks.table import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
-from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.manifest import (
+from tstore.commits.manifest import (
     Alive,
     Collection,
     Fragment,
@@ -34,6 +33,7 @@ from tstore.manifest import (
     encode,
     reference,
 )
+from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import tstore
+from tstore.commits.records import ROOT_EVERY, Records, commit_key, root_key
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
 from tstore.kv.memory import MemoryBackend, MemoryObjects
 from tstore.kv.remote import served
-from tstore.records import ROOT_EVERY, Records, commit_key, root_key
 from tstore.testing.faults import FaultyBackend, open_faulty
 
 NONE = Durability.NONE
@@ -280,7 +280,7 @@ async def test_two_finishers_of_a_root_write_the_same() -> None:
 
 
 def tstore_root(tree: object) -> bytes:
-    from tstore.manifest import encode
+    from tstore.commits.manifest import encode
 
     return encode(tree.root())  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import pytest
 from mutation import Edit
 
-NEWFILE, LOG, TREE = "tstore.kv.newfile:Draft.", "tstore.log:Log.", "tstore.tree:Changes."
+NEWFILE, LOG, TREE = "tstore.kv.newfile:Draft.", "tstore.commits.log:Log.", "tstore.commits.tree:Changes."
 POWER = "test_power.py::test_a_power_failure_at_any_moment[small]"
 
 FOUND: dict[str, tuple[str, Edit]] = {
@@ -49,11 +49,11 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "condemned packs are re-used": (
         "test_collect.py::test_a_commit_that_re_uses_what_was_condemned_is_refused",
-        Edit("tstore.retention:check_condemned", "if gone:", "if False:"),
+        Edit("tstore.commits.retention:check_condemned", "if gone:", "if False:"),
     ),
     "a version that expired is opened": (
         "test_collect.py::test_an_expired_version_says_so",
-        Edit("tstore.expiry:check_alive", "state not in alive", "False"),
+        Edit("tstore.commits.expiry:check_alive", "state not in alive", "False"),
     ),
     "what a resize cut off comes back": (
         "test_transaction.py::test_what_a_resize_cut_off_does_not_come_back",

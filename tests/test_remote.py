@@ -90,7 +90,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.records._MOMENT", 60)  # however slow this machine is
+    monkeypatch.setattr("tstore.commits.records._MOMENT", 60)  # however slow this machine is
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)

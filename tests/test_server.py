@@ -24,8 +24,8 @@ from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybod
 
 import tstore
 from tstore.cli import main
+from tstore.commits.manifest import Manifest, Record, encode
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
-from tstore.manifest import Manifest, Record, encode
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")

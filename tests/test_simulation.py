@@ -62,10 +62,10 @@ RUNS = 2000
 MOST = 600
 """Runs within which a mutation must be found."""
 
-LOG, GROUP, TREE = "tstore.log:Log.", "tstore.transactions.group:", "tstore.tree:Changes."
-RECORDS = "tstore.records:Records."
-TX, STORAGE = "tstore.transaction:Transaction.", "tstore.testing.storage:Storage."
-GC, QUEUE, ARRAY = "tstore.collect:", "tstore.commit_queue:", "tstore.transactions.staged_array:StagedArray."
+LOG, GROUP, TREE = "tstore.commits.log:Log.", "tstore.transactions.group:", "tstore.commits.tree:Changes."
+RECORDS = "tstore.commits.records:Records."
+TX, STORAGE = "tstore.transactions.transaction:Transaction.", "tstore.testing.storage:Storage."
+GC, QUEUE, ARRAY = "tstore.collect:", "tstore.commits.queue:", "tstore.transactions.staged_array:StagedArray."
 DECIDE = "await self._decide(asked, replace(record, collected=collected), error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
@@ -125,7 +125,9 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(GROUP + "Membership.of", "{slug(name)}.{slug(token)}.{unique}", "{slug(name)}")
     ],
     "a condemned transaction commits": [
-        Edit("tstore.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit(
+            "tstore.commits.log:check_condemned", "if record.transaction in collection.transactions:", "if False:"
+        )
     ],
     "what was read is not compared": [Edit(TX + "_redo", "*staged.reads.changed(base, now), ", "")],
     "values do not count as read": [
@@ -157,7 +159,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],
     "gc lets the newest version expire": [
-        Edit("tstore.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
+        Edit("tstore.commits.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
     ],
 }
 

@@ -6,7 +6,7 @@
 Several transactions are open at once, of both isolations, through two `Store`s; they create, write, read, resize
 and delete, set, move and drop tags, and end alone or together. Steps are saved, versions collected, and what is
 read of any version, by number, tag or time, must be what the model holds. A commit must succeed where the table at
-the top of `tstore/tree.py` says so, and fail where it says so.
+the top of `tstore/commits/tree.py` says so, and fail where it says so.
 """
 
 from __future__ import annotations

@@ -12,19 +12,19 @@ from tstore.checkpoint.save import save
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import steps
 from tstore.collect import CollectReport
-from tstore.commit_queue import Retry
+from tstore.commits.history import Commit
+from tstore.commits.queue import Retry
+from tstore.commits.retention import Keep
 from tstore.copying.copy import CopyReport, copy
 from tstore.diff import ArrayDiff, Diff
-from tstore.history import Commit
 from tstore.kv.cache import Cache
 from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
-from tstore.retention import Keep
 from tstore.snapshot import Snapshot
 from tstore.store import Store, open
-from tstore.transaction import Transaction
 from tstore.transactions.roster import PendingTransaction
+from tstore.transactions.transaction import Transaction
 
 __all__ = [
     "Array",

@@ -11,14 +11,14 @@ import numpy as np
 
 from tstore.chunks.reader import pack_reader
 from tstore.chunks.table import BLOCK, ChunkRow, block_checks
+from tstore.commits.expiry import changes_nothing, living
+from tstore.commits.log import Log
+from tstore.commits.manifest import Manifest, ObjectRef, Record, Root
+from tstore.commits.records import ROOT_EVERY, commit_key, root_key
+from tstore.commits.tree import Node, Tree
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.expiry import changes_nothing, living
 from tstore.kv.base import Backend, Transfer
-from tstore.log import Log
-from tstore.manifest import Manifest, ObjectRef, Record, Root
 from tstore.pool import each, scratch
-from tstore.records import ROOT_EVERY, commit_key, root_key
-from tstore.tree import Node, Tree
 from tstore.turns import batched, together
 
 __all__ = ["VerifyReport", "verify_store"]

@@ -28,15 +28,15 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore import world
+from tstore.commits.expiry import living
+from tstore.commits.log import Log
+from tstore.commits.manifest import Collection, ObjectRef, Record
+from tstore.commits.records import ROOT_EVERY, root_key
+from tstore.commits.retention import Keep, Ledger
+from tstore.commits.tree import Tree
 from tstore.errors import InvalidArgument, NotFound
-from tstore.expiry import living
 from tstore.kv.base import Durability
-from tstore.log import Log
-from tstore.manifest import Collection, ObjectRef, Record
 from tstore.pool import uncancelled
-from tstore.records import ROOT_EVERY, root_key
-from tstore.retention import Keep, Ledger
-from tstore.tree import Tree
 from tstore.turns import together
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]

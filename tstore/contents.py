@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from tstore.commits.tree import Node, is_below
 from tstore.errors import NotFound
 from tstore.snapshot import Snapshot
-from tstore.tree import Node, is_below
 
 __all__ = ["ArrayInfo", "array_info", "contents", "listing"]
 

@@ -18,11 +18,11 @@ from tstore.chunks.grid import Selection
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkTable
+from tstore.commits.tree import Node, Tree
 from tstore.contents import ArrayInfo, array_info
 from tstore.kv.base import Backend
 from tstore.pool import run
 from tstore.snapshot import Snapshot
-from tstore.tree import Node, Tree
 
 __all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 

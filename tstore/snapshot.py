@@ -13,10 +13,10 @@ from tstore.chunks.grid import Selection, whole
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.packed import read_packed
 from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.commits.expiry import check_alive, unexpired
+from tstore.commits.log import Log
+from tstore.commits.tree import Node, Tree, checked_path
 from tstore.errors import Misuse, NotFound
-from tstore.expiry import check_alive, unexpired
-from tstore.log import Log
-from tstore.tree import Node, Tree, checked_path
 
 __all__ = ["Snapshot", "array_node", "snapshot_of"]
 

@@ -13,6 +13,11 @@ from typing import Any, Literal
 
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
+from tstore.commits.expiry import check_tag, newest_tree
+from tstore.commits.history import Commit, history, version_at
+from tstore.commits.log import Log
+from tstore.commits.records import read_hint
+from tstore.commits.retention import Keep
 from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
@@ -23,8 +28,6 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.expiry import check_tag, newest_tree
-from tstore.history import Commit, history, version_at
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cache import Cache
 from tstore.kv.cached import CachedBackend, uncached
@@ -32,15 +35,12 @@ from tstore.kv.probe import RACERS, prove
 from tstore.kv.remote import RemoteBackend
 from tstore.kv.trace import Traffic
 from tstore.kv.url import connect
-from tstore.log import Log
 from tstore.marker import MARKER, Marker, create_marker, read_marker
-from tstore.records import read_hint
-from tstore.retention import Keep
 from tstore.snapshot import Snapshot, snapshot_of
-from tstore.transaction import Isolation, Transaction
 from tstore.transactions.group import Membership, finish_group
 from tstore.transactions.roster import PendingTransaction, find_pending, pending
 from tstore.transactions.tags import TagEdits
+from tstore.transactions.transaction import Isolation, Transaction
 
 __all__ = ["Mode", "Store", "open", "opened"]
 

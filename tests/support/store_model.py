@@ -1,6 +1,6 @@
 """A store as a trivial model in memory: dicts of arrays, and the rules of who conflicts with whom.
 
-It follows the table at the top of `tstore/tree.py` by the letter, and knows nothing of manifests and packs.
+It follows the table at the top of `tstore/commits/tree.py` by the letter; it knows nothing of manifests and packs.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from tstore.commits.retention import step_of
 from tstore.errors import NotFound
-from tstore.retention import step_of
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 

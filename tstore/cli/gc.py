@@ -10,7 +10,7 @@ import tstore
 from tstore.cli.console import Document, json_option, run, store_argument
 from tstore.cli.tables import Progress, show_collected
 from tstore.collect import ABANDONED_AFTER
-from tstore.retention import Best, Keep
+from tstore.commits.retention import Best, Keep
 
 __all__ = ["gc"]
 

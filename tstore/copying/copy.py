@@ -33,19 +33,19 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from tstore.commits.expiry import unexpired
+from tstore.commits.log import Log
+from tstore.commits.manifest import Collection, Record, Root, decode, encode, reference
+from tstore.commits.records import HINT, ROOT_EVERY, commit_key, root_key
+from tstore.commits.retention import Ledger
 from tstore.copying.inventory import Inventory, of_all, of_one, place
 from tstore.copying.shipment import DamagedPack, Shipment
 from tstore.errors import AlreadyExists, Conflict, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.expiry import unexpired
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cached import uncached
 from tstore.kv.probe import prove
 from tstore.kv.url import connect
-from tstore.log import Log
-from tstore.manifest import Collection, Record, Root, decode, encode, reference
 from tstore.marker import MARKER, Marker, read_marker
-from tstore.records import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.retention import Ledger
 from tstore.store import Store, opened
 from tstore.turns import batched, together
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.chunks.table import BLOCK, ChunkTable, digest
-from tstore.expiry import changes_nothing, living
-from tstore.log import Log
-from tstore.manifest import ObjectRef
+from tstore.commits.expiry import changes_nothing, living
+from tstore.commits.log import Log
+from tstore.commits.manifest import ObjectRef
 from tstore.turns import batched, together
 
 __all__ = ["Inventory", "PackBlocks", "PackCheck", "of_all", "of_one", "place"]

@@ -12,9 +12,9 @@ from uuid import UUID
 
 import msgspec
 
+from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.commits.records import ROOT_EVERY
 from tstore.errors import Corrupt
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
-from tstore.records import ROOT_EVERY
 from tstore.server.names import Kind, kind_of, number_of
 
 __all__ = ["check"]

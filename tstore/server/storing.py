@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import xxhash
 from aiohttp import web
 
+from tstore.commits.log import Log
+from tstore.commits.records import commit_key
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.kv.objects import PutMode
-from tstore.log import Log
 from tstore.pool import run
-from tstore.records import commit_key
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tstore.commits.manifest import Record
 from tstore.errors import CommitOutcomeUnknown
-from tstore.manifest import Record
 from tstore.testing.history import (
     Attempt,
     Create,

@@ -24,9 +24,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tstore.commits.records import commit_key
 from tstore.errors import SnapshotExpired, TStoreError
 from tstore.pool import inline
-from tstore.records import commit_key
 from tstore.store import Store
 from tstore.testing.checker import Committed, violations
 from tstore.testing.history import CELLS, History

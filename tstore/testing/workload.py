@@ -12,8 +12,8 @@ import numpy as np
 import tstore
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import step_tag
+from tstore.commits.retention import Keep
 from tstore.errors import CommitOutcomeUnknown, NotFound, SnapshotExpired, TStoreError, Unavailable
-from tstore.retention import Keep
 from tstore.snapshot import Snapshot
 from tstore.store import Store
 from tstore.testing.history import (
@@ -34,8 +34,8 @@ from tstore.testing.history import (
     width_of,
 )
 from tstore.testing.storage import Host, HostBackend, Storage
-from tstore.transaction import Isolation, Transaction
 from tstore.transactions.group import Membership
+from tstore.transactions.transaction import Isolation, Transaction
 
 __all__ = ["PATHS", "GroupPlan", "Site", "read_state"]
 

@@ -1,7 +1,8 @@
-"""What a transaction is made of.
+"""Transactions: what is staged over a version, and how it becomes a commit, by one host or by many.
 
-1. `staged_array`, `staged_tree`: what it has changed and not yet committed; `tags`: what it does with tags;
+1. `transaction`: the whole: staging, committing, aborting.
+2. `staged_array`, `staged_tree`: what it has changed and not yet committed; `tags`: what it does with tags;
    `read_set`: what it has read, where it is serializable.
-2. `group`: the protocol by which many hosts make one commit; `fragments`: what each contributes, merged;
+3. `group`: the protocol by which many hosts make one commit; `fragments`: what each contributes, merged;
    `roster`: who has delivered, and who is missing.
 """

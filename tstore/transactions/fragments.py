@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from tstore.chunks.metadata import ArrayMeta
+from tstore.commits.manifest import Fragment, Manifest, Record
+from tstore.commits.tree import Node, Tree
 from tstore.errors import Inconsistent
-from tstore.manifest import Fragment, Manifest, Record
-from tstore.tree import Node, Tree
 
 __all__ = ["FAN", "check_complete", "merged", "record_of"]
 

@@ -32,6 +32,9 @@ import msgspec
 import xxhash
 
 from tstore import world
+from tstore.commits.log import Log
+from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
+from tstore.commits.tree import Changes
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -43,11 +46,8 @@ from tstore.errors import (
 )
 from tstore.kv.base import Durability
 from tstore.kv.watch import Watch
-from tstore.log import Log
-from tstore.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.transactions.fragments import FAN, check_complete, merged, record_of
-from tstore.tree import Changes
 
 __all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group", "slug"]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tstore.chunks.grid import Selection
 from tstore.chunks.metadata import ArrayMeta
-from tstore.tree import Node, Tree, is_below
+from tstore.commits.tree import Node, Tree, is_below
 
 __all__ = ["ReadSet"]
 

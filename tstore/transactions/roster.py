@@ -17,10 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from tstore import world
+from tstore.commits.log import Log
+from tstore.commits.manifest import Fragment
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend
-from tstore.log import Log
-from tstore.manifest import Fragment
 from tstore.transactions.group import Membership, slug
 
 __all__ = ["Heart", "PendingTransaction", "find_pending", "pending"]

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkTable, Run, Span
 from tstore.chunks.writer import WriteJob
+from tstore.commits.manifest import Manifest
+from tstore.commits.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 from tstore.errors import AlreadyExists, NotFound
-from tstore.manifest import Manifest
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.tags import TagEdits
-from tstore.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 
 __all__ = ["StagedTree"]
 

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from tstore import world
+from tstore.commits.manifest import Manifest, Part, Record
+from tstore.commits.tree import Changes
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
-from tstore.manifest import Manifest, Part, Record
-from tstore.tree import Changes
 
 __all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_pause"]
 

@@ -25,10 +25,10 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
+from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.commits.tree import Changes, Tree
 from tstore.errors import Corrupt, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend
-from tstore.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
-from tstore.tree import Changes, Tree
 
 __all__ = ["HINT", "ROOT_EVERY", "Records", "commit_key", "read_hint", "root_key"]
 

@@ -12,7 +12,7 @@ Appending a record (its data is durable already)
 3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
    one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
    where requests take long, all wait longer.
-   Commits of one process do not race: they take turns, or go out together (`commit_queue`).
+   Commits of one process do not race: they take turns, or go out together (`commits.queue`).
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
    nothing can be learned, raise `CommitOutcomeUnknown` and delete nothing.
@@ -29,7 +29,11 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tstore.commit_queue import SHORTEST_PAUSE, CommitQueue, Entry, Retry, Validate, next_pause
+from tstore.commits.manifest import Record, decode, encode
+from tstore.commits.queue import SHORTEST_PAUSE, CommitQueue, Entry, Retry, Validate, next_pause
+from tstore.commits.records import HINT, ROOT_EVERY, Records, commit_key, root_key
+from tstore.commits.retention import check_condemned
+from tstore.commits.tree import Changes, Tree
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -41,10 +45,6 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.kv.base import Backend, Durability, Offer
-from tstore.manifest import Record, decode, encode
-from tstore.records import HINT, ROOT_EVERY, Records, commit_key, root_key
-from tstore.retention import check_condemned
-from tstore.tree import Changes, Tree
 
 __all__ = ["Log"]
 
@@ -102,7 +102,7 @@ class Log(Records):
 
         `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
         or returns the record to go on with. `retried` is told of every create that did not make it. A record
-        whose `changes` are passed may go out together with others of this process, as `commit_queue` says.
+        whose `changes` are passed may go out together with others of this process, as `commits.queue` says.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 

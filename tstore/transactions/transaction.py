@@ -27,19 +27,19 @@ from tstore.chunks.metadata import ArrayMeta, Codecs, dtype_named
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkTable
 from tstore.chunks.writer import PackSet, WriteJob
-from tstore.commit_queue import Retry
+from tstore.commits.expiry import check_alive, newest_tree, unexpired
+from tstore.commits.log import Log
+from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
+from tstore.commits.queue import Retry
+from tstore.commits.tree import Changes, Tree, checked_path
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
-from tstore.expiry import check_alive, newest_tree, unexpired
 from tstore.kv.base import Durability
-from tstore.log import Log
-from tstore.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
 from tstore.pool import uncancelled
 from tstore.transactions.group import Membership, checked_timeout, commit_group
 from tstore.transactions.roster import Heart
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tags import TagEdits
-from tstore.tree import Changes, Tree, checked_path
 
 __all__ = ["Isolation", "Transaction"]
 

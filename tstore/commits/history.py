@@ -7,10 +7,10 @@ import datetime
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
+from tstore.commits.expiry import living
+from tstore.commits.log import Log
+from tstore.commits.manifest import Part, Record
 from tstore.errors import InvalidArgument, NotFound
-from tstore.expiry import living
-from tstore.log import Log
-from tstore.manifest import Part, Record
 from tstore.turns import in_turn
 
 __all__ = ["Commit", "history", "version_at"]

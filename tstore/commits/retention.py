@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from tstore.commits.manifest import Alive, Collection, Record
 from tstore.errors import Conflict, InvalidArgument, NotFound, SourceCondemned
-from tstore.manifest import Alive, Collection, Record
 
 __all__ = ["Best", "Keep", "Ledger", "check_condemned", "step_of"]
 

@@ -10,10 +10,10 @@ import datetime
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from tstore.commits.log import Log
+from tstore.commits.manifest import Record
+from tstore.commits.tree import Tree
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError
-from tstore.log import Log
-from tstore.manifest import Record
-from tstore.tree import Tree
 
 __all__ = ["changes_nothing", "check_alive", "check_tag", "living", "newest_tree", "unexpired"]
 

@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkRow, ChunkTable, Span
+from tstore.commits.manifest import Manifest, Record, Root
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.manifest import Manifest, Record, Root
 
 __all__ = [
     "Changes",
