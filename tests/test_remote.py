@@ -9,7 +9,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import processes
@@ -25,6 +25,8 @@ from tstore.errors import (
     Misuse,
     NotFound,
     SnapshotExpired,
+    StorageFull,
+    TStoreError,
     Unavailable,
 )
 from tstore.kv.faults import Chances, Faults
@@ -276,6 +278,31 @@ async def test_an_upload_that_fails_fails_the_commit_and_nothing_is_visible() ->
         await tstore.save(store, tree(3, PACK // 8), step=1)
     assert (await store.snapshot()).version == 0
     assert_all_memory_is_free()
+
+
+@pytest.mark.parametrize("error", [Denied("expired"), StorageFull("full"), Corrupt("a web page")])
+@pytest.mark.parametrize("lands", [False, True])
+async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreError, lands: bool) -> None:
+    """The request that was not answered may land late, so that the commit is not told to have failed."""
+
+    class Fails(Wrapper):
+        tries: ClassVar[list[Any]] = []
+
+        async def put(self, key: str, data: Any, mode: PutMode) -> None:
+            if not key.startswith("commits/"):
+                return await self.inner.put(key, data, mode)
+            self.tries.append(lambda: self.inner.put(key, data, mode))
+            raise error if len(self.tries) > 1 else Unavailable("lost")
+
+    name = anew()
+    store = await open_remote(name, Fails)
+    with pytest.raises(CommitOutcomeUnknown, match=str(error)) as caught:
+        await tstore.save(store, {"x": np.arange(3)}, step=1)
+    if lands:
+        await Fails.tries[0]()
+    assert await store.outcome(caught.value.transaction) == (1 if lands else None)
+    assert await tstore.save(await open_remote(name), {"x": np.arange(4)}, step=2) == (2 if lands else 1)
+    assert await tstore.steps(store) == ([1, 2] if lands else [2])
 
 
 async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -> None:

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from tstore import world
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Throttled, Unavailable
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+)
 from tstore.kv.faults import LATE, Chances, Faults
 from tstore.kv.limits import Limits
 from tstore.kv.memory import MemoryObjects
@@ -138,6 +148,26 @@ def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
             await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"ab"], CREATE)
         with pytest.raises(AlreadyExists):  # an answer to the first try, whatever the bytes are
             await Retry(Scripted(inner)).put("theirs", [b"xyz"], CREATE)
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("error", [Denied("no"), StorageFull("full"), InvalidArgument("bad"), Corrupt("a page")])
+def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TStoreError) -> None:
+    async def test() -> None:
+        inner = memory()
+        scripted = Scripted(inner, ("before", Unavailable("lost")), ("before", error))
+        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+            await Retry(scripted).put("k", [b"1"], CREATE)
+        unreadable = Scripted(
+            inner, ("after", Unavailable("lost")), ("before", AlreadyExists("there")), ("before", error)
+        )
+        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+            await Retry(unreadable).put("k", [b"1"], CREATE)
+        with pytest.raises(type(error)):  # what may be done twice may be refused
+            await Retry(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
+                "k", [b""], REPLACE
+            )
 
     on_virtual_time(test)
 

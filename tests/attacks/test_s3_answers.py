@@ -65,6 +65,8 @@ REFUSALS: list[tuple[bytes, type[TStoreError]]] = [
     (refusal("503 Service Unavailable", "ServiceUnavailable"), Unavailable),
     (refusal("400 Bad Request", "RequestTimeout"), Unavailable),
     (refusal("409 Conflict", "ConditionalRequestConflict"), Unavailable),
+    (refusal("400 Bad Request", "BadDigest"), Unavailable),
+    (refusal("400 Bad Request", "IncompleteBody"), Unavailable),
     (refusal("501 Not Implemented", "NotImplemented"), Denied),
     (ok(b"<html>gateway</html>", status="502 Bad Gateway"), Unavailable),
 ]

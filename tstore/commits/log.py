@@ -168,7 +168,7 @@ class Log(Records):
             except Unavailable as error:
                 await self._decide(asked, replace(record, collected=collected), error)
                 retried(Retry(asked, f"no answer came to its creation: {error}"))
-            except (Denied, StorageFull):
+            except TStoreError:
                 if await self._met(asked, record.transaction) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
@@ -202,7 +202,7 @@ class Log(Records):
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)
         except AlreadyExists:
             return
-        except Unavailable:
+        except TStoreError:
             raise self._unknown(version, record.transaction, cause) from cause
 
     async def _met(self, asked: int, transaction: str) -> Record | None:

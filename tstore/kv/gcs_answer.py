@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import email.utils
+import re
 from typing import Annotated, TypeVar
 
 import aiohttp
@@ -18,6 +19,7 @@ __all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem",
 _LONGEST = 16 << 20  # bytes of an answer that is no object
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
 _FULL = ("quotaExceeded", "storageQuotaExceeded")
+_DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # no code of its own tells it
 
 
 class Object(msgspec.Struct):
@@ -71,6 +73,8 @@ def refused(response: aiohttp.ClientResponse, told: Problem, where: str, login: 
     because = f": {said}" if said else ""
     reason = told.errors[0].reason if told.errors else ""
     match response.status:
+        case 400 if _DIGEST.search(told.message):  # the body did not arrive as it was sent
+            return Unavailable(f"{where}: the server got other bytes than were sent{because}")
         case 401 if login.anonymous:
             return Denied(
                 f"{where}: the server wants credentials{because}; log in (gcloud auth application-default "

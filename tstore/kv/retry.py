@@ -7,7 +7,8 @@
    wrong address shows at once. A try that is under way is left to its own time-outs.
 4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
    can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
-   who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`.
+   who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`. A refusal of a later try
+   does not tell of the earlier one, so that the outcome stays unknown: `Unavailable`, which says both.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Retry(Wrapper):
         self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
     ) -> T:
         clock, (shortest, longest, deadline, first_deadline) = asyncio.get_running_loop().time, self._patience
-        began, pause, unsure = clock(), shortest, False
+        began, pause, unsure, creates = clock(), shortest, False, taken is not None
         while True:
             try:
                 result = await call()
@@ -109,9 +110,15 @@ class Retry(Wrapper):
                     raise
                 where = f"{self.url}: {request.operation} {request.key}"
                 _log.info("%s: %s; asked again in %.1f s", where, error, wait)
-            except _ANSWERS as error:
-                self._answered = True
-                if not (unsure and taken is not None and isinstance(error, AlreadyExists)):
+            except TStoreError as error:
+                self._answered |= isinstance(error, _ANSWERS)
+                if not (unsure and creates):
+                    raise
+                if not isinstance(error, AlreadyExists):
+                    raise Unavailable(
+                        f"{error}. An earlier try was not answered, and may have been done, or be done yet"
+                    ) from error
+                if taken is None:
                     raise
                 call, taken = taken, None
                 continue

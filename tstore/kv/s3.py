@@ -51,6 +51,9 @@ _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 _LATER = {
     "RequestTimeout",
+    "IncompleteBody",
+    "BadDigest",  # the body did not arrive as it was sent
+    "XAmzContentChecksumMismatch",
     "ConditionalRequestConflict",
     "OperationAborted",
     "InternalError",
@@ -346,6 +349,8 @@ class S3Objects:
             return StorageFull(f"{said}; make room or raise the quota, then repeat")
         if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
             return Unavailable(f"{said}; try again")
+        if code == "RequestTimeTooSkewed":
+            return Denied(f"{said}; the clock of this machine is wrong, set it")
         if code in _DENIED or status in (401, 403):
             return Denied(
                 f"{said}; check the credentials and the rights of their owner on bucket {self._bucket!r}"
