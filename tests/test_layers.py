@@ -68,7 +68,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("convert.checkpoint",),
     ("",),
     ("server.names", "server.limits", "server.answers", "server.access", "server.journal"),
-    ("server.records", "server.served", "server.connections"),
+    ("server.metadata", "server.served", "server.connections"),
     ("server.folder", "server.bodies"),
     ("server.storing",),
     ("server.app",),
@@ -218,6 +218,19 @@ def form_faults(modules: Mapping[str, Module]) -> list[str]:
     return faults
 
 
+def guide_faults(modules: Mapping[str, Module]) -> list[str]:
+    """Modules that the first lines of their package do not name, as `name` or by the beginning of it, `http_…`."""
+    faults = []
+    for module in modules.values():
+        package, _, name = module.name.rpartition(".")
+        if package in ("", "tstore") or name.startswith("_"):
+            continue
+        guide = ast.get_docstring(modules[package].syntax) or ""
+        if f"`{name}`" not in guide and f"`{name.partition('_')[0]}_…`" not in guide:
+            faults.append(f"{module.name} is not named at the top of {package}/__init__.py: say what it is for")
+    return faults
+
+
 # ---- the source
 
 
@@ -249,6 +262,17 @@ def test_no_private_name_crosses_packages() -> None:
 
 def test_every_module_is_short_and_says_what_it_is() -> None:
     assert form_faults(TSTORE) + form_faults(EXMY) == []
+
+
+def test_every_package_says_what_its_modules_are() -> None:
+    assert guide_faults(TSTORE) + guide_faults(EXMY) == []
+
+
+def test_the_readme_names_what_lies_at_the_top() -> None:
+    guide = (REPOSITORY / "README.md").read_text().partition("## Reading the source")[2]
+    packages = [f"{path.parent.name}/" for path in (REPOSITORY / "tstore").glob("*/__init__.py")]
+    modules = [path.stem for path in (REPOSITORY / "tstore").glob("[a-z]*.py")]
+    assert [name for name in sorted([*packages, *modules]) if f"`{name}`" not in guide] == []
 
 
 # ---- the test itself, on a fabricated tree
@@ -359,6 +383,12 @@ def test_a_foreign_import_is_found(tmp_path: Path) -> None:
 )
 def test_a_private_name_across_packages_is_found(tmp_path: Path, text: str, found: bool) -> None:
     assert bool(privacy_faults(fabricated(tmp_path, {"low.py": text}))) == found
+
+
+def test_a_module_that_its_package_does_not_name_is_found(tmp_path: Path) -> None:
+    files = {"kv/__init__.py": '"""`http`; `gcs_…`."""', "kv/http.py": "", "kv/gcs_login.py": "", "kv/s3.py": ""}
+    found = [fault.split(" is ")[0] for fault in guide_faults(fabricated(tmp_path, files))]
+    assert found == ["tstore.kv.base", "tstore.kv.s3"]
 
 
 def test_a_long_module_and_one_without_docstring_are_found(tmp_path: Path) -> None:

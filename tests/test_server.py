@@ -198,6 +198,8 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
     assert (await client.create(commit(2), record(base=1))).status == 201
     for path, body in (
         ("/tstore.json", b"{}"),
+        ("/tstore.json", MARKER[:-1] + b',"checksum":"0"}'),
+        ("/tstore.json", b'{"format":2}'),
         ("/latest", b"../1"),
         ("/roots/00000000000000000001", whole),
         ("/txn/abc/manifest-1", whole),

@@ -32,9 +32,28 @@ class Marker(msgspec.Struct, frozen=True):
         return msgspec.json.encode(msgspec.structs.replace(self, checksum=self._digest()))
 
     @property
-    def sound(self) -> bool:
+    def _sound(self) -> bool:
         """Whether the checksum is that of the values, if there is one."""
         return self.checksum in ("", self._digest())
+
+    @staticmethod
+    def decode(data: bytes) -> Marker:
+        """The marker in the bytes of the object, wherever that lies.
+
+        Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
+        """
+        try:
+            written = msgspec.json.decode(data, type=_Format).format
+            if written > FORMAT_VERSION:  # all else may be different there
+                raise UnsupportedFormat(
+                    f"{MARKER} has format version {written}; this tstore knows up to {FORMAT_VERSION}"
+                )
+            marker = msgspec.json.decode(data, type=Marker)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Corrupt(f"{MARKER} does not parse ({error})") from error
+        if not marker._sound:
+            raise Corrupt(f"{MARKER} was changed, its checksum is of other values")
+        return marker
 
     def _digest(self) -> str:
         """xxh3-128 of the values, one a line: what another version adds beside them can be passed over."""
@@ -59,23 +78,11 @@ async def read_marker(backend: Backend) -> Marker | None:
 
 def _decoded(backend: Backend, data: bytes) -> Marker:
     try:
-        written = msgspec.json.decode(data, type=_Format).format
-        if written > FORMAT_VERSION:  # all else may be different there
-            raise UnsupportedFormat(
-                f"{backend.url} has format version {written}; this tstore knows up to {FORMAT_VERSION}: "
-                "install a newer one"
-            )
-        marker = msgspec.json.decode(data, type=Marker)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Corrupt(
-            f"{backend.url}: {MARKER} does not parse ({error}); restore this small file from a copy"
-        ) from error
-    if not marker.sound:
-        raise Corrupt(
-            f"{backend.url}: {MARKER} was changed, its checksum is of other values; restore this small file "
-            "from a copy"
-        )
-    return marker
+        return Marker.decode(data)
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(f"{backend.url}: {error}: install a newer one") from error
+    except Corrupt as error:
+        raise Corrupt(f"{backend.url}: {error}; restore this small file from a copy") from error
 
 
 async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:

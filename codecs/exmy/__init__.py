@@ -6,13 +6,18 @@
 >>> exmy.decode(exmy.encode(x, f), f)
 array([   0.3125,   -1.    ,  480.    ], dtype=float32)
 
-FORMAT.md, beside this file, says what each code is worth and how codes are packed.  Reading the source:
-format.py (the nouns), reference.py (the specification), codes.py and packing.py (the verbs), fit.py and
-tensor_fit.py (the shared exponent of a tensor, slab by slab), quantizer.py, groups.py and offsets.py (of rows
-and blocks), quantized.py, chunk.py (the bytes of chunks), exponents.py and noise.py (what the values are like,
-and what rounding did to them), sample.py, survey.py and choice.py (the format that suits), kernels.py (who does
-the work), _lanes.h (how it is done fast).  exmy.jax, exmy.torch, exmy.zarr and exmy.numcodecs are imported by
-name; `python -m exmy formats` prints all formats.
+FORMAT.md, beside this file, says what each code is worth and how codes are packed; `python -m exmy formats` prints
+all formats. `jax`, `torch`, `zarr` and `numcodecs` are imported by name. Reading the source:
+
+1. `format`: a format. `reference`: the specification of all that is done with one.
+2. `codes`, `packing`: the verbs, on arrays of `elements`; `rounding`: to nearest or at random.
+3. `fit`, `tensor_fit`: the shared exponent of a tensor, whole or slab by slab.
+4. `quantizer`: arrays to `quantized` ones, with `offsets` that `groups` share; `chunk`: the bytes of chunks.
+5. `exponents`, `noise`: what values are like, and what rounding did to them. `sample`, `survey`, `choice`: the
+   format that suits.
+6. `kernels`: who does the work: the C of `_kernels.c` (`_lanes.h`: how it is fast), or `blockwise`, the reference.
+   `threads`: many parts of an array at once. `emulation`: what JAX and PyTorch need to round in their own terms.
+7. `errors`: what can go wrong.
 """
 
 from exmy import kernels

@@ -2,7 +2,8 @@
 
 1. `base`: what a store asks of a backend; `objects`: the little that is asked of a server, from which `remote`
    makes a backend, with `upload` for what is on its way there.
-2. `memory`, `local` (on `newfile`): backends without a server. `watch`: waiting until something appears there.
+2. `memory`, `local` (on `newfile` and `local_pack`): backends without a server. `plain`: what a log asks for, done
+   with single calls. `watch`: waiting until something appears.
 3. `http`, `gcs`, `s3`, `fsspec`: servers of objects; `http_…` and `gcs_…` are parts of them.
 4. `retry`, `limits`, `trace`, `prefix`, `readonly`, `faults`: what stands in front of such objects.
 5. `cached`: a backend in front of which a `cache` lies.

@@ -21,8 +21,8 @@ from tstore.pool import run
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits
+from tstore.server.metadata import check
 from tstore.server.names import Kind, number_of
-from tstore.server.records import check
 from tstore.server.served import LengthNeeded, Served
 
 __all__ = ["Storing"]

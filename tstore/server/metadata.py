@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from uuid import UUID
 
 import msgspec
 
 from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
 from tstore.commits.records import ROOT_EVERY
 from tstore.errors import Corrupt
+from tstore.marker import Marker
 from tstore.server.names import Kind, kind_of, number_of
 
 __all__ = ["check"]
 
 _LATEST_TIME = 253_402_300_800  # the year 10,000: what a datetime can't hold
 _HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
-
-
-class _Marker(msgspec.Struct):
-    format: int
-    uuid: UUID
 
 
 class _Beat(msgspec.Struct):
@@ -37,9 +32,9 @@ def check(key: str, kind: Kind, data: bytes) -> None:
     """Raises `Corrupt` or `UnsupportedFormat`, with the reason, where the data can't be what the key says."""
     match kind:
         case Kind.MARKER:
-            _json(data, _Marker)
+            Marker.decode(data)
         case Kind.HEARTBEAT:
-            _json(data, _Beat)
+            _check_heartbeat(data)
         case Kind.MERGER:
             if not re.fullmatch(rb"[0-9]{1,10}", data):
                 raise Corrupt("it is no number of a host")
@@ -98,8 +93,8 @@ def _check_manifest(manifest: Manifest) -> None:
             raise Corrupt(f"a pack can't be named {pack!r}")
 
 
-def _json(data: bytes, kind: type[_Marker | _Beat]) -> None:
+def _check_heartbeat(data: bytes) -> None:
     try:
-        msgspec.json.decode(data, type=kind)
+        msgspec.json.decode(data, type=_Beat)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(f"it does not parse: {error}") from error
