@@ -20,7 +20,7 @@ import tstore
 import tstore.sync as blocking
 from tstore import Keep
 from tstore.commits.manifest import ObjectRef
-from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError
+from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.kv.url import connect
 from tstore.testing.faults import FaultyBackend, open_faulty
 
@@ -403,7 +403,7 @@ async def test_packs_go_one_by_one(url: str) -> None:
     assert isinstance(first, str)
     await tstore.save(store, {p: v + (packs[p] == first) for p, v in tree.items()}, 1)
     dying, faults = await open_faulty(url)
-    faults.fail("delete", error=Killed, times=100)
+    faults.fail("delete", nth=2, error=Killed, times=100)
     with pytest.raises(Killed):
         await dying.collect(Keep(last=1))
     assert {first, second} <= await objects(url)
@@ -882,8 +882,8 @@ async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> N
         here = f"{url}{dead}"
         store = await saved(here, 6)
         dying, faults = await open_faulty(here)
-        operation = "create" if dead == 0 else "delete"
-        faults.fail(operation, "*", nth=max(1, dead), times=1000, error=Killed)
+        operation, nth = ("create", 1) if dead == 0 else ("delete", 1 + dead)  # the first deletion is of nothing
+        faults.fail(operation, "*", nth=nth, times=1000, error=Killed)
         try:
             await dying.collect(keep)
         except Killed:
@@ -904,7 +904,7 @@ async def test_what_a_dead_gc_left_is_condemned_again_by_the_next_one(url: str) 
     store = await saved(url, 6)
     for keep in (Keep(last=4), Keep(last=3)):  # both die before they delete anything
         dying, faults = await open_faulty(url)
-        faults.fail("delete", "*", times=1000, error=Killed)
+        faults.fail("delete", "*", nth=2, times=1000, error=Killed)
         with pytest.raises(Killed):
             await dying.collect(keep)
     assert len(await objects(url)) == 6
@@ -930,10 +930,32 @@ async def test_nothing_is_deleted_before_the_record_stands(url: str) -> None:
     await saved(url, 4)
     store, faults = await open_faulty(url)
     await store.collect(Keep(last=1))
-    operations = [c.operation for c in faults.calls if c.operation in ("create", "delete")]
+    trial, *calls = [c for c in faults.calls if c.operation in ("create", "delete")]
+    assert trial.key.startswith("txn/gc-")  # nobody made that
+    operations = [c.operation for c in calls]
     assert operations[0] == "create"
     assert operations.count("create") == 1
     assert "delete" in operations
+
+
+@pytest.mark.parametrize("error", [Denied, Unavailable])
+async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
+    url: str, error: Callable[[str], TStoreError]
+) -> None:
+    await saved(url, 4)
+    store, faults = await open_faulty(url)
+    faults.fail("delete", times=1000, error=error)
+    with pytest.raises(error):
+        await store.collect(Keep(last=1))
+    assert await tstore.steps(store) == [0, 1, 2, 3]
+    store, faults = await open_faulty(url)
+    faults.fail("delete", nth=3, times=1000, error=error)
+    with pytest.raises(error, match="Version 5, the commit of this gc, stands"):
+        await store.collect(Keep(last=1))
+    assert await tstore.steps(store) == [3]
+    store = await tstore.open(url)
+    assert (await store.collect(Keep(last=1))).version is None
+    assert await objects(url) == await needed(store)
 
 
 # ---- cost

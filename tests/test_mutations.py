@@ -43,8 +43,8 @@ FOUND: dict[str, tuple[str, Edit]] = {
         "test_collect.py::test_nothing_is_deleted_before_the_record_stands",
         Edit(
             "tstore.collect:collect",
-            "version = await uncancelled(_append(log, plan))",
-            "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan))",
+            "version = await uncancelled(_append(log, plan, transaction))",
+            "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan, transaction))",
         ),
     ),
     "condemned packs are re-used": (

@@ -7,16 +7,17 @@
 3. Add the transactions under `txn/` that became no version and were not written to for a while.
 4. Append a record that carries the new ledger and condemns all this. A newer record met on the way becomes part
    of the ledger, and what it re-uses, and itself if it was taken for abandoned, is spared. If it is another gc's,
-   begin again.
+   begin again. Before it, delete an object that nobody made: who may delete nothing shall not expire anything.
 5. Only then delete. A gc that finds objects condemned by the one before it deletes them first; a record that it
    writes condemns them again, so that no death of a gc leaves anything for good.
 
 A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log`). So nothing
 here rests on a clock: ages only decide what is worth condemning.
 
-Cost: the records since the last gc; one listing of the names under `txn/`; for each version or transaction that
-goes one listing, and the size and the deletion of each of its objects; for each run of expired versions without a
-whole save behind it, the tree of the next living version. The ledger has about 100 bytes for each living version.
+Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`; for each
+version or transaction that goes one listing, and the size and the deletion of each of its objects; for each run of
+expired versions without a whole save behind it, the tree of the next living version. The ledger has about 100
+bytes for each living version.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tstore.commits.manifest import Collection, ObjectRef, Record
 from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
-from tstore.errors import InvalidArgument, NotFound
+from tstore.errors import Denied, InvalidArgument, NotFound, Unavailable
 from tstore.kv.base import Durability
 from tstore.pool import uncancelled
 from tstore.turns import together
@@ -80,12 +81,22 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         if dry_run or not plan.condemns:
             version = None
         else:
+            transaction = f"gc-{world.token(12)}"
+            await _try_to_delete(log, transaction)
             try:
-                version = await uncancelled(_append(log, plan))
+                version = await uncancelled(_append(log, plan, transaction))
             except _Overtaken:
                 continue
         if not dry_run:
-            await _delete(log, plan.collection())
+            try:
+                await _delete(log, plan.collection())
+            except (Denied, Unavailable) as error:
+                if version is None:
+                    raise
+                raise type(error)(
+                    f"{error}. Version {version}, the commit of this gc, stands all the same; repeat it to remove "
+                    "the data that is left"
+                ) from error
         return plan.report(version, sizes, dry_run)
 
 
@@ -239,8 +250,16 @@ async def _find_abandoned(
             plan.abandoned.add(name)
 
 
-async def _append(log: Log, plan: _Plan) -> int:
-    now, transaction = world.now(), f"gc-{world.token(12)}"
+async def _try_to_delete(log: Log, transaction: str) -> None:
+    """Raises `Denied` where nothing may be deleted, as with a token that is no admin's; then nothing expires."""
+    try:
+        await log.backend.delete(f"txn/{transaction}/pack-trial")
+    except Denied as error:
+        raise Denied(f"{error}. Nothing was collected: a gc needs to delete, so no version expired") from error
+
+
+async def _append(log: Log, plan: _Plan, transaction: str) -> int:
+    now = world.now()
 
     def record() -> Record:
         count = len(plan.expired)
