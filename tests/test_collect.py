@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
@@ -629,6 +630,24 @@ async def slow_array(store: tstore.Store) -> None:
 
 async def slow_group(store: tstore.Store) -> None:
     await tstore.save(store, tree_of(5), 5, host=0, hosts=2, attempt="a", timeout=0.5)
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+async def test_a_host_with_a_wrong_clock_takes_no_writer_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Ages are told by the clock that dates the files."""
+    right = time.time
+    store = await tstore.open(tmp_path / "s")
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (4, 1000), "f8", (1, 1000))).write(np.ones((4, 1000)))
+        with monkeypatch.context() as wrong:
+            wrong.setattr(time, "time", lambda: right() + years * 365 * 86400)
+            other = await tstore.open(tmp_path / "s")
+            assert (await other.collect()).abandoned == []
+            assert len((await other.collect(abandoned=NOW, dry_run=True)).abandoned) == 1
+    assert tx.version == 1
+    await check_whole(store)
 
 
 @pytest.mark.parametrize("point", [("create", "commits/*"), ("settle", "txn/*")])

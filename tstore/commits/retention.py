@@ -25,7 +25,8 @@ class Keep:
 
     `last`: so many of the highest steps. `every`: the steps that it divides. `best`: so many steps of the least
     value of a metric, `(3, "loss")`, or of the greatest, `(3, "accuracy", "max")`. `newer_than`: all versions
-    committed within that time. `tags`: the versions that these tags name.
+    committed within that time, by their writers' clocks and this host's: where one may be wrong, keep by another
+    rule too. `tags`: the versions that these tags name.
     Raises `InvalidArgument` for a rule that can't be, and where there is none.
     """
 

@@ -31,6 +31,7 @@ import contextlib
 import errno
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -276,7 +277,15 @@ class LocalBackend:
                 written.append(os.stat(top).st_mtime)
             except FileNotFoundError:
                 return None  # deleted meanwhile
-        return time.time() - max(written)
+        return self._now() - max(written)
+
+    def _now(self) -> float:
+        """The time by the clock that dates the files: of a network's file system it is not this machine's."""
+        try:
+            with tempfile.TemporaryFile(prefix=".", dir=self.url) as new:
+                return os.fstat(new.fileno()).st_mtime
+        except OSError:  # it can't be written
+            return time.time()
 
     def _settle(self, prefix: str) -> None:
         folder = self.path(prefix)
