@@ -1,5 +1,26 @@
-"""What the tests share: how long hypothesis looks for faults."""
+"""What the tests share: places for stores, a server, and how long hypothesis looks for faults."""
 
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import gcs
+import pytest
 from hypothesis import settings
 
 settings.register_profile("long", max_examples=20_000)
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a test makes a store: in a folder, and in memory. (Modules that want another place have their own.)"""
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a running fake-gcs-server, one for all tests; each makes a bucket of its own."""
+    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
+        yield url

@@ -34,11 +34,6 @@ class Killed(TStoreError):
     """Stands for the end of the process: nothing that tstore handles."""
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
-
-
 def tree_of(step: int) -> dict[str, Any]:
     """16 kB that every step has and 16 kB of its own."""
     return {"frozen": FROZEN, "moving": np.random.default_rng(step + 1).random(2000)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import gcs
@@ -17,12 +17,6 @@ from tstore.testing import conformance
 from tstore.testing.relay import Relay
 
 STORED: web.AppKey[dict[str, bytes]] = web.AppKey("stored")
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
-        yield url
 
 
 def port_of(url: str) -> int:

@@ -20,11 +20,6 @@ from tstore.testing.faults import FaultyBackend, open_faulty
 WRITERS = 64
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
-
-
 async def make(url: str, cells: int, chunk: int = 1) -> None:
     async with (await tstore.open(url)).transaction() as tx:
         await (await tx.create_array("w", (cells,), "int64", (chunk,))).write(-1)

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from weights import lie, real_weights
+from weights import example, lie, raw, real_weights
 
 import tstore
 from tstore.convert import checkpoint
@@ -23,16 +23,6 @@ from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
-
-
-def example(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    data = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return (data[..., 0] % 2).astype(dtype) if dtype.kind == "b" else data.view(dtype).reshape(shape)
-
-
-def raw(array: Any) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
 
 # ---- there and back
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,6 @@ from tstore.kv.objects import Entry, PutMode, Span
 from tstore.kv.retry import Retry
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
-        yield url
 
 
 @pytest.fixture

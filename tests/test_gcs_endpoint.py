@@ -6,7 +6,7 @@ Where fake-gcs-server is laxer than Google, the endpoint keeps to Google's docum
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -15,12 +15,6 @@ import pytest
 from gcs_endpoint import Endpoint, checks
 
 BOUNDARY = "b0undary"
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
-        yield url
 
 
 class Client:

@@ -7,7 +7,6 @@ import os
 import signal
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,12 +25,6 @@ from tstore.kv.retry import Patience
 
 HOSTS = 8
 ROWS = 4096
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with gcs.fake_gcs_server(tmp_path_factory.mktemp("gcs")) as url:
-        yield url
 
 
 async def test_a_checkpoint_is_saved_and_restored(emulator: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,6 @@ from tstore.transactions.group import detected_attempt
 
 HOSTS = 8
 ROWS = 16
-
-
-@pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
 
 
 @pytest.fixture(autouse=True)

