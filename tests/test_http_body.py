@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import trustme
@@ -18,6 +19,9 @@ from answers import Answer, Request, Server, close, hang, ok, part, reset, servi
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.kv import http_session
 from tstore.kv.http import HttpObjects
+from tstore.kv.http_answer import Sink
+from tstore.kv.http_body import fill
+from tstore.kv.http_session import trusting
 from tstore.kv.remote import served
 
 SIZE = 3 << 20
@@ -30,9 +34,14 @@ HALF = WHOLE[: len(WHOLE) - SIZE // 2]
 class Place:
     """A server, a client of it, and how many bytes one read has."""
 
-    def __init__(self, server: Server, store: HttpObjects) -> None:
+    def __init__(self, server: Server, store: HttpObjects, trusted: ssl.SSLContext | None) -> None:
         self.server = server
         self.store = store
+        self._trusted = trusted
+
+    def client(self) -> aiohttp.ClientSession:
+        """The HTTP library alone, which trusts the server."""
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._trusted or True))
 
     async def read(self, *sizes: int) -> bytes:
         """What a read of the whole fills into buffers of these sizes."""
@@ -47,19 +56,21 @@ class Places:
     def __init__(self, folder: Path, secure: bool) -> None:
         self._server: ssl.SSLContext | None = None
         self._options: dict[str, Any] = {}
+        self._trusted: ssl.SSLContext | None = None
         if secure:
             authority = trustme.CA()
             self._server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             authority.issue_cert("127.0.0.1").configure_cert(self._server)
             authority.cert_pem.write_to_path(str(folder / "ca.pem"))
             self._options["ca_file"] = folder / "ca.pem"
+            self._trusted = trusting(folder / "ca.pem")
 
     @contextlib.asynccontextmanager
     async def serving(self, *answers: Answer) -> AsyncIterator[Place]:
         async with serving(*answers, tls=self._server) as server:
             store = HttpObjects(server.url, **self._options)
             try:
-                yield Place(server, store)
+                yield Place(server, store, self._trusted)
             finally:
                 await store.close()
 
@@ -133,17 +144,19 @@ async def test_a_body_comes_in_any_way_that_http_has(places: Places, answer: Ans
 
 async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_session, "IDLE_SECONDS", 0.8)
+    size = 1 << 20
+    answer = part(BODY[:size], f"0-{size - 1}/{size}")
 
     async def drip(request: Request) -> bytes:
-        step = len(WHOLE) // 8
-        for at in range(0, len(WHOLE), step):
-            request.writer.write(WHOLE[at : at + step])
+        step = len(answer) // 8
+        for at in range(0, len(answer), step):
+            request.writer.write(answer[at : at + step])
             await asyncio.sleep(0.12)
         return b""
 
-    async with places.serving(drip, WHOLE) as place:
-        assert await place.read() == BODY
-        assert await place.read() == BODY
+    async with places.serving(drip, answer) as place:
+        assert await place.read(size) == BODY[:size]
+        assert await place.read(size) == BODY[:size]
         assert place.server.connections == 1
 
 
@@ -212,6 +225,34 @@ async def test_nothing_is_written_once_a_read_was_cancelled(places: Places, sent
         go_on.set()
         assert await place.read() == BODY  # by then whatever still could come has come
         assert not any(room)
+
+
+async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: Places) -> None:
+    go_on, gone = asyncio.Event(), asyncio.Event()
+
+    async def halt(request: Request) -> None:
+        await go_on.wait()
+        with contextlib.suppress(ConnectionError):
+            request.writer.write(WHOLE[len(HALF) :])
+            await request.writer.drain()
+        gone.set()
+
+    async with places.serving(then(HALF, halt)) as place, place.client() as client:
+        async with client.get(place.server.url) as response:  # held on to: that closes nothing
+            room = bytearray(SIZE)
+            reading = asyncio.ensure_future(fill(Sink([room]), response, 20))
+            while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            room[:] = bytes(SIZE)
+            go_on.set()
+            await gone.wait()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert room.count(0) == SIZE
+            assert response.connection is None or not response.connection.transport
 
 
 async def test_nothing_is_written_once_a_server_was_silent_for_too_long(

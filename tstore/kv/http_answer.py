@@ -186,11 +186,11 @@ def short(where: str, offset: int, end: int, total: int | None = None) -> Corrup
 
 
 class Sink:
-    """Buffers that are filled one after the other; `size` bytes in `count` buffers."""
+    """Buffers that are filled one after the other; `size` bytes in `count` buffers, `left` to come."""
 
     def __init__(self, buffers: Buffers) -> None:
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if len(view)]
-        self.size = sum(map(len, views))
+        self.size = self.left = sum(map(len, views))
         self.count = len(views)
         self._rest = iter(views)
         self.room = next(self._rest, memoryview(b""))
@@ -203,6 +203,7 @@ class Sink:
 
     def filled(self, size: int) -> None:
         """So many bytes, at least one, have been put into `room`."""
+        self.left -= size
         self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
 
     def take(self, block: bytes | memoryview) -> bool:

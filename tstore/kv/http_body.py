@@ -4,16 +4,21 @@
 2. Where the body's length was told, the connection is then lent to a receiver: the socket, or TLS, writes into
    the caller's memory itself, and no `bytes` are made and copied. It is never offered more room than the body has
    bytes left, so whatever a server sends behind a body is the library's to judge.
-3. With the last byte the connection goes back to the library, which is told that the body has ended, and which
+3. The kernel is told (on Linux, without TLS) to report no fewer bytes than `_TOGETHER`, or all that are left, so
+   that a fast server's bytes are taken in few long reads instead of many short ones. From a server that has not
+   sent that much within a moment every byte is reported, as ever: it may be slow, and is not silent then.
+4. With the last byte the connection goes back to the library, which is told that the body has ended, and which
    keeps it for the next request as it keeps any other; but closes one on which more has come than the body.
-4. A connection that breaks, whose server falls silent, or whose reader is cancelled goes back at once and is torn
+5. A connection that breaks, whose server falls silent, or whose reader is cancelled goes back at once and is torn
    down. Nothing is written into the caller's memory from then on.
-5. A body of untold length, or one that goes into many short buffers, is streamed by the library.
+6. A body of untold length, or one that goes into many short buffers, is streamed by the library.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 
 import aiohttp
 
@@ -22,6 +27,8 @@ from tstore.kv.http_answer import Sink
 __all__ = ["fill"]
 
 _SHORT = 64 << 10  # about what a socket has at once
+_TOGETHER = 1 << 20
+_MOMENT = 0.1  # seconds
 
 
 async def fill(sink: Sink, response: aiohttp.ClientResponse, silence: float) -> bool:
@@ -60,17 +67,25 @@ class _Receiver(asyncio.BufferedProtocol):
         self._sink = sink
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._heard = self._loop.time()
+        plain = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
+        self._socket = transport.get_extra_info("socket") if plain else None
+        self._reported = 1  # bytes that must have come
 
     async def received(self, silence: float) -> None:
         """Returns when the sink is full; whatever else ends it tears the connection down."""
         self._transport.set_protocol(self)
+        self._report(min(_TOGETHER, self._sink.left))
         self._transport.resume_reading()
         try:
             while not self._ended.done():
-                left = self._heard + silence - self._loop.time()
-                if left <= 0:
+                patience = silence if self._reported == 1 else min(silence, _MOMENT)
+                left = self._heard + patience - self._loop.time()
+                if left > 0:
+                    await asyncio.wait([self._ended], timeout=left)
+                elif self._reported == 1:
                     raise TimeoutError
-                await asyncio.wait([self._ended], timeout=left)
+                else:
+                    self._report(1)
             self._ended.result()
         finally:
             if not self._sink.full:
@@ -85,10 +100,18 @@ class _Receiver(asyncio.BufferedProtocol):
         """So many bytes are there."""
         self._heard = self._loop.time()
         self._sink.filled(nbytes)
+        if self._sink.left < self._reported:
+            self._report(max(1, self._sink.left))
         if self._sink.full:
             self._transport.set_protocol(self._owner)
             if not self._ended.done():
                 self._ended.set_result(None)
+
+    def _report(self, size: int) -> None:
+        """Has the kernel report no fewer bytes than that, unless the connection ends."""
+        if self._socket is not None and size != self._reported and not self._transport.is_closing():
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self._reported = size
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The body ends here."""
