@@ -158,6 +158,7 @@ class Open:
         self.touch = Touch()
         self.seen: list[Seen] = []
         self.mentioned: set[str] = set()
+        self.tags: set[str] = set()
         self.listed = False
         self.condemned = False
 
@@ -188,6 +189,10 @@ class Open:
         else:
             self.mentioned.add(path)
         self.seen.append(Seen(len(self.ops), look, look(self.view), None))
+
+    def found_tags_as_in(self, state: State) -> bool:
+        """Whether it would have found there, or not there, the same of the tags that it looked for."""
+        return all((tag in state.tags) == (tag in self.start.tags) for tag in self.tags)
 
     def may_be_overtaken(self, newer: Touch, structure: bool) -> bool:
         """Whether a serializable transaction may take a newer commit for one that changed what it has read."""
@@ -352,6 +357,7 @@ class StoreMachine(RuleBasedStateMachine):
         found.message = f"m{number}"
         found.touch.tags = {t for t in (setting, moving) if t is not None}
         found.touch.dropped = {dropping} - {None}  # type: ignore[arg-type]
+        found.tags = {setting, dropping} - {None}  # type: ignore[arg-type]
         self.open.append(found)
         self.work(-1, steps)
         return None
@@ -525,6 +531,7 @@ class StoreMachine(RuleBasedStateMachine):
         if tx.serializable:
             for seen in tx.seen:
                 assert seen.holds(state, tx.ops), "something that it had read has changed"
+            assert tx.found_tags_as_in(state), "a tag that it had looked for has come or gone"
         tx.apply(state)
         for tag in tx.touch.dropped:
             state.tags.pop(tag, None)
@@ -537,6 +544,8 @@ class StoreMachine(RuleBasedStateMachine):
             return True
         newer = range(tx.base + 1, self.newest + 1)
         for version in newer:
+            if tx.serializable and not tx.found_tags_as_in(self.states[version]):
+                return True
             for touch in self.touches[version]:
                 if tx.touch.conflicts(touch):
                     return True
