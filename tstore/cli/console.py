@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import click
@@ -20,6 +21,7 @@ __all__ = [
     "INTERRUPTED",
     "MISUSED",
     "PIPE_CLOSED",
+    "TERMINATED",
     "Document",
     "Work",
     "fail",
@@ -32,7 +34,7 @@ __all__ = [
 Document: TypeAlias = dict[str, Any]
 Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
 
-FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 store_argument = click.argument("store")
@@ -45,8 +47,9 @@ def version_or_tag(context: click.Context, parameter: click.Parameter, value: st
 
 def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
     """Does the work, prints its document (None: the work has shown what there was) and returns the exit code."""
+    terminations: list[int] = []
     try:
-        with Progress(facts and not as_json) as progress:
+        with _terminable(terminations), Progress(facts and not as_json) as progress:
             document = asyncio.run(work(progress))
         if document is None:
             return 0
@@ -58,8 +61,9 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, fa
     except TStoreError as error:
         return fail(type(error).__name__, str(error), as_json)
     except KeyboardInterrupt:
-        said = "interrupted; what was committed before stays, and nothing was committed by halves"
-        return fail("Interrupted", said, as_json, INTERRUPTED)
+        what, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
+        said = f"{what}; what was committed before stays, and nothing was committed by halves"
+        return fail("Interrupted", said, as_json, code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
         return PIPE_CLOSED
@@ -69,6 +73,28 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, fa
         said = f"{type(error).__name__}: {error}; this is a fault of tstore's, TSTORE_TRACEBACK=1 shows where"
         return fail("InternalError", said, as_json)
     return FAILED if document.get("ok") is False else 0
+
+
+@contextlib.contextmanager
+def _terminable(came: list[int]) -> Iterator[None]:
+    """Has SIGTERM end the work as Ctrl-C does, so that its files and processes go too; notes that it `came`."""
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # Ctrl-C is ignored, as in the background of a script
+        return
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # another thread than the first
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def fail(kind: str, message: str, as_json: bool, code: int = FAILED) -> int:
