@@ -365,6 +365,15 @@ def test_other_dtypes_are_refused(name: Any) -> None:
         dtype_named(name)
 
 
+@pytest.mark.skipif(np.dtype("longdouble").itemsize == 8, reason="no longer doubles here")
+@pytest.mark.parametrize(("name", "other"), [("longdouble", "float64"), ("clongdouble", "complex128")])
+def test_floats_of_one_platform_are_refused(name: str, other: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"use {other}"):
+        dtype_named(name)
+    with pytest.raises(InvalidArgument, match=f"use {other}"):
+        ArrayMeta.of((2,), np.zeros(2, name).dtype, (2,))
+
+
 def test_names_and_byte_orders_of_dtypes() -> None:
     assert dtype_named(">f4") == np.dtype("<f4")
     assert dtype_named(float) == np.dtype("float64")

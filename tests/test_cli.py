@@ -555,6 +555,10 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     found = run("export", store, tmp_path / "out", **limit)
     failed((found.returncode, found.stdout, found.stderr), "make room")
     assert not (tmp_path / "out").exists()
+    found = run("probe", tmp_path / "probed", **limit)
+    assert (found.returncode, found.stderr) == (1, "")
+    assert "fails" not in found.stdout
+    assert "unknown: 1; make room there" in found.stdout.splitlines()[-1]
 
 
 # ---- where the output goes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 
-from tstore.errors import AlreadyExists
+from tstore.errors import AlreadyExists, StorageFull, Unavailable
 from tstore.kv.base import Buffers
 from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
@@ -41,6 +41,33 @@ async def test_nothing_is_left_behind(tmp_path: Path) -> None:
     findings = await conformance.judge(conformance.Subject.of(str(tmp_path)))
     assert [f.check for f in findings if f.outcome == "fails"] == []
     assert list(tmp_path.iterdir()) == []
+
+
+class NoRoom(MemoryObjects):
+    """Takes only what is short."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        if sum(map(len, data)) > 1 << 20:
+            raise StorageFull(f"no room for {key}")
+        await super().put(key, data, mode)
+
+
+class GoesAway(MemoryObjects):
+    """Does not answer when it is asked for a list."""
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        raise Unavailable("no answer")
+        yield Page([], [])
+
+
+@pytest.mark.parametrize(("kind", "check"), [(NoRoom, "large_objects"), (GoesAway, "listing")])
+async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryObjects], check: str) -> None:
+    name = uuid.uuid4().hex
+    subject = conformance.Subject(lambda: kind(name))
+    findings = {f.check: f for f in await conformance.judge(subject)}
+    assert findings[check].outcome == "unknown"
+    assert findings[check].detail.startswith("no ")
+    assert "fails" not in {f.outcome for f in findings.values()}
 
 
 # ---- liars

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import gc
 import os
 import threading
 import uuid
@@ -29,6 +30,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.kv.base import Buffers, Durability
 from tstore.kv.faults import Chances, Faults
 from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import Objects, PutMode, Request, Wrapper
@@ -303,6 +305,23 @@ async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreEr
     assert await store.outcome(caught.value.transaction) == (1 if lands else None)
     assert await tstore.save(await open_remote(name), {"x": np.arange(4)}, step=2) == (2 if lands else 1)
     assert await tstore.steps(store) == ([1, 2] if lands else [2])
+
+
+async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
+    class Full(Wrapper):
+        async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+            raise StorageFull("no room")
+
+    backend = RemoteBackend(Full(MemoryObjects(anew())))
+    pack = backend.writer("txn/a/pack-0", Durability.FSYNC)
+    pack.append([b"x"], 1)
+    pack.finish()
+    ended = pack.upload.ended  # type: ignore[union-attr]
+    assert isinstance(await asyncio.to_thread(ended.exception), StorageFull)
+    del pack, ended
+    gc.collect()
+    with pytest.raises(StorageFull):
+        await backend.settle("txn/a", Durability.FSYNC)
 
 
 async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -> None:

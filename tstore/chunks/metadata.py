@@ -18,10 +18,14 @@ from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
 
+_WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
+"""The widest floats that are the same everywhere, by kind."""
+
+
 def dtype_named(name: Any) -> np.dtype[Any]:
     """The dtype of that name: NumPy's bool, ints, floats and complex, and the floats of ml_dtypes.
 
-    Raises `InvalidArgument` for anything else (objects, strings, dates, structures, sub-byte types).
+    Raises `InvalidArgument` for anything else (objects, strings, dates, structures, sub-byte types, long doubles).
     """
     try:
         found = np.dtype(name)
@@ -30,6 +34,11 @@ def dtype_named(name: Any) -> np.dtype[Any]:
         if not isinstance(custom, type):
             raise InvalidArgument(f"dtype {name!r} is not known to NumPy or ml_dtypes") from None
         found = np.dtype(custom)
+    widest = _WIDEST.get(found.kind)
+    if widest is not None and found.itemsize > widest.itemsize:
+        raise InvalidArgument(
+            f"dtype {found} can't be stored: other platforms have none, or another one, of that name; use {widest}"
+        )
     ours = found.kind in "biufc" or (
         found.kind == "V" and (found.name == "bfloat16" or found.name.startswith("float8_"))
     )

@@ -19,7 +19,8 @@ def probe(url: str, as_json: bool) -> int:
     """Find out whether the storage at URL keeps what a store needs: one winner of racing creates, and more.
 
     It makes objects in a new folder below txn/ (some thousand requests, about 50 MB) and removes them; a store
-    that lies there is not touched.
+    that lies there is not touched. Ends with status 1 where a promise is broken, or where the storage was full or
+    did not answer, so that one is unknown.
     """
     from tstore.testing.conformance import Subject, judge
 
@@ -34,9 +35,9 @@ def probe(url: str, as_json: bool) -> int:
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
             "url": where.url,
-            "ok": "fails" not in outcomes,
+            "ok": not {"fails", "unknown"} & set(outcomes),
             "writable": create.outcome != "skipped",
-            **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped")},
+            **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped", "unknown")},
             "checks": [finding._asdict() for finding in findings],
         }
 

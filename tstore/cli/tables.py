@@ -234,7 +234,9 @@ def show_probed(found: Document) -> None:
     rows = [[c["outcome"], c["promise"], c["detail"]] for c in found["checks"]]
     _table(["", "promise", "what was found"], rows, right=set())
     verdict = "no fault was found" if found["writable"] else "it can be read, and not written"
-    if not found["ok"]:
+    if found["unknown"]:
+        verdict = f"unknown: {found['unknown']}; make room there, or wait until it answers, and probe again"
+    if found["fails"]:
         verdict = f"broken promises: {found['fails']}; write no store here"
     print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
 

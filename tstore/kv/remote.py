@@ -62,6 +62,7 @@ class RemoteBackend(Plain):
         self.url = objects.url
         self._trace = trace
         self._unfinished: weakref.WeakValueDictionary[str, _RemotePack] = weakref.WeakValueDictionary()
+        self._failed: dict[str, _RemotePack] = {}  # `settle` must tell of them, whoever holds their writers
         self._lock = threading.Lock()
 
     @property
@@ -156,6 +157,13 @@ class RemoteBackend(Plain):
         """Lets go of a pack that was uploaded or given up."""
         with self._lock:
             self._unfinished.pop(key, None)
+            self._failed.pop(key, None)
+
+    def failed(self, pack: _RemotePack) -> None:
+        """Keeps a pack whose upload has failed, for `settle`."""
+        with self._lock:
+            if self._unfinished.get(pack.key) is pack:
+                self._failed[pack.key] = pack
 
 
 async def _any(objects: Objects) -> bool:
@@ -279,7 +287,9 @@ class _RemotePack:
     def _uploaded(self, *, failed: bool) -> None:
         _filling.ended(self)
         self._empty()
-        if not failed:
+        if failed:
+            self._owner.failed(self)
+        else:
             self._owner.forget(self.key)
 
     def _empty(self) -> None:

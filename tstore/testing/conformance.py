@@ -8,7 +8,8 @@ each call; it gives a `Backend`, or `Objects` of which a backend is then made):
         await check(conformance.Subject(lambda: MyObjects("mine://host/folder")))
 
 and for users as `tstore probe URL`. A check raises AssertionError where the backend breaks a promise, and
-`unittest.SkipTest` where it can't be judged. It works in a folder of its own below `txn/`, under names that a
+`unittest.SkipTest` where it can't be judged; where the storage has no room or does not answer, its own error. It
+works in a folder of its own below `txn/`, under names that a
 store's layout has, so that it harms no store that lies there, and removes what it made.
 
 A check can only find a fault; it can't prove that there is none. A race is run many times for that reason.
@@ -21,6 +22,7 @@ import unittest
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+from tstore.errors import StorageFull, Unavailable
 from tstore.testing.promises import CHECKS
 from tstore.testing.subject import Check, Subject
 
@@ -32,7 +34,8 @@ class Finding(NamedTuple):
 
     check: str
     promise: str
-    outcome: Literal["holds", "fails", "skipped"]
+    outcome: Literal["holds", "fails", "skipped", "unknown"]
+    """Unknown where the storage had no room, or did not answer; to be asked again."""
     detail: str
     seconds: float
 
@@ -45,7 +48,7 @@ async def judge(
     for check in CHECKS if checks is None else checks:
         tell(check.name)
         begun = time.monotonic()
-        outcome: Literal["holds", "fails", "skipped"] = "holds"
+        outcome: Literal["holds", "fails", "skipped", "unknown"] = "holds"
         detail = ""
         try:
             await check(subject)
@@ -53,5 +56,7 @@ async def judge(
             outcome, detail = "skipped", str(reason)
         except AssertionError as fault:
             outcome, detail = "fails", str(fault)
+        except (StorageFull, Unavailable) as error:
+            outcome, detail = "unknown", str(error)
         findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - begun))
     return findings

@@ -13,7 +13,7 @@ import unittest
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from tstore.errors import Denied, TStoreError
+from tstore.errors import Denied, StorageFull, TStoreError, Unavailable
 from tstore.kv.base import Backend, Durability
 from tstore.kv.memory import MemoryBackend
 from tstore.kv.objects import Objects
@@ -88,14 +88,17 @@ class Check:
         self._needs = needs
 
     async def __call__(self, subject: Subject) -> None:
-        """Raises AssertionError where the promise is broken, `unittest.SkipTest` where that can't be told."""
+        """Raises AssertionError where the promise is broken, `unittest.SkipTest` where that can't be told.
+
+        `StorageFull` and `Unavailable` break no promise, and are raised as they are.
+        """
         async with _place(subject) as place:
             try:
                 await place.one.size(place.key("none"))  # a server's capabilities are known from its first answer
                 if self._needs and not getattr(place.one.capabilities, self._needs):
                     raise unittest.SkipTest(f"the backend does not claim {self._needs}")
                 await self._work(place)
-            except (AssertionError, unittest.SkipTest):
+            except (AssertionError, unittest.SkipTest, StorageFull, Unavailable):
                 raise
             except TStoreError as error:
                 if isinstance(error, Denied) and await _closed(place):
