@@ -261,6 +261,20 @@ def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
     assert processes.python(FULL, store, 0, 15_000_000, "null").splitlines() == ["[0, 1]"]
 
 
+async def test_a_gc_on_a_disk_without_a_byte_says_what_it_needs(saved: Path) -> None:
+    from tstore.testing.faults import open_faulty
+
+    await tstore.save(saved, TREE, 1)
+    before = files(saved)
+    store, faults = await open_faulty(saved)
+    faults.fail("create", "commits/*", error=StorageFull, times=10)
+    with pytest.raises(StorageFull, match=r"Nothing was collected.*some KiB.*free as much"):
+        await store.collect(tstore.Keep(last=1))
+    assert files(saved) == before
+    faults.heal()
+    assert (await store.collect(tstore.Keep(last=1))).versions == [1]
+
+
 @pytest.mark.parametrize("operation", ["append", "reserve", "finish", "create", "settle"])
 @pytest.mark.parametrize("error", [StorageFull, Denied, tstore.errors.Unavailable])
 async def test_any_write_that_fails_leaves_the_earlier_step(saved: Path, operation: str, error: type) -> None:

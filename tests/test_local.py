@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,3 +153,53 @@ async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
     await backend.delete("b")
     assert (tmp_path / "elsewhere").read_bytes() == b"keep"
     assert not (tmp_path / "nowhere").exists()
+
+
+# ---- copies at once
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*.tmp") if p.name.startswith(".")]
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if request.param == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return request.param == "locks"
+
+
+@pytest.mark.usefixtures("locks")
+def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path) -> None:
+    backends = [LocalBackend(tmp_path / "s") for _ in range(2)]
+    first, second = [b.upload("txn/a/pack-0", 4, Durability.FSYNC) for b in backends]
+    for writer in (second, first):
+        writer.append([b"data"], 4)
+    first.finish()
+    with pytest.raises(AlreadyExists):
+        second.finish()
+    assert (tmp_path / "s/txn/a/pack-0").read_bytes() == b"data"
+    assert unfinished(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path, locks: bool) -> None:
+    code = """
+import os, sys
+from tstore.kv.base import Durability
+from tstore.kv.local import LocalBackend
+LocalBackend(sys.argv[1]).upload("txn/a/pack-0", 4, Durability.FSYNC)
+os.kill(os.getpid(), 9)
+"""
+    died = subprocess.run([sys.executable, "-c", code, tmp_path / "s"], check=False)
+    assert died.returncode == -signal.SIGKILL
+    [left] = unfinished(tmp_path)
+    writer = LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC)
+    assert left.exists() != locks
+    writer.discard()
+    if not locks:
+        os.utime(left, (0, 0))
+        LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC).discard()
+    assert unfinished(tmp_path) == []

@@ -35,7 +35,7 @@ from tstore.commits.manifest import Collection, ObjectRef, Record
 from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
-from tstore.errors import Denied, InvalidArgument, NotFound, Unavailable
+from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
 from tstore.pool import uncancelled
 from tstore.turns import together
@@ -87,6 +87,11 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 version = await uncancelled(_append(log, plan, transaction))
             except _Overtaken:
                 continue
+            except StorageFull as error:
+                raise StorageFull(
+                    f"{error}. Nothing was collected: a gc writes its own record, of some KiB, before it removes "
+                    "anything; free as much beside the store"
+                ) from error
         if not dry_run:
             try:
                 await _delete(log, plan.collection())

@@ -8,7 +8,9 @@
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before 2 leaves the temporary file, after it the whole new one.
+A process killed before 2 leaves the temporary file, after it the whole new one. A long one (`NewFile`) is locked
+with flock(2) while its writer lives, and the next writer of the same object removes those that are not. Where
+nothing can be locked, as on some network mounts, it removes what was not written to for an hour.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -38,6 +41,8 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _IOV_MAX = 1024
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_GIVEN_UP = 3600  # seconds
 
 
 @contextlib.contextmanager
@@ -114,14 +119,47 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
         draft.close()
 
 
-def _remove_unfinished(path: str) -> None:
-    """Removes what creations of the file left that never ended; one that goes on then fails in the end."""
+def _locked(path: str, durability: Durability) -> Draft:
+    """A draft of the file that is locked, where that can be, as long as this process holds it open."""
+    while True:
+        draft = Draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
+        try:
+            if _lock(draft.fd) is not False and os.fstat(draft.fd).st_nlink:
+                return draft
+        except BaseException:
+            draft.close()
+            raise
+        draft.close()  # another process took it for unfinished before it was locked
+
+
+def _lock(fd: int) -> bool | None:
+    """Whether the file is locked now; not where another holds it, None where files can't be locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
+def _remove_unfinished(path: str, draft: Draft) -> None:
+    """Removes what creations of the file left that never ended, but not the draft of one that goes on."""
     begin = f".{_mark(path)}."
+    now = os.fstat(draft.fd).st_mtime  # by the clock of the file system
     with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
         left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
     for temporary in left:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                free = _lock(fd)
+                if free or (free is None and os.fstat(fd).st_mtime < now - _GIVEN_UP):
+                    os.unlink(temporary)
+            finally:
+                os.close(fd)
 
 
 def write_all(fd: int, buffers: Buffers, offset: int) -> int:
@@ -158,24 +196,20 @@ def start_writeback(fd: int, offset: int, size: int) -> None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
-class _Discarded(Exception):
-    """An upload was given up."""
-
-
 class NewFile:
     """A `PackWriter` of a file that has its name only once it is finished.
 
-    It removes what earlier ones of the same name left that never ended.
+    It removes what earlier ones of the same name left that never ended, and leaves those that are being written.
     """
 
     def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
         self.key = key
         self._path = path
         self._end = 0
-        self._file = contextlib.ExitStack()
-        _remove_unfinished(path)
-        self._fd = self._file.enter_context(new_file(path, durability))
+        self._draft = _locked(path, durability)
+        self._fd = self._draft.fd
         try:
+            _remove_unfinished(path, self._draft)
             self.reserve(size)
         except BaseException:
             self.discard()
@@ -204,17 +238,19 @@ class NewFile:
         """See `PackWriter.finish`."""
         with explained("create", self._path):
             try:
-                self._file.close()
+                self._draft.force()
+                self._draft.publish(self._path)
             except FileNotFoundError as error:
                 raise Unavailable(
-                    f"{self._path} could not be created: its unfinished file was removed, since the same object "
-                    "was uploaded again meanwhile; let one copy run at a time"
+                    f"{self._path} could not be created: its unfinished file was removed, as by another copy on a "
+                    "file system that can't lock it; let one copy run at a time"
                 ) from error
+            finally:
+                self._draft.close()
 
     def discard(self) -> None:
         """See `PackWriter.discard`."""
-        with contextlib.suppress(_Discarded):
-            self._file.__exit__(_Discarded, _Discarded(), None)
+        self._draft.close()
 
 
 def _mark(path: str) -> str:
