@@ -11,8 +11,8 @@
 5. Only then delete. A gc that finds objects condemned by the one before it deletes them first; a record that it
    writes condemns them again, so that no death of a gc leaves anything for good.
 
-A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log`). So nothing
-here rests on a clock: ages only decide what is worth condemning.
+A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`commits.log`). So
+nothing here rests on a clock: ages only decide what is worth condemning.
 
 Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`; for each
 version or transaction that goes one listing, and the size and the deletion of each of its objects; for each run of

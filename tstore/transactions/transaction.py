@@ -2,7 +2,7 @@
 
 1. The first use fixes the base version, which all reads of the transaction see (with its own writes on top).
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
-3. Commit applies the patches, makes the packs durable, writes the manifest, and appends the record (`log`).
+3. Commit applies the patches, makes the packs durable, writes the manifest, appends the record (`commits.log`).
 4. For every newer commit met on the way the write set is validated; one that wrote a chunk of which this
    transaction changed only a part has its version patched again, any other overlap is a `Conflict`.
    A serializable transaction is validated too: what it has read must be the same in that version.
