@@ -16,16 +16,12 @@ from tstore.commits.records import ROOT_EVERY
 from tstore.errors import Corrupt
 from tstore.marker import Marker
 from tstore.server.names import Kind, kind_of, number_of
+from tstore.transactions.roster import Heartbeat
 
 __all__ = ["check"]
 
 _LATEST_TIME = 253_402_300_800  # the year 10,000: what a datetime can't hold
 _HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
-
-
-class _Beat(msgspec.Struct):
-    name: str
-    time: float
 
 
 def check(key: str, kind: Kind, data: bytes) -> None:
@@ -95,6 +91,6 @@ def _check_manifest(manifest: Manifest) -> None:
 
 def _check_heartbeat(data: bytes) -> None:
     try:
-        msgspec.json.decode(data, type=_Beat)
+        msgspec.json.decode(data, type=Heartbeat)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(f"it does not parse: {error}") from error

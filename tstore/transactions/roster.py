@@ -23,7 +23,7 @@ from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, Unsup
 from tstore.kv.base import Backend
 from tstore.transactions.group import Membership, slug
 
-__all__ = ["Heart", "PendingTransaction", "find_pending", "pending"]
+__all__ = ["Heart", "Heartbeat", "PendingTransaction", "find_pending", "pending"]
 
 _FIRST, _EVERY = 1.0, 10.0
 _BEATS = 100.0  # a second, of all hosts of a group together
@@ -46,7 +46,9 @@ class PendingTransaction(NamedTuple):
     heartbeats: dict[int, float]
 
 
-class _Beat(msgspec.Struct):
+class Heartbeat(msgspec.Struct):
+    """What an object `txn/<id>/alive-…` holds: the transaction's name, and when its host last said so."""
+
     name: str
     time: float
 
@@ -93,7 +95,7 @@ class Heart:
             await asyncio.sleep(max(0.0, self._due - clock()))
             self._due, self._shown = clock() + max(_EVERY, self._share), True
             with contextlib.suppress(TStoreError):
-                await self._backend.hint(self._key, msgspec.json.encode(_Beat(self._name, world.now())))
+                await self._backend.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
 
 async def pending(log: Log) -> list[PendingTransaction]:
@@ -138,7 +140,7 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
     for host in sorted(alive):
         key = f"txn/{transaction}/alive-{host:05d}-of-{hosts:05d}"
         try:
-            beat = msgspec.json.decode(await log.backend.get(key), type=_Beat)
+            beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
         except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
