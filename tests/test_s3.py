@@ -92,6 +92,22 @@ async def test_four_processes_save_one_checkpoint(server: S3Server, url: str) ->
     assert np.array_equal(found["w"], np.arange(32_000, dtype="float32").reshape(32, 1000))
 
 
+@pytest.mark.parametrize("end", ["", "del store; gc.collect()"])
+def test_a_store_that_nobody_closed_ends_in_silence(server: S3Server, url: str, end: str) -> None:
+    code = """
+        import gc, json, sys
+        import numpy as np
+        import tstore.sync as tstore
+        store = tstore.open(sys.argv[1], storage_options=json.loads(sys.argv[2]))
+        tstore.save(store, {"w": np.ones(9)}, step=1)
+        exec(sys.argv[3])
+    """
+    process = processes.start(code, url, json.dumps(server.options), end)
+    with processes.running(process):
+        assert process.communicate(timeout=processes.DEADLINE) == ("", "")
+    assert process.returncode == 0
+
+
 async def test_a_server_that_ignores_the_condition_is_refused(server: S3Server, url: str) -> None:
     def ignore(sent: bytes) -> bytes:
         return sent.replace(b"If-None-Match", b"X-Some-Header")

@@ -17,9 +17,12 @@ Bodies are checked by the server (CRC32, by botocore), and answers by the checks
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import email.utils
+import os
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -36,6 +39,7 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.pool import wait_io
 
 __all__ = ["S3Objects"]
 
@@ -51,14 +55,12 @@ _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 _LATER = {
     "RequestTimeout",
-    "IncompleteBody",
-    "BadDigest",  # the body did not arrive as it was sent
-    "XAmzContentChecksumMismatch",
     "ConditionalRequestConflict",
     "OperationAborted",
     "InternalError",
     "ServiceUnavailable",
 }
+_LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body did not arrive as it was sent
 
 
 class S3Objects:
@@ -221,6 +223,7 @@ class S3Objects:
         """See `Objects.close`; the next call connects again."""
         client, self._client = self._client, None
         if client is not None and self._loop is asyncio.get_running_loop():  # another loop has died with a fork
+            self._forget.detach()
             await client.close()
 
     def __repr__(self) -> str:
@@ -247,6 +250,9 @@ class S3Objects:
                 # "Expect: 100-continue" costs a round trip for each write, and a server that never says "continue"
                 # would be waited for without an end
                 self._client.meta.events.unregister("before-call.s3", add_expect_header)
+                self._forget = weakref.finalize(self, _forgotten, self._client, loop, os.getpid())
+                self._forget.atexit = False  # then `_close_all` also waits
+                _in_use.add(self)
         return self._client
 
     @contextlib.asynccontextmanager
@@ -358,6 +364,21 @@ class S3Objects:
         if status == 501:
             return Denied(f"{said}; the server lacks what a store needs, use another")
         return InvalidArgument(f"{said}; check the URL and storage_options")
+
+
+_in_use: weakref.WeakSet[S3Objects] = weakref.WeakSet()
+
+
+def _forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
+    """Closes what nobody closed, on its own loop; a forked child leaves its copy alone."""
+    if process == os.getpid() and not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: loop.create_task(client.close()))
+
+
+@atexit.register
+def _close_all() -> None:
+    for objects in list(_in_use):  # aiohttp complains of what is open when the interpreter ends
+        wait_io(objects.close())
 
 
 class _BeyondTheEnd(NotFound):
