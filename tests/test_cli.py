@@ -329,7 +329,14 @@ def test_gc(store: Path, file: Path, call: Call) -> None:
     assert call("verify", store)[0] == 0
 
 
-@pytest.mark.parametrize("option", [["--keep-best", "loss"], ["--keep-last", "0"], ["--keep-days", "-1"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *[["--keep-best", best] for best in ("loss", "0:loss", "\N{SUPERSCRIPT TWO}:loss")],
+        *[[name, days] for name in ("--keep-days", "--abandoned-days") for days in ("-1", "nan", "inf", "1e300")],
+        ["--keep-last", "0"],
+    ],
+)
 def test_gc_misused(store: Path, call: Call, option: list[str]) -> None:
     failed(call("gc", store, *option), option[0], code=2)
 

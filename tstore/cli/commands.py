@@ -44,6 +44,7 @@ from tstore.cli.tables import (
 from tstore.contents import listing
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
+from tstore.errors import TStoreError
 from tstore.quantization.plot import check_plot, plot_report
 from tstore.quantization.policy import parse_policy
 
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = context.command_path if context is not None else "tstore"
         said = f"{error.format_message().rstrip('.')}; see {name} --help"
         return _fail("Misuse", said, as_json, MISUSED)
+    except TStoreError as error:  # an argument that only the library can judge
+        return _fail(type(error).__name__, str(error), as_json)
     except click.Abort:
         return _fail("Interrupted", "interrupted", as_json, INTERRUPTED)
     return code if isinstance(code, int) else 0

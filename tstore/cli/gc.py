@@ -14,15 +14,24 @@ from tstore.commits.retention import Best, Keep
 
 __all__ = ["gc"]
 
+_LONGEST = datetime.timedelta.max
+
 
 def _best(context: click.Context, parameter: click.Parameter, value: str | None) -> Best | None:
     if value is None:
         return None
     count, _, metric = value.partition(":")
     metric, order = (metric[:-4], metric[-3:]) if metric.endswith((":min", ":max")) else (metric, "min")
-    if not count.isdigit() or not metric:
+    if not (count.isascii() and count.isdigit()) or int(count) == 0 or not metric:
         raise click.BadParameter(f"{value!r}: expected N:METRIC or N:METRIC:max, as 3:loss")
     return int(count), metric, "max" if order == "max" else "min"
+
+
+def _days(context: click.Context, parameter: click.Parameter, value: float | None) -> datetime.timedelta | None:
+    try:
+        return None if value is None else datetime.timedelta(days=value)
+    except (OverflowError, ValueError):
+        raise click.BadParameter(f"{value:g} days are no time; expected up to {_LONGEST.days}") from None
 
 
 @click.command("gc")
@@ -36,12 +45,17 @@ def _best(context: click.Context, parameter: click.Parameter, value: str | None)
     help="The N steps of the least (with :max the greatest) value of a metric stay.",
 )
 @click.option(
-    "--keep-days", type=click.FloatRange(0), metavar="D", help="Versions of the last D days stay, steps or not."
+    "--keep-days",
+    type=click.FloatRange(0),
+    callback=_days,
+    metavar="D",
+    help="Versions of the last D days stay, steps or not, by the clocks of their writers and of this machine.",
 )
 @click.option("--keep-tag", multiple=True, metavar="TAG", help="The version with this tag stays; may be repeated.")
 @click.option(
     "--abandoned-days",
     type=click.FloatRange(0),
+    callback=_days,
     default=ABANDONED_AFTER.days,
     show_default=True,
     metavar="D",
@@ -54,9 +68,9 @@ def gc(
     keep_last: int | None,
     keep_every: int | None,
     keep_best: Best | None,
-    keep_days: float | None,
+    keep_days: datetime.timedelta | None,
     keep_tag: tuple[str, ...],
-    abandoned_days: float,
+    abandoned_days: datetime.timedelta,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -64,8 +78,7 @@ def gc(
 
     The newest version and the newest step always stay. Without --keep options every version stays.
     """
-    newer = None if keep_days is None else datetime.timedelta(days=keep_days)
-    rules = (keep_last, keep_every, keep_best, newer)
+    rules = (keep_last, keep_every, keep_best, keep_days)
     keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None
 
     async def work(progress: Progress) -> Document:
@@ -73,8 +86,7 @@ def gc(
         async with await tstore.open(store, "r"):
             pass  # mode "a" would make a store where none is
         async with await tstore.open(store, "r" if dry_run else "a") as opened:
-            abandoned = datetime.timedelta(days=abandoned_days)
-            report = await opened.collect(keep, abandoned=abandoned, dry_run=dry_run)
+            report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)
         return {"store": opened.url, **report._asdict()}
 
     return run(work, show_collected, as_json)

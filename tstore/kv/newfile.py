@@ -53,7 +53,11 @@ def explained(action: str, path: str) -> Iterator[None]:
     except OSError as error:
         what = f"can't {action} {path}: {error.strerror or error}"
         match error.errno:
-            case errno.ENOENT | errno.ENOTDIR:
+            case errno.ENOTDIR:
+                raise NotFound(f"{what}: what stands there, or above it, is a file; give another path") from error
+            case errno.ENOENT if action in ("create", "write"):
+                raise NotFound(f"{what}; give a path in a folder that exists") from error
+            case errno.ENOENT:
                 raise NotFound(f"{what}; give the path of something that exists") from error
             case errno.EEXIST:
                 raise AlreadyExists(f"{what}; it was left as it is, choose another name") from error

@@ -32,7 +32,9 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     """
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
-        raise InvalidArgument("the URL of a store is empty; expected a path, file:// or memory://name")
+        raise InvalidArgument(
+            "the URL of a store is empty; expected a path, or a URL as memory://name, http(s)://, gs:// or s3://"
+        )
     found = _SCHEME.match(text)
     scheme = "file" if found is None else found[1].lower()
     objects = _objects(scheme, text, options)

@@ -149,7 +149,10 @@ def stored_report(snapshot: Snapshot) -> QuantizeReport:
     """The report that is stored in a quantized commit; `NotFound` for any other commit."""
     found = snapshot.attributes().get("tstore", {}).get("quantization")
     if not isinstance(found, Mapping):
-        raise NotFound(f"{snapshot!r} has no report: it is no commit of tstore.quantize")
+        raise NotFound(
+            f"version {snapshot.version} has no report: it is no commit of tstore.quantize; tstore log shows "
+            "which are, pass the version or the tag of one"
+        )
     return QuantizeReport(
         snapshot.version, found["tag"], found["source"], [_array(row) for row in found["arrays"]]
     )
