@@ -185,9 +185,8 @@ async def test_without_credentials(server: S3Server, url: str, monkeypatch: pyte
 
 
 async def test_the_environment_is_enough(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
     async with await tstore.open(url) as store:
         async with store.transaction() as tx:
             await (await tx.create_array("x", shape=(3,), dtype="int32")).write(np.arange(3, dtype="int32"))

@@ -48,6 +48,12 @@ class S3Server(NamedTuple):
         """The storage_options of `s3://…` there; the server believes any credentials."""
         return options(self.endpoint)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same as environment variables."""
+        names = {"endpoint_url": "AWS_ENDPOINT_URL", "key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY"}
+        return {names[option]: value for option, value in self.options.items()}
+
 
 def options(endpoint: str) -> dict[str, Any]:
     return {"endpoint_url": endpoint, "key": "tester", "secret": "not-a-secret"}

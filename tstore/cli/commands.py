@@ -19,6 +19,7 @@ import click
 import exmy
 
 import tstore
+from tstore.cli.bench import bench
 from tstore.cli.console import INTERRUPTED, MISUSED, Document, version_or_tag
 from tstore.cli.console import fail as _fail
 from tstore.cli.console import json_option as _json
@@ -354,6 +355,7 @@ def _verify(store: str, as_json: bool) -> int:
     return _run(work, show_verified, as_json)
 
 
+cli.add_command(bench)
 cli.add_command(copy)
 cli.add_command(gc)
 cli.add_command(probe)

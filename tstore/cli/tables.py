@@ -7,6 +7,7 @@ control characters escaped.
 from __future__ import annotations
 
 import datetime
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -21,6 +22,7 @@ from rich.text import Text
 __all__ = [
     "Progress",
     "plain",
+    "show_benched",
     "show_collected",
     "show_copied",
     "show_demo",
@@ -239,6 +241,26 @@ def show_probed(found: Document) -> None:
     if found["fails"]:
         verdict = f"broken promises: {found['fails']}; write no store here"
     print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
+
+
+def show_benched(found: Document) -> None:
+    """One row for each thing that was measured, and whether all came back."""
+    rows = []
+    for what in ("save", "restore"):
+        took = found[f"{what}_seconds"]
+        middle = statistics.median(took)
+        spread = f"{sized(found['bytes'] / middle)}/s; {min(took):.3g} to {max(took):.3g} s in {len(took)} rounds"
+        rows.append([f"{what}, together", f"{middle:.3g} s", spread])
+    each, most = (f"{1e3 * found[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
+    again = found["retries"] / max(1, found["commits"])
+    spread = f"{each} each, 1 of 100 more than {most}; {again:.2f} retries"
+    rows.append(["small commits, each its own", f"{found['commits_per_second']:.0f}/s", spread])
+    _table([f"{found['hosts']} × {sized(found['bytes'] / found['hosts'])}", "median", ""], rows, right={1})
+    verdict = f"all {found['commits']} acknowledged commits are there, and every checkpoint came back the same"
+    if not found["ok"]:
+        verdict = f"{found['lost']} acknowledged commits are lost, {found['differing']} arrays came back different"
+    rest = "" if found["removed"] else "; the store could not be removed, delete it there"
+    print(plain(f"{found['url']}, durability {found['durability']}: {verdict}{rest}"))
 
 
 def show_imported(found: Document) -> None:

@@ -34,7 +34,7 @@ from tstore.kv.base import Backend, Buffers, Durability, PackWriter
 from tstore.sharding import Mesh, P
 from tstore.testing.model import spec_for
 
-__all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve"]
+__all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
 
 STRUCTURE = "structure"
 """The key of a weights file's metadata under which its structure document lies; without it, it is a flat dict."""
@@ -42,8 +42,8 @@ STRUCTURE = "structure"
 Array = npt.NDArray[Any]
 
 _START = (
-    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
-    "from tstore.testing.hosts import serve; serve()"
+    "import importlib, os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "importlib.import_module(sys.argv.pop(1)).serve()"
 )
 
 
@@ -105,10 +105,13 @@ class Job:
 
     async with Job(8) as job:
         replies = await job.ask("hold", weights=file, mesh={"data": 4, "model": 2})
+
+    Each runs the function `serve` of `module`, whose commands are those of this module's if none is named.
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, module: str = __name__) -> None:
         self._count = hosts
+        self._module = module
         self.hosts: list[Host] = []
 
     async def __aenter__(self) -> Self:
@@ -116,7 +119,7 @@ class Job:
         try:
             for number in range(self._count):
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-c", _START, path, str(number), str(self._count)),
+                    *(sys.executable, "-P", "-c", _START, path, self._module, str(number), str(self._count)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
@@ -300,10 +303,19 @@ class _HaltingPack:
 
 
 def serve() -> None:
-    """Runs a host: answers the commands on standard input until it ends. Arguments: its number, their count."""
+    """Runs a host that holds, saves and restores its shards of weights."""
+    serve_commands(_Worker)
+
+
+def serve_commands(worker_of: Callable[[int, int, Callable[[int], None]], object]) -> None:
+    """Runs a host: answers the commands on standard input, which are a worker's methods, until it ends.
+
+    A worker is made of its number, their count (the arguments of the process), and what to call with the bytes
+    written when it has halted.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed must not pass for a reply
-    worker = _Worker(int(sys.argv[1]), int(sys.argv[2]), lambda written: answer(value={"written": written}))
+    worker = worker_of(int(sys.argv[1]), int(sys.argv[2]), lambda written: answer(value={"written": written}))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def answer(**fields: Any) -> None:

@@ -1,0 +1,51 @@
+"""The command `tstore bench`."""
+
+from __future__ import annotations
+
+import click
+
+from tstore.cli.console import Document, json_option, run
+from tstore.cli.tables import Progress, show_benched
+from tstore.kv.base import Durability
+
+__all__ = ["bench"]
+
+
+@click.command("bench")
+@click.argument("url")
+@click.option("--hosts", type=click.IntRange(1, 256), default=8, show_default=True, help="Processes that write.")
+@click.option(
+    "--size", type=click.IntRange(1, 1_000_000), default=256, show_default=True, help="MB of the checkpoint."
+)
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Saves, and restores.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1, 3600), default=5, show_default=True, help="Time for small commits."
+)
+@click.option(
+    "--durability",
+    type=click.Choice([d.value for d in Durability]),
+    default=Durability.FSYNC.value,
+    show_default=True,
+    help="Whether a commit is forced to the disk before it is acknowledged.",
+)
+@json_option
+def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durability: str, as_json: bool) -> int:
+    """Measure what many writers get of an empty place at URL: one checkpoint of all, and small commits of each.
+
+    It makes a store there, of rounds × size, and removes it at the end. Restores come from caches as a rule.
+    """
+    from tstore.testing.benchmark import bench as measure
+
+    async def work(progress: Progress) -> Document:
+        report = await measure(
+            url,
+            hosts=hosts,
+            size=size * 1_000_000,
+            rounds=rounds,
+            seconds=seconds,
+            durability=Durability(durability),
+            tell=progress.doing,
+        )
+        return {"ok": report.ok, **report._asdict()}
+
+    return run(work, show_benched, as_json)
