@@ -1,7 +1,7 @@
 """Random work on a store, by hypothesis, beside a trivial model of it (`support/store_model.py`).
 
     pytest tests/test_stateful.py                                              # a hundred runs
-    pytest tests/test_stateful.py --hypothesis-profile=long --timeout=0        # twenty thousand
+    pytest tests/test_stateful.py --hypothesis-profile=long        # twenty thousand
 
 Several transactions are open at once, of both isolations, through two `Store`s; they create, write, read, resize
 and delete, set, move and drop tags, and end alone or together. Steps are saved, versions collected, and what is
@@ -826,7 +826,7 @@ def flat(tree: Any, head: str = "") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(600)  # a fault is made small for some minutes before it is shown
+@pytest.mark.timeout(6 * settings().max_examples)  # a fault is made small for some minutes before it is shown
 class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
     pass
 
