@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from tstore.errors import AlreadyExists, NotFound
-from tstore.kv.objects import Objects, Request, Wrapper
+from tstore.kv.objects import Objects, Page, Request, Wrapper
 
 __all__ = ["Trace", "Traffic"]
 
@@ -46,6 +46,15 @@ class Trace(Wrapper):
     def traffic(self) -> Traffic:
         """What was counted until now."""
         return Traffic(dict(self._requests), dict(self._failed), self._read, self._written)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Objects.pages`; the last page tells that it is the last, so that the end is no request."""
+        shown = False
+        async for page in super().pages(prefix, delimiter):
+            shown = True
+            yield page
+        if shown:
+            self._requests["list"] -= 1
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Makes the request and counts it."""
