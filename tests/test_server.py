@@ -535,6 +535,13 @@ async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
     os.close(reading)
 
 
+def test_ctrl_c_is_a_regular_end(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as served:
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 0
+        assert "Traceback" not in served.said()
+
+
 def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     total, log = 12_000, logging.getLogger("tstore.server")
