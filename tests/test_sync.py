@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import processes
 import pytest
+import served
 
 import tstore
 import tstore.sync as blocking
@@ -203,6 +205,48 @@ FORKING = """
 
 def test_a_forked_child_works(tmp_path: Path) -> None:
     assert processes.python(FORKING, tmp_path / "s").split() == ["5", "6", "True"]
+
+
+FORKED_INSIDE = """
+    import os, sys, warnings
+    import numpy as np
+    import tstore.sync as tstore
+    from tstore.errors import Misuse
+    warnings.simplefilter("ignore", DeprecationWarning)
+    store = tstore.open(sys.argv[1])
+    expected = np.arange(80_000.0).reshape(4, 20_000)
+    with store.transaction() as tx:
+        w = tx.create_array("w", (4, 20_000), "f8", (1, 20_000))
+        w[:2].write(expected[:2])
+        uses = [
+            (lambda: w[2].write(0), 3),
+            (lambda: w[0].read(), 3),
+            (tx.commit, 3),
+            (lambda: tx.__exit__(None, None, None), 3),
+            (lambda: tx.__exit__(KeyError, KeyError(), None), 0),
+            (tx.abort, 0),
+        ]
+        for use, status in uses:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    use()
+                except Misuse as error:
+                    os._exit(3 if "forked" in str(error) else 4)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+        w[2:].write(expected[2:])
+    print(tx.version, np.array_equal(store.snapshot().array("w").read(), expected), store.verify().ok)
+"""
+
+
+@pytest.mark.parametrize("place", ["local", "served"])
+def test_a_forked_child_can_not_harm_a_transaction(tmp_path: Path, place: str) -> None:
+    with contextlib.ExitStack() as stack:
+        url: object = tmp_path / "s"
+        if place == "served":
+            url = stack.enter_context(served.serving(url, "--anonymous", "write")).url
+        assert processes.python(FORKED_INSIDE, url).split() == ["1", "True", "True"]
 
 
 INTERRUPTED = """

@@ -14,6 +14,7 @@ The id of a transaction is never used again, so what an aborted one leaves under
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -53,6 +54,7 @@ class Transaction:
 
     `version` is the version it became, None before. `retries` tells what came in the way of the commit and was
     overcome: versions that others took first, and those over which parts of chunks were written again.
+    Only the process that began it goes on with it, no forked child.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Transaction:
         self.id = world.token(12) if member is None else member.transaction
         self.version: int | None = None
         self.retries: list[Retry] = []
+        self._process = os.getpid()
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
@@ -100,12 +103,10 @@ class Transaction:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state != "open":
-            return
-        if kind is None:
-            await self.commit()
-        else:
+        if kind is not None:
             await self.abort()
+        elif self._state == "open":
+            await self.commit()
 
     async def create_array(
         self,
@@ -268,7 +269,7 @@ class Transaction:
 
     async def abort(self) -> None:
         """Drops all that was staged; nothing of it will ever be visible."""
-        if self._state == "open":
+        if self._state == "open" and self._process == os.getpid():  # a forked child has packs in common with it
             self._state = "aborted"
             await self._packs.discard()
             if self._heart is not None:
@@ -288,13 +289,8 @@ class Transaction:
                 record = self._record(staged, version, await self._manifest(staged))
             return record
 
-        self.version = await self._log.append(
-            record,
-            validate,
-            self._durability,
-            self.retries.append,
-            mine if self._isolation == "snapshot" else None,
-        )
+        changes = mine if self._isolation == "snapshot" else None
+        self.version = await self._log.append(record, validate, self._durability, self.retries.append, changes)
 
     def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
         return Fragment(
@@ -390,6 +386,10 @@ class Transaction:
         return staged
 
     async def _based(self) -> StagedTree:
+        if self._process != os.getpid():
+            raise Misuse(
+                f"{self._log.backend.url}: a forked process can't go on with a transaction; begin another"
+            )
         if self._state != "open":
             raise Misuse(f"this transaction on {self._log.backend.url} is {self._state}; open a new one")
         if self._staged is None:
