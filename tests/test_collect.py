@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import fcntl
 import os
 import time
 import uuid
@@ -970,6 +971,25 @@ async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
     store = await tstore.open(url)
     assert (await store.collect(Keep(last=1))).version is None
     assert await objects(url) == await needed(store)
+
+
+def test_what_killed_creates_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    blocking.save(place, tree_of(0), 0)
+    old, new, locked = [place / "commits" / f".offer.{name}.tmp" for name in ("old", "new", "locked")]
+    marker = place / ".0123.tmp"
+    with locked.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for path in (old, new, locked, marker):
+            path.touch()
+        for path in (old, locked, marker):
+            os.utime(path, (0, 0))
+        with blocking.open(place) as store:
+            store.collect(dry_run=True)
+            assert old.exists()
+            store.collect()
+            assert store.verify().ok
+    assert [path.exists() for path in (old, marker, new, locked)] == [False, False, True, True]
 
 
 # ---- cost

@@ -10,14 +10,15 @@
    begin again. Before it, delete an object that nobody made: who may delete nothing shall not expire anything.
 5. Only then delete. A gc that finds objects condemned by the one before it deletes them first; a record that it
    writes condemns them again, so that no death of a gc leaves anything for good.
+6. Let the storage remove what killed creates have left beside the objects for a week (local folders alone).
 
 A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`commits.log`). So
 nothing here rests on a clock: ages only decide what is worth condemning.
 
-Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`; for each
-version or transaction that goes one listing, and the size and the deletion of each of its objects; for each run of
-expired versions without a whole save behind it, the tree of the next living version. The ledger has about 100
-bytes for each living version.
+Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`, and in a
+local folder one of those in `commits/`; for each version or transaction that goes one listing, and the size and
+the deletion of each of its objects; for each run of expired versions without a whole save behind it, the tree of
+the next living version. The ledger has about 100 bytes for each living version.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         if not dry_run:
             try:
                 await _delete(log, plan.collection())
+                await log.backend.sweep()
             except (Denied, Unavailable) as error:
                 if version is None:
                     raise

@@ -210,6 +210,9 @@ class Backend(Protocol):
     async def flush(self) -> None:
         """Makes durable all that any process has written here before, whatever its durability."""
 
+    async def sweep(self) -> None:
+        """Removes what creates left beside the objects that ended long ago before they had made theirs."""
+
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """A writer of the new object `key`. Blocking."""
 

@@ -129,6 +129,10 @@ class CachedBackend(Plain):
         """See `Backend.flush`."""
         await self.inner.flush()
 
+    async def sweep(self) -> None:
+        """See `Backend.sweep`."""
+        await self.inner.sweep()
+
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Backend.writer`."""
         return self.inner.writer(key, durability)

@@ -47,6 +47,7 @@ from tstore.kv.newfile import (
     explained,
     fsync_folder,
     new_file,
+    remove_unfinished,
     write_all,
 )
 from tstore.pool import WORKERS, run
@@ -55,6 +56,7 @@ __all__ = ["LocalBackend"]
 
 _FIRST, _MORE = 64 << 10, 64 << 20  # bytes read at once
 _OPEN_READERS = 64
+_LONG_AGO = 7 * 86_400  # seconds
 
 
 class LocalBackend:
@@ -108,6 +110,9 @@ class LocalBackend:
 
     async def flush(self) -> None:
         await run(os.sync)
+
+    async def sweep(self) -> None:
+        await run(self._sweep)
 
     async def close(self) -> None:
         with self._lock:
@@ -286,6 +291,12 @@ class LocalBackend:
                 return os.fstat(new.fileno()).st_mtime
         except OSError:  # it can't be written
             return time.time()
+
+    def _sweep(self) -> None:
+        """In the folders of objects that are never removed; a transaction's go with it."""
+        for folder in (self.url, self.path("commits"), self.path("roots")):
+            with explained("tidy", folder):
+                remove_unfinished(folder, ".", time.time() - _LONG_AGO)
 
     def _settle(self, prefix: str) -> None:
         folder = self.path(prefix)

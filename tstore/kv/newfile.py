@@ -20,6 +20,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -34,7 +35,17 @@ from tstore.errors import (
 )
 from tstore.kv.base import Buffers, Durability
 
-__all__ = ["Draft", "NewFile", "explained", "fsync_folder", "new_file", "rest_of", "start_writeback", "write_all"]
+__all__ = [
+    "Draft",
+    "NewFile",
+    "explained",
+    "fsync_folder",
+    "new_file",
+    "remove_unfinished",
+    "rest_of",
+    "start_writeback",
+    "write_all",
+]
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
 _AT_FDCWD = -100
@@ -149,18 +160,26 @@ def _lock(fd: int) -> bool | None:
     return True
 
 
-def _remove_unfinished(path: str, draft: Draft) -> None:
+def _remove_own(path: str, draft: Draft) -> None:
     """Removes what creations of the file left that never ended, but not the draft of one that goes on."""
-    begin = f".{_mark(path)}."
+    folder, begin = os.path.dirname(os.path.abspath(path)), f".{_mark(path)}."
+    locks = _lock(draft.fd) is not None
     now = os.fstat(draft.fd).st_mtime  # by the clock of the file system
-    with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
-        left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
+    remove_unfinished(folder, begin, math.inf if locks else now - _GIVEN_UP)
+
+
+def remove_unfinished(folder: str, begin: str, before: float) -> None:
+    """Removes the temporary files that begin so, were not written to since that time, and are not locked."""
+    try:
+        with os.scandir(folder) as entries:
+            left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
+    except FileNotFoundError:
+        return
     for temporary in left:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                free = _lock(fd)
-                if free or (free is None and os.fstat(fd).st_mtime < now - _GIVEN_UP):
+                if os.fstat(fd).st_mtime < before and _lock(fd) is not False:
                     os.unlink(temporary)
             finally:
                 os.close(fd)
@@ -213,7 +232,7 @@ class NewFile:
         self._draft = _locked(path, durability)
         self._fd = self._draft.fd
         try:
-            _remove_unfinished(path, self._draft)
+            _remove_own(path, self._draft)
             self.reserve(size)
         except BaseException:
             self.discard()

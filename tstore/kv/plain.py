@@ -36,6 +36,9 @@ class Plain:
                 return Leading(found, True)
         return Leading(found, False)
 
+    async def sweep(self) -> None:
+        """See `Backend.sweep`; nothing can be left."""
+
     def offer(self: Backend, data: bytes, durability: Durability) -> Offer:
         """See `Backend.offer`; nothing can be prepared."""
         return _PlainOffer(self, data, durability)

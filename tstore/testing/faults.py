@@ -188,6 +188,10 @@ class FaultyBackend(Plain):
         """See `Backend.flush`."""
         await self._do("flush", "", self.inner.flush)
 
+    async def sweep(self) -> None:
+        """See `Backend.sweep`."""
+        await self._do("sweep", "", self.inner.sweep)
+
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Backend.writer`."""
         return self.blocking("writer", key, lambda: _FaultyWriter(self, self.inner.writer(key, durability)))
