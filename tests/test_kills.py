@@ -14,11 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
+import served
 
 import tstore.sync as tstore
 from tstore.errors import DeadlineExceeded
@@ -283,3 +285,57 @@ def consistent(store: tstore.Store) -> int:
         assert (big[:10_000] == shared[slot]).all()
         assert not big[10_000:].any()
     return snapshot.version
+
+
+CLIENT = """
+import os
+import numpy as np
+import tstore.sync as tstore
+url, token, number = arguments
+store = tstore.open(url, storage_options={"token": token})
+os.write(out, b"ready\\n")
+for turn in range(10_000):
+    values = np.full((3, 40_000 if turn % 2 else 4), number * 10_000 + turn)
+    with store.transaction(tag=f"{number}-{turn}") as tx:
+        w = tx.create_array(f"{number}/{turn}", values.shape, values.dtype, (1, values.shape[1]))
+        for row in range(3):
+            w[row].write(values[row])
+    os.write(out, f"{turn} {tx.version}\\n".encode())
+"""
+
+
+def test_killed_clients_of_a_server(tmp_path: Path) -> None:
+    """What the server has answered stays, the rest is not there by halves, and a gc cleans up."""
+    rng, told = random.Random(0), 0
+    with (
+        served.serving(tmp_path / "s", tokens=f"admin {served.ADMIN}") as server,
+        forks.forks(CLIENT) as clients,
+        tstore.open(server.url, storage_options={"token": served.ADMIN}) as store,
+    ):
+        for number in range(12):
+            out = tmp_path / f"out-{number}"
+            client = clients.start(out, server.url, served.ADMIN, number)
+            until = 1 + rng.randrange(3)
+            while not (out.exists() and out.read_text().count("\n") >= until):
+                time.sleep(0.001)
+            time.sleep(rng.random() * 0.03)
+            os.kill(client, signal.SIGKILL)
+            assert clients.wait(client) == -signal.SIGKILL
+            _, *acknowledged = out.read_text().splitlines()
+            found = {tag: v for tag, v in store.tags().items() if tag.startswith(f"{number}-")}
+            assert len(found) - len(acknowledged) in (0, 1)
+            for line in acknowledged:
+                turn, version = line.split()
+                assert found[f"{number}-{turn}"] == int(version)
+            for turn in range(len(found)):
+                values = store.snapshot().array(f"{number}/{turn}").read()
+                assert values.shape[0] == 3
+                assert (values == number * 10_000 + turn).all()
+            told += len(acknowledged)
+        assert store.snapshot().version >= told
+        assert store.verify().ok
+        report = store.collect(abandoned=timedelta(0))
+        alive = {c.transaction for c in store.history()}
+        assert {p.name for p in (tmp_path / "s" / "txn").iterdir()} <= alive
+        assert report.versions == []
+        assert store.verify().ok
