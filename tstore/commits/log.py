@@ -136,7 +136,7 @@ class Log(Records):
                 if other.transaction == record.transaction:
                     await self._settle(version, record.transaction, offer.durability)
                     return await self._appended(version)
-                if other.collection is not None:
+                if other.collection is not None:  # before any is validated, as what it condemned may be gone
                     check_condemned(self.backend.url, record, version, other.collection)
                     collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
