@@ -1,6 +1,6 @@
 """Random work on a store, by hypothesis, beside a trivial model of it (`support/store_model.py`).
 
-    pytest tests/test_stateful.py                                              # a hundred runs
+    pytest tests/test_stateful.py                                 # a hundred runs
     pytest tests/test_stateful.py --hypothesis-profile=long        # twenty thousand
 
 Several transactions are open at once, of both isolations, through two `Store`s; they create, write, read, resize
