@@ -568,34 +568,6 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     assert "unknown: 1; make room there" in found.stdout.splitlines()[-1]
 
 
-# ---- Ctrl-C
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_an_interrupt_while_modules_are_loaded(options: list[str], pytestconfig: pytest.Config) -> None:
-    code = """
-import signal, sys
-class Interrupts:
-    def find_spec(self, name, path, target=None):
-        if name == "numpy":
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Interrupts())
-from tstore_script import main
-sys.exit(main())
-"""
-    command = [sys.executable, "-c", code, "log", "x", *options]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=pytestconfig.rootpath)
-    assert (found.returncode, found.stderr) == (130, "tstore: interrupted\n")
-    assert bool(found.stdout) == bool(options)
-    assert not options or json.loads(found.stdout)["error"]["type"] == "Interrupted"
-
-
-def test_the_script_runs_the_command_line(pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-c", "import sys; from tstore_script import main; sys.exit(main())", "--version"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=pytestconfig.rootpath)
-    assert (found.returncode, found.stdout, found.stderr) == (0, f"tstore {tstore.__version__}\n", "")
-
-
 # ---- where the output goes
 
 
