@@ -577,9 +577,12 @@ class StoreMachine(RuleBasedStateMachine):
             options: dict[str, Any] = {"metrics": metrics}
             if hosts > 1:
                 options |= {"hosts": hosts, "attempt": f"a{version}"}
-            return await asyncio.gather(
-                *[tstore.save(chosen, tree, step, host=h, **options) for h in range(hosts)]
-            )
+            saves = [tstore.save(chosen, tree, step, host=h, **options) for h in range(hosts)]
+            ended = await asyncio.gather(*saves, return_exceptions=True)  # all: none goes on by itself
+            for error in ended:
+                if isinstance(error, BaseException):
+                    raise error
+            return [version for version in ended if isinstance(version, int)]
 
         tag = f"step/{step}"
         if tag in self.states[-1].tags:

@@ -11,7 +11,7 @@ Appending a record (its data is durable already)
    created with `durability="none"`, all is flushed.
 3. If it exists by now, go to 1, after a back-off with decorrelated jitter: each pause is drawn between a shortest
    one and three times the one before. Whoever has lost often waits no longer but shorter, so that nobody starves;
-   where requests take long, all wait longer.
+   where a try takes long, as with a server or many writers, all wait longer, so that fewer tries are lost.
    Commits of one process do not race: they take turns, or go out together (`commits.queue`).
 4. If no answer came, read the number. If it is still absent the request may yet land, so create a void record
    there: if that succeeds, the late one can never land; go on with the next number. If it exists, go to 1. If
@@ -130,6 +130,7 @@ class Log(Records):
         collected, pause = await self.collected(seen), SHORTEST_PAUSE
         clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             fresh = not asked and self.is_end(seen)
             newer = [] if fresh else await self._above(seen, asked, record.transaction)
             for version, other in newer:
@@ -159,7 +160,7 @@ class Log(Records):
                 ) from error
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
-            asked, began = seen + 1, clock()
+            asked = seen + 1
             try:
                 made = await offer.create(asked, record, collected)
             except AlreadyExists:

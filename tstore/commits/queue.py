@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _logger = logging.getLogger("tstore.commits")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_CREATES = 6  # that the longest pause takes beyond that: where an answer takes long, the others take long too
+_TRIES = 12  # that the longest pause takes beyond that: where one takes long, those of the others do too
 _MOST = 64
 
 Validate = Callable[[int, Record], Awaitable[Record]]
@@ -216,6 +217,6 @@ def _wake(entry: Entry) -> None:
 
 
 def next_pause(pause: float, tries: int, took: float) -> float:
-    """Seconds to wait after the `tries`-th create was lost, which `took` so long, and the pause before that."""
-    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _CREATES * took) / tries)
+    """Seconds to wait after the `tries`-th try was lost, which `took` so long, and the pause before that."""
+    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _TRIES * took) / math.sqrt(tries))
     return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

@@ -2,7 +2,7 @@
 
 1. A store is made where nothing lies. Each host process opens it and takes its rows of a state of float32 arrays,
    random values, into memory; all that comes before the clock starts.
-2. In each round all hosts save the state as one commit, and then each restores its rows and compares them. What
+2. In each round all hosts save a new state as one commit, and then each restores its rows and compares them. What
    was written a moment ago comes from caches as a rule.
 3. For some seconds each host commits transactions of one small chunk, one after the other. Afterwards every one
    that was acknowledged is looked for.
@@ -170,7 +170,9 @@ class _Writer:
         self._parts = {f"w{i:02}": values + np.float32(i) for i in range(_ARRAYS)}
 
     async def save(self, step: int) -> float:
-        """Saves the rows as part of a step, and returns the seconds it took."""
+        """Saves new values of the rows as part of a step, and returns the seconds it took."""
+        for part in self._parts.values():
+            np.add(part, 1, out=part)  # else the chunks of the step before would be re-used
         began = time.perf_counter()
         await tstore.save(
             self._store,
