@@ -119,11 +119,17 @@ def kinds(good: dict[str, bytes]) -> dict[str, list[str]]:
     }
 
 
+def short(good: dict[str, bytes]) -> dict[str, bytes]:
+    """The store as of its second version: `verify` looks at each, a thousand times."""
+    later = sorted(k for k in good if k.startswith("commits/"))[2:]
+    return {k: data for k, data in good.items() if k not in later and not k.startswith(("roots/", "latest"))}
+
+
 @pytest.mark.parametrize("kind", ["pack", "records", "empty record", "root"])
 async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kind: str) -> None:
     keys = kinds(good)[kind]
     assert keys
-    await put(url, good)
+    await put(url, short(good) if kind == "pack" else good)
     backend = connect(url)
     for key in keys:
         data = good[key]
