@@ -294,9 +294,10 @@ class LocalBackend:
 
     def _sweep(self) -> None:
         """In the folders of objects that are never removed; a transaction's go with it."""
+        before = self._now() - _LONG_AGO
         for folder in (self.url, self.path("commits"), self.path("roots")):
             with explained("tidy", folder):
-                remove_unfinished(folder, ".", time.time() - _LONG_AGO)
+                remove_unfinished(folder, ".", before)
 
     def _settle(self, prefix: str) -> None:
         folder = self.path(prefix)

@@ -8,11 +8,10 @@ import os
 
 from tstore.errors import Corrupt, StorageFull
 from tstore.kv.base import Buffers, Durability
-from tstore.kv.newfile import explained, rest_of, start_writeback, write_all
+from tstore.kv.newfile import IOV_MAX, explained, rest_of, start_writeback, write_all
 
 __all__ = ["LocalPack", "LocalReader"]
 
-_IOV_MAX = 1024
 _EXTENT = 64 << 20
 _SEND = 4 << 20
 
@@ -52,8 +51,7 @@ class LocalPack:
             except StorageFull:
                 self.reserve(size)  # the last room on a disk
         with explained("write", self._path):
-            for i in range(0, len(buffers), _IOV_MAX):
-                self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
+            self._end += write_all(self._fd, buffers, self._end)
         if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
             # the disk begins now, while the next chunks are encoded, and not only at the fsync
             start_writeback(self._fd, self._sent, self._end - self._sent)
@@ -97,9 +95,9 @@ class LocalReader:
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         """See `PackReader.read_into`."""
         with explained("read", self._path):
-            for i in range(0, len(buffers), _IOV_MAX):
-                part = buffers[i : i + _IOV_MAX]
-                wanted = size if len(buffers) <= _IOV_MAX else sum(len(b) for b in part)
+            for i in range(0, len(buffers), IOV_MAX):
+                part = buffers[i : i + IOV_MAX]
+                wanted = size if len(buffers) <= IOV_MAX else sum(len(b) for b in part)
                 done = os.preadv(self._fd, part, offset)
                 while done < wanted:
                     part = rest_of(part, done)

@@ -36,6 +36,7 @@ from tstore.errors import (
 from tstore.kv.base import Buffers, Durability
 
 __all__ = [
+    "IOV_MAX",
     "Draft",
     "NewFile",
     "explained",
@@ -51,7 +52,8 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EN
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
-_IOV_MAX = 1024
+IOV_MAX = 1024
+"""The most buffers that one system call takes."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _GIVEN_UP = 3600  # seconds
 
@@ -187,11 +189,15 @@ def remove_unfinished(folder: str, begin: str, before: float) -> None:
 
 def write_all(fd: int, buffers: Buffers, offset: int) -> int:
     """Writes all buffers at the offset, however often the system writes less, and returns their size."""
-    wanted = sum(len(b) for b in buffers)
-    done = os.pwritev(fd, buffers, offset)
-    while done < wanted:
-        done += os.pwritev(fd, rest_of(buffers, done), offset + done)
-    return wanted
+    end = offset
+    for i in range(0, len(buffers), IOV_MAX):
+        part = buffers[i : i + IOV_MAX]
+        wanted = sum(len(b) for b in part)
+        done = os.pwritev(fd, part, end)
+        while done < wanted:
+            done += os.pwritev(fd, rest_of(part, done), end + done)
+        end += wanted
+    return end - offset
 
 
 def rest_of(buffers: Buffers, done: int) -> Buffers:
@@ -252,8 +258,7 @@ class NewFile:
         """See `PackWriter.append`."""
         offset = self._end
         with explained("write", self._path):
-            for i in range(0, len(buffers), _IOV_MAX):
-                self._end += write_all(self._fd, buffers[i : i + _IOV_MAX], self._end)
+            self._end += write_all(self._fd, buffers, self._end)
             start_writeback(self._fd, offset, self._end - offset)
         return offset
 

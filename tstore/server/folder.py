@@ -28,8 +28,6 @@ from tstore.server.served import Found, Incoming, Served
 
 __all__ = ["ServedFolder"]
 
-_IOV_MAX = 1024
-
 
 class ServedFolder(Served):
     """The files of a store's folder."""
@@ -183,8 +181,7 @@ class _IncomingFile:
 
     def _write(self, pieces: Buffers) -> None:
         with explained("write", self._path):
-            for i in range(0, len(pieces), _IOV_MAX):
-                self._end += write_all(self._fd, pieces[i : i + _IOV_MAX], self._end)
+            self._end += write_all(self._fd, pieces, self._end)
 
 
 class _Abandoned(Exception):
