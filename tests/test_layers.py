@@ -45,6 +45,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("array",),
     ("snapshot", "transactions.staged_array", "transactions.group", "transactions.read_set"),
     ("transactions.staged_tree", "transactions.roster"),
+    ("transactions.validation",),
     ("transactions.transaction",),
     ("check", "collect", "contents"),
     ("diff",),

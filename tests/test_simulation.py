@@ -98,9 +98,9 @@ MUTATIONS: dict[str, list[Edit]] = {
         ),
     ],
     "the hint need not exist": [Edit(RECORDS + "_gallop_from_hint", "sure=False", "sure=True")],
-    "patches not applied again": [Edit(TX + "_redo", "if redo:", "if False:")],
+    "patches not applied again": [Edit(TX + "_validate", "if chunks:", "if False:")],
     "patches applied again on the old version": [
-        Edit(TX + "_redo", "(await self._log.tree(version)).nodes", "staged.base.nodes")
+        Edit(TX + "_validate", "(await self._log.tree(version)).nodes", "staged.base.nodes")
     ],
     "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.settle()", "pass")],
     "fragment check off by one": [
@@ -129,7 +129,9 @@ MUTATIONS: dict[str, list[Edit]] = {
             "tstore.commits.log:check_condemned", "if record.transaction in collection.transactions:", "if False:"
         )
     ],
-    "what was read is not compared": [Edit(TX + "_redo", "*staged.reads.changed(base, now), ", "")],
+    "what was read is not compared": [
+        Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, now), ", "")
+    ],
     "values do not count as read": [
         Edit(
             "tstore.transactions.read_set:ReadSet.values",
@@ -146,8 +148,8 @@ MUTATIONS: dict[str, list[Edit]] = {
     "one conflict of several commits passes": [
         Edit(
             QUEUE + "_append_together",
-            "except TStoreError as error:\n                    entry.error = error",
-            "except TStoreError as error:\n                    entry.error = error if len(entries) == 1 else None",
+            "except Exception as error:\n                entry.error = error",
+            "except Exception as error:\n                entry.error = error if len(entries) == 1 else None",
         )
     ],
     "a resize is no change of metadata": [

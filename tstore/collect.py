@@ -33,6 +33,7 @@ from tstore import world
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Collection, ObjectRef, Record
+from tstore.commits.queue import Newer
 from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
@@ -278,10 +279,11 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
             collection=plan.collection(),
         )
 
-    async def validate(version: int, other: Record) -> Record:
-        if other.collection is not None:
-            raise _Overtaken
-        plan.meet(version, other)
+    async def validate(newer: Newer) -> Record:
+        for version, other in newer:
+            if other.collection is not None:
+                raise _Overtaken
+            plan.meet(version, other)
         return record()
 
     return await log.append(record(), validate, Durability.FSYNC)

@@ -3,8 +3,8 @@
 Appending a record (its data is durable already)
 1. Read every record above the one it was validated against, unless a look a moment ago found none. If one carries
    the same transaction id, that is this very commit (a lost reply, or another finisher of the group): done. If one
-   is a gc's and condemned this transaction or a pack that it re-uses: `Conflict`. Otherwise validate against each:
-   the caller raises `Conflict`, or answers with the record to go on with (the same bytes, as a rule).
+   is a gc's and condemned this transaction or a pack that it re-uses: `Conflict`. Otherwise validate against all:
+   the caller raises `Conflict`, or returns the record to go on with (the same bytes, as a rule).
 2. Create the first absent number (behind which no other exists, or the log has a hole). If created: done. The same
    bytes can take any number, so that they are written and forced once, however many are tried (`Backend.offer`).
    A durable record makes sure first that the one before it is durable, and so by induction are all: where that was
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from tstore.commits.manifest import Record, decode, encode
-from tstore.commits.queue import SHORTEST_PAUSE, CommitQueue, Entry, Retry, Validate, next_pause
+from tstore.commits.queue import SHORTEST_PAUSE, CommitQueue, Entry, Newer, Retry, Validate, next_pause
 from tstore.commits.records import HINT, ROOT_EVERY, Records, commit_key, root_key
 from tstore.commits.retention import check_condemned
 from tstore.commits.tree import Changes, Tree
@@ -100,16 +100,17 @@ class Log(Records):
     ) -> int:
         """The version that the record became, by the steps at the top of this file.
 
-        `validate(version, other)` is awaited for every newer commit that is not void; it raises `Conflict`,
-        or returns the record to go on with. `retried` is told of every create that did not make it. A record
+        `validate(newer)` is awaited with the versions and records of newer commits, void ones left out; it raises
+        `Conflict`, or returns the record to go on with. `retried` is told of every create that did not make it. A record
         whose `changes` are passed may go out together with others of this process, as `commits.queue` says.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
-        async def checked(version: int, other: Record) -> Record:
-            if other.collection is not None:  # of several that go together each may be condemned
-                check_condemned(self.backend.url, record, version, other.collection)
-            return await validate(version, other)
+        async def checked(newer: Newer) -> Record:
+            for version, other in newer:
+                if other.collection is not None:  # of several that go together each may be condemned
+                    check_condemned(self.backend.url, record, version, other.collection)
+            return await validate(newer)
 
         entry = Entry(record, checked, retried, changes)
         return await queue.append(entry, functools.partial(self._append, durability=durability))
@@ -141,23 +142,22 @@ class Log(Records):
                     check_condemned(self.backend.url, record, version, other.collection)
                     collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
+            # the manifests below `whole` may be collected; it meets all that they could meet
+            met = [(v, other if v >= whole else replace(other, manifests=())) for v, other in newer if not other.void]
             try:
-                for version, other in newer:
-                    # the manifests below `whole` may be collected; it meets all that they could meet
-                    met = other if version >= whole else replace(other, manifests=())
-                    record = record if other.void else await validate(version, met)
-                    seen = version
+                record = await validate(met) if met else record
             except NotFound as error:
                 if await self._record_or_none(newer[-1][0] + 1) is not None:
                     continue  # a gc that was committed meanwhile deleted what is validated against: look again
                 if collected <= seen:
                     raise
                 raise Conflict(
-                    f"{self.backend.url}: version {seen + 1}, committed since then, was collected by version "
+                    f"{self.backend.url}: a version committed since version {seen} was collected by version "
                     f"{collected}, so that it can't be compared with this transaction; nothing of it was "
                     "committed. Read again and repeat it",
                     [],
                 ) from error
+            seen += len(newer)
             if record.durable and seen > 0 and not (await self.record(seen)).durable:
                 await self.backend.flush()
             asked = seen + 1

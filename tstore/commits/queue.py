@@ -1,11 +1,13 @@
 """Commits of one process that wait while another is in flight, and go out together as one record.
 
-1. Who comes first appends at once. All who come while it does so wait, in their order.
-2. Whoever is next takes along all that wait and may go with it, and appends one record for all of them.
-3. What goes together is small (all of it travels in the record), equally durable, and disjoint: none would
-   conflict with another, so that any order of them gives the same. The rest waits for the next turn.
-4. Each is validated by itself against every newer commit. One that conflicts drops out, and so does one that
-   grew, as it had to be written again; that goes alone, in the next turn. The others go on.
+1. The first to arrive appends at once. Those that arrive meanwhile wait, in their order.
+2. The next one takes along all that wait and may share its record, and appends one record for all of them.
+3. Commits that share a record are small (all of it travels in the record), equally durable, and disjoint: none
+   would conflict with another, so that every order gives the same result. A commit that replaces the tree, drops
+   tags, or has metrics goes alone: retention reads the metrics of a version, not those of its parts.
+4. Each is validated by itself against all newer commits. One that conflicts or fails drops out. One that can't be
+   validated because a garbage collection came between, or that grew because it had to be written again, drops out
+   too and goes alone, in the next turn. So no commit fails because of another that shared its record.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from tstore import world
-from tstore.commits.manifest import Manifest, Part, Record
+from tstore.commits.manifest import Manifest, Part, Record, encode
 from tstore.commits.tree import Changes
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
 
-__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Retry", "Validate", "next_pause"]
+__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Newer", "Retry", "Validate", "next_pause"]
 
 _logger = logging.getLogger("tstore.commits")
 
@@ -30,7 +32,10 @@ _LONGEST_PAUSE = 0.1
 _TRIES = 12  # that the longest pause takes beyond that: where one takes long, those of the others do too
 _MOST = 64
 
-Validate = Callable[[int, Record], Awaitable[Record]]
+Newer = Sequence[tuple[int, Record]]
+"""Newer commits and their versions, in order."""
+
+Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
@@ -56,9 +61,9 @@ class Entry:
         self.record = record
         self.validate = validate
         self.retried = retried
-        alone = changes is None or changes.replaces or changes.dropped
+        alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.facts
         self.changes = None if alone else changes
-        self.keep_small()
+        self.may_share()
         self.version: int | None = None
         self.error: BaseException | None = None
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,11 +73,11 @@ class Entry:
         """Whether its outcome is known."""
         return self.version is not None or self.error is not None
 
-    def keep_small(self) -> bool:
-        """Whether all of it still travels in the record; else it goes alone from now on."""
+    def may_share(self) -> bool:
+        """Return whether it may share a record; once it has grown beyond that, it goes alone for good."""
         small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if small else None
-        return small
+        return self.changes is not None
 
     def goes_with(self, others: Sequence[Entry]) -> bool:
         """Whether it may go out in one record with all of the others."""
@@ -98,6 +103,7 @@ class CommitQueue:
     async def append(self, entry: Entry, append: Append) -> int:
         """The version that the entry's record became, or part of; raises what came in its way."""
         if self._busy:
+            encode(entry.record)  # one that can't be encoded fails here, not together with others
             self._waiting.append(entry)
             await self._turn(entry)
         else:
@@ -149,21 +155,22 @@ class CommitQueue:
 
 
 async def _append_together(entries: list[Entry], append: Append) -> None:
-    """Settles the entries, apart from those that must go alone from now on."""
+    """Settle the entries, except those that must go alone from now on."""
     going = entries
     together = entries[0].record.transaction if len(entries) == 1 else f"{entries[0].record.transaction}.together"
 
-    async def validate(version: int, other: Record) -> Record:
+    async def validate(newer: Newer) -> Record:
         nonlocal going
         for entry in going:
-            if version > entry.record.base and not entry.settled:
-                try:
-                    entry.record = await entry.validate(version, other)
-                except NotFound:
-                    raise  # a gc came between, which the log finds out for all of them
-                except TStoreError as error:
-                    entry.error = error
-        going = [e for e in going if not e.settled and (len(entries) == 1 or e.keep_small())]
+            try:
+                entry.record = await entry.validate([(v, other) for v, other in newer if v > entry.record.base])
+            except NotFound:
+                if len(entries) == 1:
+                    raise  # a gc came between: the log looks again
+                entry.changes = None
+            except Exception as error:
+                entry.error = error
+        going = [e for e in going if not e.settled and (len(entries) == 1 or e.may_share())]
         if not going:
             raise _NoneLeft
         return _combined(together, entries, going)

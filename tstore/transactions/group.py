@@ -34,6 +34,7 @@ import xxhash
 from tstore import world
 from tstore.commits.log import Log
 from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
+from tstore.commits.queue import Newer
 from tstore.commits.tree import Changes
 from tstore.errors import (
     AlreadyExists,
@@ -358,15 +359,16 @@ async def _finish(log: Log, member: Membership) -> int:
     record = msgspec.structs.replace(record, reused=manifest.reused(member.transaction))
     changes = Changes.of(record, [manifest])
 
-    async def validate(version: int, other: Record) -> Record:
-        overlap = changes.overlap(Changes.of(other, await log.manifests(other)))
-        met = [*overlap.fatal, *overlap.chunks]
-        if met:
-            raise Conflict(
-                f"{log.backend.url}: version {version} changed the same as transaction {member.name!r}; nothing "
-                "of it was committed",
-                met,
-            )
+    async def validate(newer: Newer) -> Record:
+        for version, other in newer:
+            overlap = changes.overlap(Changes.of(other, await log.manifests(other)))
+            met = [*overlap.fatal, *overlap.chunks]
+            if met:
+                raise Conflict(
+                    f"{log.backend.url}: version {version} changed the same as transaction {member.name!r}; nothing "
+                    "of it was committed",
+                    met,
+                )
         return record
 
     return await log.append(record, validate, durability)

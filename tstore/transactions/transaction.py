@@ -3,9 +3,9 @@
 1. The first use fixes the base version, which all reads of the transaction see (with its own writes on top).
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
 3. Commit applies the patches, makes the packs durable, writes the manifest, appends the record (`commits.log`).
-4. For every newer commit met on the way the write set is validated; one that wrote a chunk of which this
-   transaction changed only a part has its version patched again, any other overlap is a `Conflict`.
-   A serializable transaction is validated too: what it has read must be the same in that version.
+4. Validate the write set against all newer commits. Where one wrote a chunk of which this transaction changed only
+   a part, patch that chunk again, once, over the newest commit; any other overlap is a `Conflict`. Of a
+   serializable transaction, what it has read must be unchanged too.
 5. A host of a group delivers its fragment instead of 4, and whoever sees all of them commits (`group`).
 
 The id of a transaction is never used again, so what an aborted one leaves under `txn/<id>/` harms nobody.
@@ -31,9 +31,9 @@ from tstore.chunks.writer import PackSet, WriteJob
 from tstore.commits.expiry import check_alive, newest_tree, unexpired
 from tstore.commits.log import Log
 from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
-from tstore.commits.queue import Retry
+from tstore.commits.queue import Newer, Retry
 from tstore.commits.tree import Changes, Tree, checked_path
-from tstore.errors import Conflict, Corrupt, DeadlineExceeded, Misuse, NotFound, SnapshotExpired
+from tstore.errors import Corrupt, DeadlineExceeded, Misuse, NotFound
 from tstore.kv.base import Durability
 from tstore.pool import uncancelled
 from tstore.transactions.group import Membership, checked_timeout, commit_group
@@ -41,6 +41,7 @@ from tstore.transactions.roster import Heart
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tags import TagEdits
+from tstore.transactions.validation import check_reads, chunks_to_patch
 
 __all__ = ["Isolation", "Transaction"]
 
@@ -283,10 +284,10 @@ class Transaction:
         record = self._record(staged, staged.base.version, manifest)
         mine = staged.changes(self._tags)
 
-        async def validate(version: int, other: Record) -> Record:
+        async def validate(newer: Newer) -> Record:
             nonlocal record
-            if await self._redo(staged, mine, version, other):
-                record = self._record(staged, version, await self._manifest(staged))
+            if newer and await self._validate(staged, mine, newer):
+                record = self._record(staged, newer[-1][0], await self._manifest(staged))
             return record
 
         changes = mine if self._isolation == "snapshot" else None
@@ -339,34 +340,20 @@ class Transaction:
             await self._log.check_uncollected(self.id, staged.base.version)
             raise
 
-    async def _redo(self, staged: StagedTree, mine: Changes, version: int, other: Record) -> bool:
-        """Whether chunks were patched again over a newer commit; `Conflict` where that does not help."""
+    async def _validate(self, staged: StagedTree, mine: Changes, newer: Newer) -> bool:
+        """Return whether chunks were patched again, over the newest commit; raise `Conflict`."""
         if self._isolation == "serializable":
-            base, now = staged.base, await self._log.tree(version)
-            if changed := [*staged.reads.changed(base, now), *self._tags.changed(base.tags, now.tags)]:
-                raise Conflict(
-                    f"{staged.where}: version {version}, committed since then, changed what this serializable "
-                    "transaction has read; nothing of it was committed. Read again and repeat it",
-                    changed,
-                )
-        overlap = mine.overlap(await self._log.changes(version, other))
-        redo, lost = staged.patched_again(overlap.chunks)
-        fatal = [*overlap.fatal, *lost]
-        if fatal:
-            raise Conflict(
-                f"{staged.where}: version {version}, committed since then, changed the same as this "
-                "transaction; nothing of it was committed. Read again and repeat it",
-                fatal,
-            )
-        if redo:
+            await check_reads(self._log, staged, self._tags, newer)
+        chunks = await chunks_to_patch(self._log, staged, mine, newer)
+        if chunks:
+            version = newer[-1][0]  # older ones may have expired; should this one, there is a newer one to look at
             nodes = (await self._log.tree(version)).nodes
-            for path, again in redo.items():
-                work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], again)
-                with contextlib.suppress(SnapshotExpired):  # then a newer commit wrote the chunk, and is met next
-                    await unexpired(self._log, version, work)
+            for path, numbers in chunks.items():
+                work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], numbers)
+                await unexpired(self._log, version, work)
             await self._packs.settle()
-            self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(redo)}"))
-        return bool(redo)
+            self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(chunks)}"))
+        return bool(chunks)
 
     async def _manifest(self, staged: StagedTree) -> ObjectRef | Manifest:
         """The manifest of all that is staged: itself if it is small, else where it was written."""
