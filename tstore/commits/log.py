@@ -100,9 +100,9 @@ class Log(Records):
     ) -> int:
         """The version that the record became, by the steps at the top of this file.
 
-        `validate(newer)` is awaited with the versions and records of newer commits, void ones left out; it raises
-        `Conflict`, or returns the record to go on with. `retried` is told of every create that did not make it. A record
-        whose `changes` are passed may go out together with others of this process, as `commits.queue` says.
+        `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
+        `Conflict`, or returns the record to go on with. `retried` is told of every create that did not make it. A
+        record whose `changes` are passed may go out together with others of this process: see `commits.queue`.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
@@ -143,7 +143,7 @@ class Log(Records):
                     collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
             # the manifests below `whole` may be collected; it meets all that they could meet
-            met = [(v, other if v >= whole else replace(other, manifests=())) for v, other in newer if not other.void]
+            met = [(v, r if v >= whole else replace(r, manifests=())) for v, r in newer if not r.void]
             try:
                 record = await validate(met) if met else record
             except NotFound as error:

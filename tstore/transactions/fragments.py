@@ -18,7 +18,7 @@ from tstore.commits.manifest import Fragment, Manifest, Record
 from tstore.commits.tree import Node, Tree
 from tstore.errors import Inconsistent
 
-__all__ = ["FAN", "check_complete", "merged", "record_of"]
+__all__ = ["FAN", "check_complete", "fragment_of", "merged", "record_of"]
 
 FAN = 100
 """How many fragments are merged at once; a power of ten, so that they share the front of their keys."""
@@ -50,6 +50,26 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
     manifest = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
     _check_once(name, tree, manifests, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
+
+
+def fragment_of(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
+    """Return the contribution of one host, from the record that it would have as a transaction of its own."""
+    [manifest] = record.manifests
+    return Fragment(
+        transaction=record.transaction,
+        host=host,
+        hosts=hosts,
+        base=record.base,
+        message=record.message,
+        tags=record.tags,
+        replaces=record.replaces,
+        deleted=record.deleted,
+        manifest=manifest,
+        bytes_added=record.bytes_added,
+        structure=structure,
+        facts=record.facts,
+        durable=record.durable,
+    )
 
 
 def record_of(whole: Fragment, time: float) -> Record:

@@ -365,8 +365,8 @@ async def _finish(log: Log, member: Membership) -> int:
             met = [*overlap.fatal, *overlap.chunks]
             if met:
                 raise Conflict(
-                    f"{log.backend.url}: version {version} changed the same as transaction {member.name!r}; nothing "
-                    "of it was committed",
+                    f"{log.backend.url}: version {version} changed the same as transaction {member.name!r}; "
+                    "nothing of it was committed",
                     met,
                 )
         return record

@@ -21,6 +21,7 @@ from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkRow, ChunkSource, ChunkTable, Run
 from tstore.chunks.writer import PackSet, WriteJob
+from tstore.errors import Misuse
 from tstore.kv.base import Backend
 
 __all__ = ["StagedArray"]
@@ -41,7 +42,7 @@ class StagedArray:
         self.path = path
         self.meta = meta
         self.fresh = fresh
-        self.patches: dict[int, list[Patch]] = {}
+        self.patches: dict[int, tuple[Patch, ...]] = {}
         self._unapplied: set[int] = set()
         self._whole: list[ChunkTable] = [] if kept is None else [kept]
         self._runs: list[Run] = []
@@ -69,7 +70,11 @@ class StagedArray:
         return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(still))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
-        """Writes the whole chunks of a selection into packs and keeps the rest as patches."""
+        """Write the whole chunks of a selection into packs and keep the rest as patches.
+
+        Raise `Misuse` where the array was resized meanwhile.
+        """
+        meta = self.meta
         turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
         values = part_of(values, turned)
@@ -80,12 +85,20 @@ class StagedArray:
         if pieces:
             job = WriteJob(self.path, self.meta, pieces)
             await packs.write([job])
+            if self.meta.document != meta.document:
+                raise Misuse(
+                    f"{self.path} was resized while it was being written, so nothing of this write was kept; "
+                    "await the one before the other"
+                )
             self.wrote(job)
         for cover in partial_covers(per_axis):
             number = chunk_number(cover.chunk, self.meta.counts)
             copy = np.array(values[cover.result], self.meta.dtype)
-            self.patches.setdefault(number, []).append((cover.inside, copy))
-            self._unapplied.add(number)
+            self._patch(number, (cover.inside, copy))
+
+    def _patch(self, number: int, patch: Patch) -> None:
+        self.patches[number] = (*self.patches.get(number, ()), patch)
+        self._unapplied.add(number)
 
     def wrote(self, job: WriteJob) -> None:
         """Takes over the chunks that a job wrote whole; they go before what was there."""
@@ -102,22 +115,33 @@ class StagedArray:
         base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
-        """Writes every patched chunk anew, on top of this transaction's own chunk or that of `base`."""
-        numbers = sorted(self._unapplied) if only is None else list(only)
-        size = max(1, self.meta.chunk_size * self.meta.dtype.itemsize)
+        """Write every patched chunk anew, on top of this transaction's own chunk or that of `base`.
+
+        Other operations may patch, replace or resize meanwhile; a chunk that they touched stays to be applied.
+        """
+        numbers = sorted(self._unapplied if only is None else only)
+        meta = self.meta
+        size = max(1, meta.chunk_size * meta.dtype.itemsize)
         most = max(1, _ROUND // size)
         for some in (numbers[i : i + most] for i in range(0, len(numbers), most)):
-            chunks = {n: np.full(self.meta.chunks, self.meta.fill_value, self.meta.dtype) for n in some}
-            found = {n: row for n in some if (row := self.whole.row(n) or base.row(n)) is not None}
-            await read_chunks(backend, [self._whole_chunk(n, r, chunks[n]) for n, r in found.items()])
+            if self.meta.document != meta.document:
+                return
+            layers = {n: self.patches[n] for n in some if n in self.patches}
+            chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in layers}
+            rows = {n: row for n in layers if (row := self.whole.row(n) or base.row(n)) is not None}
+            await read_chunks(backend, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
-                for inside, values in self.patches[number]:
+                for inside, values in layers[number]:
                     chunk[inside] = values
-            at = [tuple(int(i) for i in np.unravel_index(n, self.meta.counts)) for n in some]
-            job = WriteJob(self.path, self.meta, list(zip(at, chunks.values(), strict=True)))
+            at = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in layers]
+            job = WriteJob(self.path, meta, list(zip(at, chunks.values(), strict=True)))
             await packs.write([job])
-            self._patched.append(ChunkTable.of(job.runs))
-            self._unapplied.difference_update(some)
+            if self.meta.document != meta.document:
+                return
+            current = [i for i, n in enumerate(layers) if self.patches.get(n) is layers[n]]
+            written = ChunkTable.overlay([ChunkTable.of(job.runs)]).take(np.array(current, np.intp))
+            self._patched.append(written)
+            self._unapplied.difference_update(written.index.tolist())
 
     def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Reads one chunk with what lies beyond the array's edge, as if the array were that chunk."""
@@ -153,6 +177,6 @@ class StagedArray:
                 fill = np.array(new.fill_value, new.dtype)
                 cut = np.unravel_index(present, counts)[axis] == counts[axis] - 1
                 for number in present[cut].tolist():
-                    self.patches.setdefault(number, []).append((beyond, fill))
+                    self._patch(number, (beyond, fill))
         self._unapplied = set(self.patches)
         self.meta, self.fresh = new, True

@@ -13,7 +13,7 @@ from tstore.chunks.table import ChunkTable, Run, Span
 from tstore.chunks.writer import WriteJob
 from tstore.commits.manifest import Manifest
 from tstore.commits.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
-from tstore.errors import AlreadyExists, NotFound
+from tstore.errors import AlreadyExists, Misuse, NotFound
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
@@ -99,11 +99,21 @@ class StagedTree:
             raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
         return node.meta
 
+    def check_handle(self, path: str, meta: ArrayMeta) -> None:
+        """Raise `Misuse` unless the array still has the metadata `meta` of a handle, `NotFound` if it is gone."""
+        now = self.meta(path)
+        if now is not meta and now.document != meta.document:
+            raise Misuse(
+                f"{self.where}: {path!r} was resized, or deleted and created anew, in this transaction since this "
+                "handle or view of it was taken; take another one, from the transaction or from the handle that "
+                "was resized"
+            )
+
     def change(self, path: str, meta: ArrayMeta) -> StagedArray:
-        """What is staged of the array at a path, from now on; `NotFound`."""
+        """Return what is staged of the array of a handle, from now on; raise as `check_handle` does."""
+        self.check_handle(path, meta)
         staged = self.arrays.get(path)
         if staged is None:
-            self.meta(path)
             staged = self.arrays[path] = StagedArray(path, meta, fresh=False)
         return staged
 
@@ -112,6 +122,11 @@ class StagedTree:
         staged, node = self.arrays.get(path), self.base.nodes.get(path)
         hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.fresh)
         return _NO_CHUNKS if node is None or hidden else node.chunks
+
+    def chunks(self, path: str) -> ChunkTable:
+        """The chunks of an array as the transaction sees them."""
+        staged, below = self.arrays.get(path), self.below(path)
+        return below if staged is None else ChunkTable.overlay([below, staged.written()])
 
     def paths(self) -> list[str]:
         """The paths of all arrays as the transaction sees them, sorted."""

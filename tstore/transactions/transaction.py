@@ -14,8 +14,7 @@ The id of a transaction is never used again, so what an aborted one leaves under
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -30,13 +29,15 @@ from tstore.chunks.table import ChunkTable
 from tstore.chunks.writer import PackSet, WriteJob
 from tstore.commits.expiry import check_alive, newest_tree, unexpired
 from tstore.commits.log import Log
-from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Manifest, ObjectRef, Record, encode, reference
+from tstore.commits.manifest import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference
 from tstore.commits.queue import Newer, Retry
 from tstore.commits.tree import Changes, Tree, checked_path
-from tstore.errors import Corrupt, DeadlineExceeded, Misuse, NotFound
+from tstore.errors import Corrupt, DeadlineExceeded, NotFound
 from tstore.kv.base import Durability
 from tstore.pool import uncancelled
+from tstore.transactions.fragments import fragment_of
 from tstore.transactions.group import Membership, checked_timeout, commit_group
+from tstore.transactions.lifecycle import Lifecycle
 from tstore.transactions.roster import Heart
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
@@ -56,6 +57,10 @@ class Transaction:
     `version` is the version it became, None before. `retries` tells what came in the way of the commit and was
     overcome: versions that others took first, and those over which parts of chunks were written again.
     Only the process that began it goes on with it, no forked child.
+
+    Its operations may run at the same time; each takes effect as if they came one after the other. `commit` and
+    `abort` wait for those that began before; one that begins later is `Misuse`, and so is an access to an array
+    whose shape or other metadata have changed since the handle or view was taken: take another one.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Transaction:
         self._facts = dict(facts or {})
         self._structure = b""
         self._staged: StagedTree | None = None
-        self._state: Literal["open", "committing", "committed", "aborted"] = "open"
+        self._life = Lifecycle(log.backend.url)
         self._manifests_written = 0
         self._adopted = 0
         self._reused: tuple[str, ...] = ()
@@ -86,7 +91,6 @@ class Transaction:
         self.id = world.token(12) if member is None else member.transaction
         self.version: int | None = None
         self.retries: list[Retry] = []
-        self._process = os.getpid()
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
@@ -95,18 +99,18 @@ class Transaction:
     @property
     def ended(self) -> bool:
         """Whether it was committed or aborted, so that it takes no more changes."""
-        return self._state in ("committed", "aborted")
+        return self._life.ended
 
     async def __aenter__(self) -> Transaction:
-        await self._begin()
-        return self
+        async with self._operation():
+            return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
             await self.abort()
-        elif self._state == "open":
+        elif not self.ended:
             await self.commit()
 
     async def create_array(
@@ -130,151 +134,173 @@ class Transaction:
         unless the array is `sparse`: then it has the fill value.
         Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit.
         """
-        staged = await self._begin()
-        if chunks is None:
-            chunks = default_chunks(tuple(shape), dtype_named(dtype).itemsize)
-        meta = ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
-        return Array(self, staged.create_array(path, meta), meta)
-
-    async def put_array(self, path: str, meta: ArrayMeta) -> Array:
-        """A new array with this metadata; `AlreadyExists` where the path is taken."""
-        return Array(self, (await self._begin()).create_array(path, meta), meta)
+        async with self._operation() as staged:
+            if chunks is None:
+                chunks = default_chunks(tuple(shape), dtype_named(dtype).itemsize)
+            meta = ArrayMeta.of(
+                shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse
+            )
+            return Array(self, staged.create_array(path, meta), meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stages a group with attributes; groups without need not be created. The root's path is ""."""
-        (await self._begin()).create_group(path, attributes or {})
+        async with self._operation() as staged:
+            staged.create_group(path, attributes or {})
 
     async def array(self, path: str) -> Array:
         """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
-        path = checked_path(path)
-        return Array(self, path, (await self._begin()).meta(path))
+        async with self._operation() as staged:
+            path = checked_path(path)
+            return Array(self, path, staged.meta(path))
 
     async def paths(self) -> list[str]:
         """The paths of all arrays as this transaction sees them, sorted."""
-        return (await self._begin()).paths()
+        async with self._operation() as staged:
+            return staged.paths()
 
     async def delete(self, path: str) -> None:
         """Stages the removal of an array, or of a group with all below it; `NotFound` where nothing is."""
-        (await self._begin()).delete(path)
+        async with self._operation() as staged:
+            staged.delete(path)
 
     async def base(self) -> Tree:
         """The tree this transaction is based on; the first use of the transaction fixes it.
 
         What is looked up in it does not count as read by a serializable transaction.
         """
-        return (await self._based()).base
+        with self._life.operation():
+            return (await self._based()).base
 
     async def replace_all(self, structure: bytes) -> None:
         """Makes this commit the whole tree: nothing that was there before stays.
 
         `structure` is what all hosts of a group must agree on beside their arrays.
         """
-        (await self._begin()).replace_all()
-        self._structure = structure
+        async with self._operation() as staged:
+            staged.replace_all()
+            self._structure = structure
 
     async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:
         """Creates arrays from whole-chunk jobs, all in one call; the arrays must be new."""
-        staged, listed = await self._begin(), list(jobs)
-        staged.check_new(listed)
-        async with self._alive():
-            await self._packs.write(listed)
-        for job in listed:
-            staged.wrote(job)
+        async with self._operation() as staged:
+            listed = list(jobs)
+            staged.check_new(listed)
+            async with self._alive():
+                await self._packs.write(listed)
+            staged.check_new(listed)  # another operation may have created one meanwhile
+            for job in listed:
+                staged.wrote(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
         """Stages an array whose chunks are those of another version; no data is written.
 
         Raises `SnapshotExpired` where that version does not live at this transaction's base.
         """
-        staged = await self._begin()
-        if version not in self._sources:
-            await check_alive(self._log, version, staged.base.version)
-            self._sources.add(version)
-        staged.keep_array(path, meta, chunks)
+        async with self._operation() as staged:
+            if version not in self._sources:
+                await check_alive(self._log, version, staged.base.version)
+                self._sources.add(version)
+            staged.keep_array(path, meta, chunks)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stages an array whose chunks others wrote into packs of this transaction, durable already."""
-        (await self._begin()).keep_array(path, meta, chunks)
-        self._adopted += int(chunks.length.sum())
+        async with self._operation() as staged:
+            staged.keep_array(path, meta, chunks)
+            self._adopted += int(chunks.length.sum())
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fills `out` with what this transaction sees: its own writes over its base."""
-        staged = await self._begin()
-        chunks, own = staged.below(path), staged.arrays.get(path)
-        if self._isolation == "serializable" and (own is None or not own.fresh):
-            staged.reads.values(path, meta, selection)
-        if own is not None:
-            await self._patch(staged, own)
-            chunks = ChunkTable.overlay([chunks, own.written()])
-        jobs = [ReadJob(path, meta, chunks, selection, out)]
-        await self._uncollected(staged, read_chunks(self._log.backend, jobs))
+        async with self._operation() as staged:
+            staged.check_handle(path, meta)
+            own = staged.arrays.get(path)
+            if self._isolation == "serializable" and (own is None or not own.fresh):
+                staged.reads.values(path, meta, selection)
+            if own is not None:
+                await self._patch(staged, own)
+                staged.check_handle(path, meta)  # it may have been resized or deleted meanwhile
+            jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
+            await self._uncollected(staged, read_chunks(self._log.backend, jobs))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
         """Stages values of a region; whole chunks are written at once, parts of chunks at the commit."""
-        staged = await self._begin()
-        async with self._alive():
-            await staged.change(path, meta).write(self._packs, selection, values)
+        async with self._operation() as staged:
+            async with self._alive():
+                await staged.change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stages another shape and returns the metadata with it."""
-        staged = await self._begin()
-        changed = staged.change(path, meta)
-        changed.reshape(tuple(shape), staged.below(path))
-        return changed.meta
+        async with self._operation() as staged:
+            changed = staged.change(path, meta)
+            changed.reshape(tuple(shape), staged.below(path))
+            return changed.meta
 
     async def commit(self, timeout: float | None = None) -> int:
-        """The version that the transaction became; on return it is durable, or as durable as was asked.
+        """Commit and return the version that the transaction became; it is as durable as was asked for.
 
+        The commit waits for operations of this transaction that are under way, and includes what they do.
         `timeout` (seconds; a group's default is 300) bounds the wait for the other hosts of a group.
         Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
-        `CommitOutcomeUnknown`, `StorageFull`. After an error nothing of it is visible, unless the error says
-        that the outcome is unknown.
+        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` where an operation that was under way failed. After an
+        error nothing of it is visible, unless the error says that the outcome is unknown.
         """
         checked_timeout(timeout)  # before anything is done: the transaction stays open
-        staged = await self._begin()
-        self._state = "committing"
+        self._life.begin_commit()
         try:
             async with self._alive():
-                return await self._commit(staged, timeout)
+                return await self._commit(timeout)
         finally:
             if self._heart is not None:
                 await self._heart.stop()
 
-    async def _commit(self, staged: StagedTree, timeout: float | None) -> int:
+    async def _commit(self, timeout: float | None) -> int:
         try:
+            await self._life.idle()
+            self._life.check_unfailed()
+            staged = await self._begin()
             for array in staged.arrays.values():
                 await self._patch(staged, array)
             await self._packs.settle()
             manifest = await self._manifest(staged)
         except BaseException as error:
-            self._state = "aborted"
-            await self._packs.discard()
-            if isinstance(error, NotFound):
-                await self._log.check_uncollected(self.id, staged.base.version)
+            self._life.state = "aborted"
+            await uncancelled(self._discard())
+            if isinstance(error, NotFound) and self._staged is not None:
+                await self._log.check_uncollected(self.id, self._staged.base.version)
             raise
         try:
             if self._member is None:
                 await uncancelled(self._append(staged, manifest))
             else:
-                fragment = self._fragment(self._member, staged, manifest)
+                record = self._record(staged, staged.base.version, manifest)
+                fragment = fragment_of(record, self._member.host, self._member.hosts, self._structure)
                 self.version = await commit_group(self._log, self._member, fragment, self._durability, timeout)
         except (NotFound, DeadlineExceeded):
             await self._log.check_uncollected(self.id, staged.base.version)
             raise
         finally:
-            self._state = "aborted" if self.version is None else "committed"
+            self._life.state = "aborted" if self.version is None else "committed"
         assert self.version is not None
         return self.version
 
     async def abort(self) -> None:
-        """Drops all that was staged; nothing of it will ever be visible."""
-        if self._state == "open" and self._process == os.getpid():  # a forked child has packs in common with it
-            self._state = "aborted"
-            await self._packs.discard()
-            if self._heart is not None:
-                await self._heart.stop()
+        """Drop all that was staged, once operations under way have ended; nothing of it will ever be visible.
+
+        Does nothing after the end of the transaction; raises `Misuse` while a commit of it is under way.
+        """
+        if self.ended or self._life.inherited:  # a forked child has packs in common with it
+            return
+        self._life.check_open()
+        self._life.state = "aborted"
+        await uncancelled(self._discard())
+        if self._heart is not None:
+            await self._heart.stop()
+
+    async def _discard(self) -> None:
+        """Delete what was written, once no operation writes any more."""
+        await self._life.idle()
+        await self._packs.discard()
 
     def _alive(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Shows that this host of a group is at work, as long as the block takes."""
@@ -292,23 +318,6 @@ class Transaction:
 
         changes = mine if self._isolation == "snapshot" else None
         self.version = await self._log.append(record, validate, self._durability, self.retries.append, changes)
-
-    def _fragment(self, member: Membership, staged: StagedTree, manifest: ObjectRef | Manifest) -> Fragment:
-        return Fragment(
-            transaction=self.id,
-            host=member.host,
-            hosts=member.hosts,
-            base=staged.base.version,
-            message=self._message,
-            tags=self._tags.named,
-            replaces=staged.replaces,
-            deleted=tuple(staged.deleted),
-            manifest=manifest,
-            bytes_added=self._packs.bytes_written + self._adopted,
-            structure=self._structure,
-            facts=self._facts,
-            durable=self._durability is Durability.FSYNC,
-        )
 
     def _record(self, staged: StagedTree, base: int, manifest: ObjectRef | Manifest) -> Record:
         return Record(
@@ -367,18 +376,18 @@ class Transaction:
         await self._log.backend.create(key, data, self._durability)
         return reference(key, data)
 
+    @contextlib.asynccontextmanager
+    async def _operation(self) -> AsyncIterator[StagedTree]:
+        """Yield what is staged, for an operation for which a commit has to wait."""
+        with self._life.operation():
+            yield await self._begin()
+
     async def _begin(self) -> StagedTree:
         staged = await self._based()
         self._tags.check(staged.base.tags, self._log.backend.url)
         return staged
 
     async def _based(self) -> StagedTree:
-        if self._process != os.getpid():
-            raise Misuse(
-                f"{self._log.backend.url}: a forked process can't go on with a transaction; begin another"
-            )
-        if self._state != "open":
-            raise Misuse(f"this transaction on {self._log.backend.url} is {self._state}; open a new one")
         if self._staged is None:
             tree = await newest_tree(self._log)
             if self._staged is None:  # two first uses at once must see one base

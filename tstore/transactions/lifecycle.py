@@ -1,0 +1,81 @@
+"""The life of a transaction: open, committing, then committed or aborted; and the operations on it under way.
+
+Operations of one transaction may run at the same time. A commit waits for those that began before it, and so does
+an abort; an operation that begins after either is `Misuse`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Literal
+
+from tstore.errors import Misuse
+
+__all__ = ["Lifecycle"]
+
+
+class Lifecycle:
+    """The state of one transaction on the store at `url`, and how many operations are under way."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._process = os.getpid()
+        self._under_way = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._failed: Exception | None = None
+        self.state: Literal["open", "committing", "committed", "aborted"] = "open"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the transaction was committed or aborted."""
+        return self.state in ("committed", "aborted")
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that began the transaction."""
+        return self._process != os.getpid()
+
+    def check_open(self) -> None:
+        """Raise `Misuse` unless the transaction is open, in the process that began it."""
+        if self.inherited:
+            raise Misuse(f"{self._url}: a forked process can't go on with a transaction; begin another")
+        if self.state != "open":
+            raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """Count the block as an operation under way; raise `Misuse` unless the transaction is open."""
+        self.check_open()
+        self._under_way += 1
+        try:
+            yield
+        except Exception as error:
+            if self.state == "committing":
+                self._failed = error
+            raise
+        finally:
+            self._under_way -= 1
+            if self._under_way == 0 and self._idle is not None and not self._idle.done():
+                self._idle.set_result(None)
+
+    def begin_commit(self) -> None:
+        """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
+        self.check_open()
+        self.state = "committing"
+
+    async def idle(self) -> None:
+        """Return once no operation is under way."""
+        while self._under_way:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+
+    def check_unfailed(self) -> None:
+        """Raise `Misuse` if an operation failed while the commit waited for it; its caller may not know yet."""
+        if self._failed is not None:
+            raise Misuse(
+                f"{self._url}: an operation that was under way when the transaction was to be committed failed "
+                f"({self._failed}), so nothing of it was committed; await every operation before commit()"
+            ) from self._failed
