@@ -121,6 +121,10 @@ class Array:
     async def write(self, values: npt.ArrayLike) -> None:
         """Stages values, broadcast to the view's shape; the caller may change them once this returns.
 
+        A chunk that is written in part keeps its other values bit for bit. Where a lossy codec can't do that,
+        because the values written need another shared offset, the commit (or a read before it) raises
+        `InvalidArgument`.
+
         Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
         on an array of a snapshot or of a transaction that has ended.
         """

@@ -22,7 +22,7 @@ from numcodecs import Zstd
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
-__all__ = ["FLOATS", "Chain", "Codecs", "as_configuration", "chain_documents", "is_exmy"]
+__all__ = ["FLOATS", "Chain", "Codecs", "as_configuration", "chain_documents", "is_exmy", "without_clipping"]
 
 Buffer = memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -214,6 +214,11 @@ class Chain:
         return self._array.codec if isinstance(self._array, _Exmy) and not self._compressors else None
 
     @property
+    def lossless(self) -> bool:
+        """Whether chunks are decoded to the very values that were encoded."""
+        return not isinstance(self._array, _Exmy)
+
+    @property
     def fixed(self) -> bool:
         """Whether every chunk of equal shape has an encoded size of exactly `bound`."""
         return not self._compressors
@@ -262,6 +267,18 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
         except exmy.ExmyError as error:
             raise InvalidArgument(f"codecs: {error}; or pass {LOSSLESS!r}, or None for no codec") from None
     return [dict(c) for c in codecs]
+
+
+def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the chain that gives a chunk the finest offsets with which no value clips, decoded by the same chain.
+
+    Values decoded from a chunk stay exact under these offsets, unless a larger value has come among them.
+    """
+    first, *rest = codecs
+    settings = first.get("configuration") or {}
+    if first.get("name") == "exmy" and settings.get("scale", "search") == "search":
+        first = {**first, "configuration": {**settings, "scale": "max"}}
+    return [first, *rest]
 
 
 def is_exmy(codecs: Codecs) -> bool:

@@ -11,7 +11,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from tstore.chunks.chain import Chain, Codecs, chain_documents
+from tstore.chunks.chain import Chain, Codecs, chain_documents, without_clipping
 from tstore.chunks.grid import chunk_counts
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
@@ -193,6 +193,14 @@ class ArrayMeta:
         if len(fields["shape"]) != len(self.shape):
             raise InvalidArgument(f"an array of {len(self.shape)} dimensions can't take shape {tuple(shape)}")
         return _meta(msgspec.json.encode(fields))
+
+    @functools.cached_property
+    def unclipped(self) -> ArrayMeta:
+        """The metadata to encode chunks with that hold stored values: their codec must not clip those."""
+        if self.chain.lossless:
+            return self
+        fields = msgspec.json.decode(self.document)
+        return _meta(msgspec.json.encode({**fields, "codecs": without_clipping(self.codecs)}))
 
 
 @functools.lru_cache(maxsize=4096)

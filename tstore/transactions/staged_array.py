@@ -5,6 +5,10 @@ its buffer again. A write that covers only a part of a chunk is kept as a patch:
 region and a copy of its values. Patches are applied to the newest version of the chunk when the transaction
 commits, and again when another commit changed that chunk meanwhile, so that writes of disjoint regions of one
 chunk never conflict and never lose an update.
+
+A lossy codec must not change the values of a chunk that no patch names. So a patched chunk is encoded without
+clipping, under which values that were decoded from the chunk stay exact as a rule, and decoded again to compare.
+Where they do not, as when a much larger value coarsens the offset that they share with it, the write is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkRow, ChunkSource, ChunkTable, Run
 from tstore.chunks.writer import PackSet, WriteJob
-from tstore.errors import Misuse
+from tstore.errors import InvalidArgument, Misuse
 from tstore.kv.base import Backend
+from tstore.pool import each
 
 __all__ = ["StagedArray"]
 
@@ -134,14 +139,34 @@ class StagedArray:
                 for inside, values in layers[number]:
                     chunk[inside] = values
             at = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in layers]
-            job = WriteJob(self.path, meta, list(zip(at, chunks.values(), strict=True)))
+            job = WriteJob(self.path, meta.unclipped, list(zip(at, chunks.values(), strict=True)))
             await packs.write([job])
+            if not meta.chain.lossless:
+                await each(self._check_kept, list(zip(at, chunks.values(), layers.values(), strict=True)))
             if self.meta.document != meta.document:
                 return
             current = [i for i, n in enumerate(layers) if self.patches.get(n) is layers[n]]
             written = ChunkTable.overlay([ChunkTable.of(job.runs)]).take(np.array(current, np.intp))
             self._patched.append(written)
             self._unapplied.difference_update(written.index.tolist())
+
+    def _check_kept(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
+        """Raise `InvalidArgument` where the codec changes values of a patched chunk that no patch names."""
+        at, chunk, patches = patched
+        meta, decoded = self.meta.unclipped, np.empty_like(chunk)
+        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8)), decoded)
+        bits = f"u{chunk.itemsize}"
+        changed = decoded.view(bits) != chunk.view(bits)
+        for inside, _ in patches:
+            changed[inside] = False
+        in_array = tuple(slice(n - i * c) for i, n, c in zip(at, meta.shape, meta.chunks, strict=True))
+        count = np.count_nonzero(changed[in_array])
+        if count:
+            raise InvalidArgument(
+                f"{self.path}, chunk {at}: writing a part of it would change {count} other values, which share an "
+                "exponent offset or scale with those written; nothing was changed. Write the whole chunk, or "
+                "create the array with smaller chunks or without a lossy codec"
+            )
 
     def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Reads one chunk with what lies beyond the array's edge, as if the array were that chunk."""
