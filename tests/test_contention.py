@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore import cli
-from tstore.errors import CommitOutcomeUnknown, Conflict
+from tstore.commits.manifest import Record
+from tstore.commits.queue import Newer
+from tstore.commits.tree import Changes
+from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound
+from tstore.kv.base import Durability
 from tstore.testing.faults import FaultyBackend, open_faulty
 
 WRITERS = 64
@@ -155,6 +159,153 @@ async def test_what_goes_alone(url: str) -> None:
     assert found[0] == 9
     assert isinstance(found[1], Conflict)
     assert (await (await tstore.open(url, "r")).snapshot()).paths() == []
+
+
+async def test_tags_that_are_dropped_go_alone(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="old"):
+        pass
+    ready = [await created(store.transaction(), "a"), store.transaction(drop_tag="old")]
+    ready.append(await created(store.transaction(), "b"))
+    assert await together(url, store, ready) == [4, 5, 4]
+    assert await store.tags() == {}
+    assert [c.dropped async for c in store.history() if c.version >= 4] == [("old",), (), ()]
+
+
+async def test_a_tag_that_another_moves_meanwhile_is_not_dropped(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="old"):
+        pass
+    ready = [await created(store.transaction(), "new"), store.transaction(drop_tag="old")]
+    ready.append(store.transaction(move_tag="old"))
+    found = await together(url, store, ready)
+    assert found[0] == found[2] == 4
+    assert isinstance(found[1], Conflict)
+    assert found[1].paths == ["tag old"]
+    assert await store.tags() == {"old": 4}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (tstore.Keep(last=1), {"step/10"}),
+        (tstore.Keep(last=2), {"step/10", "step/3"}),
+        (tstore.Keep(every=5), {"step/10"}),
+        (tstore.Keep(every=2), {"step/10", "step/2"}),
+        (tstore.Keep(best=(1, "loss")), {"step/1", "step/10"}),
+        (tstore.Keep(best=(1, "loss", "max")), {"step/2", "step/10"}),
+    ],
+)
+async def test_retention_sees_each_step_that_was_committed_with_others(
+    url: str, keep: tstore.Keep, kept: set[str]
+) -> None:
+    """Steps in any order, some with metrics, wait for each other; afterwards the rules find all of them."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    losses = {1: 0.1, 10: None, 2: 0.3, 3: 0.2}
+    ready = []
+    for step, loss in losses.items():
+        facts = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
+        ready.append(await created(store.transaction(tag=f"step/{step}", facts=facts), f"new/{step}"))
+    ready.append(await created(store.transaction(), "another"))
+    versions = await together(url, store, ready)
+    assert versions[1] == versions[4]  # those without metrics
+    assert len({versions[i] for i in (0, 1, 2, 3)}) == 4
+    async with store.transaction():
+        pass
+    told = {c.tag: c.facts for c in [c async for c in store.history()] if c.tag}
+    assert told == {f"step/{s}": {"step": s} | ({"metrics": {"loss": x}} if x else {}) for s, x in losses.items()}
+    assert kept <= (await store.tags()).keys()
+    assert set((await store.collect(keep)).tags) == {f"step/{s}" for s in losses} - kept
+
+
+async def test_retention_sees_each_of_several_steps_of_one_version(url: str) -> None:
+    """However the tags came to name it: set and moved by one transaction, or by several that went together."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="step/20"):
+        pass
+    async with store.transaction(tag="step/1", move_tag="step/20"):
+        pass
+    ready = [store.transaction(tag="step/3"), store.transaction(tag="step/30"), store.transaction(tag="step/4")]
+    assert len(set(await together(url, store, ready))) == 1
+    async with store.transaction():
+        pass
+    assert (await store.collect(tstore.Keep(last=1), dry_run=True)).tags == ["step/1", "step/20"]
+    assert (await store.collect(tstore.Keep(every=20), dry_run=True)).tags == []
+    assert (await store.collect(tstore.Keep(last=4), dry_run=True)).tags == []
+    assert (await store.collect(tstore.Keep(every=4), dry_run=True)).tags == []
+
+
+async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) -> None:
+    """It can't be encoded, or its validation breaks; the log itself is called, as transactions check before."""
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    base = await store.log.newest()
+
+    def record(name: str, **more: object) -> Record:
+        return Record(name, base, 0.0, tags=(name,), **more)  # type: ignore[arg-type]
+
+    async def fine(newer: Newer) -> Record:
+        return record("fine")
+
+    async def broken(newer: Newer) -> Record:
+        raise TypeError("broken")
+
+    gate = faults.hold("create", "commits/*")
+    first = asyncio.create_task((await created(store.transaction(), "first")).commit())
+    await gate.reached()
+    wrong = record("wrong", facts={"x": object()})
+    calls = [(record("fine"), fine), (wrong, fine), (record("broken"), broken)]
+    tasks = [
+        asyncio.create_task(store.log.append(r, validate, Durability.FSYNC, changes=Changes({}, tags=r.tags)))
+        for r, validate in calls
+    ]
+    tasks.append(asyncio.create_task((await created(store.transaction(), "last")).commit()))
+    await waiting(store, 3)
+    gate.release()
+    found = await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert [found[0], found[1], found[4]] == [2, 3, 3]
+    assert isinstance(found[2], TypeError)
+    assert isinstance(found[3], TypeError)
+    assert await store.tags() == {"fine": 3}
+
+
+async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url: str) -> None:
+    """It is to be written again over a chunk that is gone; the other has nothing to do with that."""
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
+    store, _faults = await open_faulty(url)
+    other = await tstore.open(url)
+    ready = [store.transaction(), await created(store.transaction(), "innocent")]
+    await (await ready[0].array("w"))[0].write(1)
+    async with other.transaction() as tx:
+        await created(tx, "more", 2000)  # so that the next chunk does not fit into the record
+        await (await tx.array("w")).write(2)
+    [pack] = await other.log.backend.list("txn/")
+    await other.log.backend.delete(pack)
+    found = await together(url, store, ready)
+    assert isinstance(found[0], Corrupt)
+    assert found[1] == 4
+    assert await store.outcome(ready[1].id) == 4
+
+
+async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alone(url: str) -> None:
+    """It can't be validated against the version that lost it; the other is based on that version."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    old = await created(store.transaction(), "old")
+    async with store.transaction() as tx:
+        for i in range(400):  # a manifest that is an object of its own
+            await created(tx, f"many/{i}", 1)
+    young = await created(store.transaction(), "young")
+    [manifest] = await store.log.backend.list(f"txn/{tx.id}/manifest")
+    await store.log.backend.delete(manifest)
+    found = await together(url, store, [old, young])
+    assert isinstance(found[0], NotFound)
+    assert found[1] == 4
 
 
 async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> None:

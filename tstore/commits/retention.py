@@ -58,7 +58,7 @@ class Keep:
 
         Raises `NotFound` for a tag or a metric that none of them has, since it may be misspelt.
         """
-        steps = {step: a for a in alive.values() if (step := step_of(a.tags)) is not None}
+        steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
         kept = {max(alive), *(steps[s].version for s in order[-1:])} if alive else set()
         if self.last:
