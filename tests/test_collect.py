@@ -586,6 +586,27 @@ async def test_a_save_that_re_uses_what_was_condemned_writes_it_anew(url: str, h
     assert all(np.array_equal(again[name], values) for name, values in tree_of(1).items())
 
 
+async def test_a_save_that_writes_anew_re_uses_nothing_again(url: str) -> None:
+    """Else another gc might condemn that too, and so on."""
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    other = await tstore.open(url)
+    gate = faults.hold("create", "commits/*")
+    save = asyncio.create_task(tstore.save(store, tree_of(1), 1))
+    await gate.reached()
+    await tstore.save(other, {"other": np.arange(9)}, 2)
+    assert (await other.collect(Keep(last=1))).versions == [1]
+    await tstore.save(other, tree_of(3), 3)  # has the frozen layer again
+    second = faults.hold("create", "commits/*")
+    gate.release()
+    await second.reached()
+    await tstore.save(other, {"other": np.arange(9)}, 4)
+    assert (await other.collect(Keep(last=1))).versions == [2, 4]
+    second.release()
+    assert await save == 7
+    await check_step(other, 1)
+
+
 async def test_restoring_the_newest_step_goes_on_with_a_newer_one_when_it_is_overtaken(url: str) -> None:
     await tstore.save(url, {"moving": np.zeros(2000)}, 0)
     step, overtaken = 0, 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 import tstore
+from tstore.errors import DeadlineExceeded
 
 
 class Journal:
@@ -133,8 +136,6 @@ async def test_a_small_commit_is_one_durable_object(journal: Journal, tmp_path: 
 
 
 async def test_a_group_delivers_durable_fragments(journal: Journal, tmp_path: Path) -> None:
-    import asyncio
-
     store = await tstore.open(tmp_path / "s")
 
     async def host(number: int) -> int:
@@ -203,3 +204,80 @@ async def test_a_durable_commit_makes_durable_what_it_is_built_on(
     await tstore.save(store, {"frozen": frozen, "x": 2.0}, 2)
     commits = [e for e in entries if e == "sync" or e.isdigit()]
     assert commits == [f"{1:020}", "sync", f"{2:020}", f"{3:020}"]
+
+
+def synced(journal: Journal, path: str) -> int:
+    """How often a file or folder was forced."""
+    return journal.entries.count(("fsync", path))
+
+
+async def group_member(store: tstore.Store, host: int, timeout: float = 20.0) -> int:
+    """Deliver what one of two hosts has, and return the version of both."""
+    tx = store.transaction(name="n", host=host, hosts=2, attempt="a")
+    a = await tx.create_array("a", (4,), "int8", (2,))
+    await a[2 * host : 2 * host + 2].write(host)
+    return await tx.commit(timeout)
+
+
+async def test_a_host_that_waits_makes_the_name_of_the_record_durable(journal: Journal, tmp_path: Path) -> None:
+    """Who created it may have died in between."""
+    stores = [await tstore.open(tmp_path / "s") for _ in range(2)]
+    waiting = asyncio.create_task(group_member(stores[0], 0))
+    while not await stores[1].log.backend.list("txn/"):  # noqa: ASYNC110 - nothing is told when it has delivered
+        await asyncio.sleep(0)
+    assert await group_member(stores[1], 1) == await waiting == 1
+    record = journal.last("link", of("/commits/"))
+    assert journal.entries[record:].count(("fsync", "s/commits")) == 2
+
+
+async def test_a_fragment_that_is_delivered_again_is_made_durable(journal: Journal, tmp_path: Path) -> None:
+    """The first delivery may have died before its name was."""
+    for _ in range(2):
+        store = await tstore.open(tmp_path / "s")
+        journal.entries.clear()
+        with pytest.raises(DeadlineExceeded):
+            await group_member(store, 1, 0.01)
+        [folder] = (tmp_path / "s" / "txn").iterdir()
+        assert synced(journal, f"s/txn/{folder.name}")
+
+
+async def test_a_commit_that_exists_is_durable_before_it_is_told_again(journal: Journal, tmp_path: Path) -> None:
+    """By `finish`, by a repeated save of a host, and as an outcome; its creator may have died before it was."""
+    store = await tstore.open(tmp_path / "s")
+
+    def saved(host: int) -> Awaitable[int]:
+        w = tstore.Shards((4,), "int8", [((slice(2 * host, 2 * host + 2),), np.full(2, host, "int8"))])
+        return tstore.save(store, {"w": w}, 1, host=host, hosts=2, attempt="a")
+
+    assert await asyncio.gather(saved(0), saved(1)) == [1, 1]
+    [transaction] = [c.transaction async for c in store.history()]
+    calls: list[Callable[[], Awaitable[int | None]]] = [
+        lambda: store.finish(transaction),
+        lambda: saved(1),
+        lambda: store.outcome(transaction),
+    ]
+    for call in calls:
+        journal.entries.clear()
+        assert await call() == 1
+        assert synced(journal, "s/commits")
+
+
+async def test_a_save_that_exists_without_fsync_is_forced_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    sync = os.sync
+    monkeypatch.setattr(os, "sync", lambda: (flushed.append("sync"), sync()))
+    store = await tstore.open(tmp_path / "s")
+
+    def saved(durability: Literal["fsync", "none"]) -> Awaitable[int]:
+        whole = {"w": np.zeros(5000)}
+        hosts = [
+            tstore.save(store, whole, 1, host=h, hosts=2, attempt="a", durability=durability) for h in range(2)
+        ]
+        return asyncio.gather(*hosts)  # type: ignore[return-value]
+
+    await saved("none")
+    assert flushed == []
+    assert await saved("fsync") == [1, 1]
+    assert flushed == ["sync", "sync"]

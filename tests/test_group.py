@@ -485,3 +485,21 @@ def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
         found = finish(hosts, killed=4)
     assert {h: f for h, f in found.items() if h != 4} == {h: "1" for h in range(HOSTS) if h != 4}
     asyncio.run(check(str(url), 2))
+
+
+@pytest.mark.parametrize("kept", range(3))
+async def test_what_any_host_deletes_is_gone(url: str, kept: int) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        for path in ("old/0", "old/1", "old/2", "stays"):
+            await (await tx.create_array(path, (1,), "i4")).write(1)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=3, attempt="a")
+        await (await tx.create_array(f"new/{number}", (1,), "i4")).write(2)
+        if number != kept:
+            await tx.delete(f"old/{number}")
+        return await tx.commit(20)
+
+    assert await asyncio.gather(*[host(i) for i in range(3)]) == [2] * 3
+    assert (await store.snapshot()).paths() == ["new/0", "new/1", "new/2", f"old/{kept}", "stays"]

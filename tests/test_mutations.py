@@ -14,6 +14,19 @@
     a chunk of no host passes                    test_group.py: a chunk of no host is refused
     a chunk of two hosts passes                  test_group.py: a chunk of two hosts is refused
     a second fragment of one host passes         test_group.py: the same host twice is refused
+    only the first host's deletions count        test_group.py: what any host deletes is gone
+    a fragment delivered again may be lost       test_durability.py: a fragment that is delivered again
+    a host that waits trusts the record's name   test_durability.py: a host that waits makes it durable
+    finish trusts the name of a record           test_durability.py: a commit that exists is durable
+    a repeated save trusts the record's name     test_durability.py: a commit that exists is durable
+    dropped tags go out in a group commit        test_contention.py: tags that are dropped go alone
+    metrics go out in a group commit             test_contention.py: retention sees each step
+    retention sees the first step tag alone      test_contention.py: retention sees each of several steps
+    an expired version in between is skipped     test_reapply.py: an expired version in between loses no update
+    save re-uses again after SourceCondemned     test_collect.py: a save that writes anew re-uses nothing
+    a commit waits for no operation              test_operations.py: a commit waits for the writes under way
+    handles from before a change pass            test_operations.py: a handle from before a resize is misuse
+    a part may change what it does not name      test_lossy_parts.py: a value that would wipe out the others
 
 Each is put in for one run of its test, which must fail.
 """
@@ -24,6 +37,7 @@ import pytest
 from mutation import Edit
 
 NEWFILE, LOG, TREE = "tstore.kv.newfile:Draft.", "tstore.commits.log:Log.", "tstore.commits.tree:Changes."
+QUEUE = "tstore.commits.queue:Entry."
 POWER = "test_power.py::test_a_power_failure_at_any_moment[small]"
 
 FOUND: dict[str, tuple[str, Edit]] = {
@@ -78,6 +92,76 @@ FOUND: dict[str, tuple[str, Edit]] = {
     "a second fragment of one host passes": (
         "test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
         Edit("tstore.transactions.group:_deliver", "await log.backend.get(key) == data", "True"),
+    ),
+    "only the first host's deletions count": (
+        "test_group.py::test_what_any_host_deletes_is_gone",
+        Edit(
+            "tstore.transactions.fragments:merged",
+            "deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
+            "deleted=first.deleted",
+        ),
+    ),
+    "a fragment delivered again may be lost": (
+        "test_durability.py::test_a_fragment_that_is_delivered_again_is_made_durable",
+        Edit(
+            "tstore.transactions.group:_deliver",
+            'await log.backend.settle(f"txn/{member.transaction}", durability)',
+            "pass",
+        ),
+    ),
+    "a host that waits trusts the record's name": (
+        "test_durability.py::test_a_host_that_waits_makes_the_name_of_the_record_durable",
+        Edit("tstore.transactions.group:commit_group", "await log.confirm(version, durability)", "pass"),
+    ),
+    "finish trusts the name of a record": (
+        "test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
+        Edit(
+            "tstore.transactions.group:finish_group",
+            "await log.confirm(version, Durability.FSYNC if fragment.durable else Durability.NONE)",
+            "pass",
+        ),
+    ),
+    "a repeated save trusts the record's name": (
+        "test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
+        Edit("tstore.checkpoint.save:_saved_already", "await store.log.confirm(version, durability)", "pass"),
+    ),
+    "dropped tags go out in a group commit": (
+        "test_contention.py::test_tags_that_are_dropped_go_alone",
+        Edit(QUEUE + "__init__", "or changes.dropped", ""),
+    ),
+    "metrics go out in a group commit": (
+        "test_contention.py::test_retention_sees_each_step_that_was_committed_with_others",
+        Edit(QUEUE + "__init__", 'or "metrics" in record.facts', ""),
+    ),
+    "retention sees the first step tag alone": (
+        "test_contention.py::test_retention_sees_each_of_several_steps_of_one_version",
+        Edit(
+            "tstore.commits.retention:Keep.chosen", "for tag in a.tags if (step", "for tag in a.tags[:1] if (step"
+        ),
+    ),
+    "an expired version in between is skipped": (
+        "test_reapply.py::test_an_expired_version_in_between_loses_no_update",
+        Edit(
+            "tstore.transactions.transaction:Transaction._validate",
+            "version = newer[-1][0]",
+            "version = newer[0][0]",
+        ),
+    ),
+    "save re-uses again after SourceCondemned": (
+        "test_collect.py::test_a_save_that_writes_anew_re_uses_nothing_again",
+        Edit("tstore.checkpoint.save:save", "anew=True", "anew=False"),
+    ),
+    "a commit waits for no operation": (
+        "test_operations.py::test_a_commit_waits_for_the_writes_under_way",
+        Edit("tstore.transactions.lifecycle:Lifecycle.idle", "while self._under_way:", "while False:"),
+    ),
+    "handles from before a change pass": (
+        "test_operations.py::test_a_handle_from_before_a_resize_is_misuse",
+        Edit("tstore.transactions.staged_tree:StagedTree.check_handle", "if now is not meta and", "if False and"),
+    ),
+    "a part may change what it does not name": (
+        "test_lossy_parts.py::test_a_value_that_would_wipe_out_the_others_is_refused",
+        Edit("tstore.transactions.staged_array:StagedArray._check_kept", "if count:", "if False:"),
     ),
 }
 

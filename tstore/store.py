@@ -254,8 +254,15 @@ class Store:
         return (await self.snapshot()).tags
 
     async def outcome(self, transaction: str) -> int | None:
-        """The version that a transaction became, None if it is not committed (and if voided never will be)."""
-        return await self._log.find(transaction)
+        """The version that a transaction became, None if it is not committed (and if voided never will be).
+
+        A store that may be written makes that version durable before it tells of it.
+        """
+        version = await self._log.find(transaction)
+        if version is not None and self.mode != "r":
+            durable = (await self._log.record(version)).durable
+            await self._log.confirm(version, Durability.FSYNC if durable else Durability.NONE)
+        return version
 
     async def transactions(self) -> list[PendingTransaction]:
         """The cooperative transactions that are under way or were given up, with the hosts that are missing.

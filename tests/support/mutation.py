@@ -36,5 +36,5 @@ class Edit(NamedTuple):
         real = getattr(owner, last)
         patch.setattr(owner, last, made[last])
         for name, other in list(sys.modules.items()):  # where it was imported by its name
-            if name.startswith("tstore.") and vars(other).get(last) is real:
+            if name.partition(".")[0] == "tstore" and vars(other).get(last) is real:
                 patch.setattr(other, last, made[last])

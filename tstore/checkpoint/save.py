@@ -17,6 +17,7 @@ from tstore.chunks.grid import default_chunks
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
+from tstore.kv.base import Durability
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
@@ -76,7 +77,7 @@ async def save(
         try:
             base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
             if tag in base.tags:
-                return await _saved_already(store, step, base.tags[tag], tx.id)
+                return await _saved_already(store, step, base.tags[tag], tx.id, Durability(durability))
             prior = None if anew else await _newest_step(store, base.tags, base.version)
             jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
@@ -110,9 +111,10 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
     return await rules_for(codecs, {path: np.asarray(leaf) for path, leaf in leaves.items()})
 
 
-async def _saved_already(store: Store, step: int, version: int, transaction: str) -> int:
-    """The version, if it is this very transaction's: the group committed, and this host calls again."""
+async def _saved_already(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
+    """Return the version, durable, if it is this transaction's: the group committed, and this host calls again."""
     if (await store.log.record(version)).transaction == transaction:
+        await store.log.confirm(version, durability)
         return version
     raise AlreadyExists(
         f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "

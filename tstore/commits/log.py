@@ -213,6 +213,13 @@ class Log(Records):
         except Unavailable as error:
             raise self._unknown(asked, transaction, error) from error
 
+    async def confirm(self, version: int, durability: Durability) -> None:
+        """Make a commit that exists as durable as asked; whoever created it may have died before it did so."""
+        if durability is Durability.FSYNC and not (await self.record(version)).durable:
+            await self.backend.flush()
+        else:
+            await self.backend.settle("commits", durability)
+
     async def _settle(self, version: int, transaction: str, durability: Durability) -> None:
         """Makes a commit durable that stands already; its creator may not have got to it."""
         try:

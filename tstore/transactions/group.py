@@ -167,7 +167,7 @@ async def commit_group(
             floor = max(floor, _POLL_TOLD if watch.told else 0.0)
             version, seen = await log.scan(fragment.transaction, seen)
             if version is not None:
-                await log.backend.settle("commits", durability)  # its creator may not have got to it
+                await log.confirm(version, durability)
                 return version
             now = clock()
             if takeover < math.inf:
@@ -200,9 +200,10 @@ async def finish_group(log: Log, member: Membership) -> int:
         raise NotFound(
             f"{log.backend.url}: no host has delivered to a cooperative transaction {member.transaction!r}"
         )
-    base = (await log.read(fragments[0], Fragment)).base
-    version = await log.find(member.transaction, base)
+    fragment = await log.read(fragments[0], Fragment)
+    version = await log.find(member.transaction, fragment.base)
     if version is not None:
+        await log.confirm(version, Durability.FSYNC if fragment.durable else Durability.NONE)
         return version
     absent = await _absent(log, member, Durability.FSYNC)
     if absent:
