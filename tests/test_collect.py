@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import fcntl
 import os
@@ -209,6 +210,38 @@ async def test_misuse(url: str) -> None:
     assert await tstore.steps(reader) == [0, 1]
 
 
+def deleted_but_open(store: Path) -> list[str]:
+    """The deleted files of a store that this process keeps on the disk by open descriptors."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [target for target in found if target.endswith(" (deleted)") and target.startswith(f"{store}/txn/")]
+
+
+async def test_deleted_packs_are_closed(tmp_path: Path) -> None:
+    """The space of a file that is open is given back only when it is closed."""
+    store = await saved(str(tmp_path), 5)
+    for step in range(5):
+        await check_step(store, step)
+    await store.collect(Keep(last=1))
+    assert not deleted_but_open(tmp_path)
+    await check_whole(store)
+
+
+async def test_packs_of_an_aborted_transaction_are_closed(tmp_path: Path) -> None:
+    """They were opened because a transaction reads its own writes."""
+    store = await tstore.open(tmp_path)
+    tx = store.transaction()
+    array = await tx.create_array("x", (100_000,), "f8", (50_000,))
+    values = np.random.default_rng(0).random(100_000)
+    await array.write(values)
+    assert np.array_equal(await array.read(), values)
+    await tx.abort()
+    assert not deleted_but_open(tmp_path)
+    assert not list(tmp_path.glob("txn/*/pack-*"))
+
+
 # ---- expired versions
 
 
@@ -227,7 +260,6 @@ async def test_an_expired_version_says_so(url: str) -> None:
             await opened.snapshot("step/7")
         with pytest.raises(NotFound):
             await tstore.restore(opened, 0)
-    await store.close()  # else an open file would still serve
     with pytest.raises(SnapshotExpired, match="version 2 "):
         await (await held.array("moving")).read()
     assert [(c.version, c.expired) async for c in other.history()] == [

@@ -9,6 +9,9 @@ Create, so that a crash at any point leaves the whole object under its name or n
 
 Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
 
+A backend keeps up to 64 packs open for reading, and closes those that it deletes itself. The system frees the
+space of a deleted file only once every process, and every other `Store`, that has it open has closed it too.
+
 So a commit forces what it wrote to the disk in this order (`durability="fsync"`), each before the next:
 
 1. The bytes of each pack: preallocate, write at increasing offsets, cut to size, fsync the file.
@@ -141,7 +144,7 @@ class LocalBackend:
         path = self.path(key)
         with explained("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return LocalPack(key, path, durability)
+            return LocalPack(key, path, durability, discarded=self._close_reader)
 
     def upload(self, key: str, size: int, durability: Durability) -> NewFile:
         path = self.path(key)
@@ -162,7 +165,14 @@ class LocalBackend:
             self._readers[key] = opened
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user lets go of it
+        if opened.is_deleted:  # between the open and its place in the cache, where the deletion did not find it
+            self._close_reader(key)
         return opened
+
+    def _close_reader(self, key: str) -> None:
+        """Closes the descriptor of a deleted object once its last reader is done, so that its space is freed."""
+        with self._lock:
+            self._readers.pop(key, None)
 
     def path(self, key: str) -> str:
         """The path of an object."""
@@ -249,6 +259,7 @@ class LocalBackend:
                 self._delete_folder(path)
             else:
                 os.unlink(path)
+        self._close_reader(key)
 
     def _delete_folder(self, path: str) -> None:
         """Removes a folder that holds no object, with what creates that never ended left in it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 
 from tstore.errors import Corrupt, StorageFull
 from tstore.kv.base import Buffers, Durability
@@ -17,10 +18,14 @@ _SEND = 4 << 20
 
 
 class LocalPack:
-    """A `PackWriter` in place, under a name that nobody else uses."""
+    """A `PackWriter` in place, under a name that nobody else uses.
 
-    def __init__(self, key: str, path: str, durability: Durability) -> None:
+    `discarded` is called with its key once the file is deleted.
+    """
+
+    def __init__(self, key: str, path: str, durability: Durability, discarded: Callable[[str], object]) -> None:
         self.key = key
+        self._discarded = discarded
         self._durability = durability
         self._sent = 0
         self._path = path
@@ -74,6 +79,7 @@ class LocalPack:
         self._close()
         with explained("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
+        self._discarded(self.key)
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -91,6 +97,11 @@ class LocalReader:
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             os.close(self._fd)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file has lost its name."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         """See `PackReader.read_into`."""
