@@ -18,7 +18,7 @@ from tstore.commits.log import Log
 from tstore.commits.manifest import ObjectRef
 from tstore.turns import batched, together
 
-__all__ = ["Inventory", "PackBlocks", "PackCheck", "of_all", "of_one", "place"]
+__all__ = ["Inventory", "Living", "PackBlocks", "PackCheck", "living_as_of", "of_all", "of_one", "place"]
 
 Column = npt.NDArray[np.uint64]
 
@@ -119,17 +119,33 @@ class Inventory(NamedTuple):
                 self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
 
 
-async def of_all(log: Log, base: int) -> Inventory:
-    """What all versions up to `base` are made of that live as of then."""
-    alive, gc = await living(log, base)
+class Living(NamedTuple):
+    """Which versions live: those behind the newest gc, and those in `kept`, which hold the objects `held`."""
+
+    gc: int
+    kept: frozenset[int]
+    held: frozenset[str]
+
+    def __contains__(self, version: object) -> bool:
+        return isinstance(version, int) and (version > self.gc or version in self.kept)
+
+
+async def living_as_of(log: Log, version: int) -> Living:
+    """The versions that live as of one."""
+    kept, gc = await living(log, version)
     collection = (await log.record(gc)).collection if gc else None
-    held = {key for entry in collection.alive for key in entry.holds} if collection is not None else set()
+    entries = collection.alive if collection is not None else ()
+    return Living(gc, kept, frozenset(key for entry in entries for key in entry.holds))
+
+
+async def of_all(log: Log, base: int, alive: Living) -> Inventory:
+    """What all versions up to `base` are made of that live."""
     found = Inventory(base, (), {}, {})
     versions = []
     orphaned = False  # whether the version below expired, so that what is left of it was not looked at
     for numbers in batched(range(1, base + 1)):
         records = await together(log.record, numbers)
-        lives = [(v > gc or v in alive) and not changes_nothing(r) for v, r in zip(numbers, records, strict=True)]
+        lives = [v in alive and not changes_nothing(r) for v, r in zip(numbers, records, strict=True)]
         read = iter(await together(log.manifests, itertools.compress(records, lives)))
         for version, record, live in zip(numbers, records, lives, strict=True):
             own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
@@ -143,7 +159,7 @@ async def of_all(log: Log, base: int) -> Inventory:
                 orphaned = False
             elif not changes_nothing(record):
                 orphaned = True
-                found.manifests.update({key: own[key] for key in own if key in held})
+                found.manifests.update({key: own[key] for key in own if key in alive.held})
     return found._replace(versions=tuple(versions))
 
 

@@ -3,23 +3,27 @@
 A few packs move at once. Each is read in pieces, some ahead of what is written, and a piece is written only after
 the blocks that end in it were found to have their checksums. A pack of which a block is wrong does not appear at
 all. The pieces of all packs together have a fixed number of buffers.
+
+No backend replaces an object in one step. So a damaged pack of the destination is deleted only once the whole of
+its replacement was read, checked, and written to where it is kept until it is finished.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from tstore.copying.destination import Destination
 from tstore.copying.inventory import PackBlocks, PackCheck
-from tstore.errors import AlreadyExists, Corrupt
+from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.kv.base import Backend, Durability, PackReader, PackWriter
-from tstore.pool import run, uncancelled
+from tstore.pool import run, scratch, uncancelled
 
-__all__ = ["DamagedPack", "Shipment"]
+__all__ = ["DamagedPack", "Shipment", "is_sound"]
 
 _PIECE = 8 << 20
 _BUFFERS = 12
@@ -40,12 +44,43 @@ class DamagedPack(Corrupt):
         super().__init__(f"{key}: checksum mismatch at byte {offset}")
 
 
-class Shipment:
-    """The way of packs from `source` to `target`; `progress(done, total)` is told of their bytes."""
+async def is_sound(backend: Backend, key: str, size: int, blocks: PackBlocks) -> bool:
+    """Whether all blocks of the pack have their checksums in the object of that size."""
+    return size >= blocks.end and await run(_is_sound, backend, key, size, blocks.check())
 
-    def __init__(self, source: Backend, target: Backend, total: int, progress: Callable[[int, int], None]) -> None:
+
+def _is_sound(backend: Backend, key: str, size: int, check: PackCheck) -> bool:
+    with scratch(_PIECE) as buffer:
+        try:
+            reader = backend.reader(key)
+            for start in range(0, size, _PIECE):
+                piece = buffer[: min(_PIECE, size - start)]
+                reader.read_into(start, [piece], len(piece))
+                if check.take(piece.data) is not None:
+                    return False
+        except (Corrupt, NotFound):
+            return False
+    return True
+
+
+class Shipment:
+    """The way of packs to a destination; `progress(done, total)` is told of their bytes.
+
+    Packs in `damaged` take the place of what is at the destination.
+    """
+
+    def __init__(
+        self,
+        source: Backend,
+        destination: Destination,
+        damaged: Container[str],
+        total: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
         self._source = source
-        self._target = target
+        self._destination = destination
+        self._target = destination.backend
+        self._damaged = damaged
         self._progress = progress
         self._total = total
         self._done = 0
@@ -84,6 +119,8 @@ class Shipment:
                 ahead.append(asyncio.create_task(self._read(reader, start, min(_PIECE, size - start))))
             while ahead:
                 await self._write(writer, check, size, ahead)
+            if key in self._damaged:
+                await self._destination.remove_damaged(key)
             await run(writer.finish)
         except AlreadyExists:
             await run(writer.discard)  # another copy was first

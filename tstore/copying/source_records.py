@@ -1,0 +1,87 @@
+"""The records that a copy creates at its destination, as bytes, checked and of one history.
+
+A source can be replaced while it is copied, as when its files are restored from a backup; from some version on its
+records are then others. Two histories never share a record above the version at which they part, so the newest
+record tells them apart: it is read first, and compared again after each batch of records that was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from typing import TypeVar
+
+from tstore.commits.manifest import Record, decode, encode
+from tstore.commits.records import commit_key
+from tstore.errors import Conflict, Corrupt, NotFound
+from tstore.kv.base import Backend
+from tstore.turns import batched, together
+
+__all__ = ["SourceRecords"]
+
+T = TypeVar("T")
+
+
+class SourceRecords:
+    """The records of a source up to the version `base`, and behind them `last`, which the source does not have."""
+
+    def __init__(self, backend: Backend, base: int, anchor: bytes, last: Record | None = None) -> None:
+        self.backend = backend
+        self.base = base
+        self.newest = base + (last is not None)
+        self._anchor = anchor
+        self._last = None if last is None else encode(last)
+
+    @staticmethod
+    async def up_to(backend: Backend, base: int) -> SourceRecords:
+        """The records of a source up to a version."""
+        return SourceRecords(backend, base, await _read(backend, base) if base else b"")
+
+    def followed_by(self, last: Record) -> SourceRecords:
+        """The same records, and another one behind them."""
+        return SourceRecords(self.backend, self.base, self._anchor, last)
+
+    async def read(self, version: int) -> bytes:
+        """The bytes of one record; `Corrupt` where it is damaged or missing."""
+        if version > self.base and self._last is not None:
+            return self._last
+        return await _read(self.backend, version)
+
+    async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[tuple[int, bytes], None]:
+        """The versions with the bytes of their records, read some ahead; `Conflict` where the history changed."""
+        for numbers in batched(versions):
+            records = await together(self.read, numbers)
+            await self.check_unchanged()
+            for version, data in zip(numbers, records, strict=True):
+                yield version, data
+
+    async def explaining(self, work: Awaitable[T]) -> T:
+        """Return the result of work on the source; `Conflict` where it failed since the history changed."""
+        try:
+            return await work
+        except (NotFound, Corrupt):
+            await self.check_unchanged()
+            raise
+
+    async def check_unchanged(self) -> None:
+        """Raise `Conflict` where the source has another history than when the copy began."""
+        try:
+            unchanged = not self.base or await self.backend.get(commit_key(self.base)) == self._anchor
+        except NotFound:
+            unchanged = False
+        if not unchanged:
+            raise Conflict(
+                f"{self.backend.url} has another version {self.base} than when the copy began, as if it had been "
+                "restored from a backup meanwhile; the copy stopped, repeat it",
+                [],
+            )
+
+
+async def _read(backend: Backend, version: int) -> bytes:
+    try:
+        data = await backend.get(commit_key(version))
+        decode(data, Record)
+    except (Corrupt, NotFound) as error:
+        raise Corrupt(
+            f"{backend.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
+        ) from error
+    return data
