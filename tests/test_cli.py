@@ -467,7 +467,9 @@ def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
     before = file.read_bytes()
     failed(call("import", file, store, "--step", 4), "step 4 is saved already")
     failed(call("export", store, file), "exists")
-    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "'step/4' is taken")
+    assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' is taken")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "only save makes steps")
     assert file.read_bytes() == before
     assert call("verify", store)[0] == 0
 

@@ -210,6 +210,39 @@ async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_p
     assert (await (await tstore.open(tmp_path)).tags()) == {"step/0": 1}
 
 
+@pytest.mark.parametrize("tag", ["step/99", "step/0"])
+async def test_a_lossy_copy_is_no_step(tmp_path: Path, tag: str) -> None:
+    """Or `restore` would return it, and the next quantization take it for its source."""
+    tree = {"w": values(300)}
+    await tstore.save(tmp_path, tree, 0)
+    with pytest.raises(InvalidArgument, match="only save makes steps, so pass another name, as"):
+        await tstore.quantize(tmp_path, "e2m1", tag=tag)
+    report = await tstore.quantize(tmp_path, "e2m1", tag=f"quantized/{tag}")
+    assert await tstore.steps(tmp_path) == [0]
+    assert np.array_equal((await tstore.restore(tmp_path))["w"], tree["w"])
+    assert (await tstore.quantize(tmp_path, "e4m3")).source == report.source == 1
+
+
+async def test_without_steps_a_lossy_copy_is_not_the_newest_version(tmp_path: Path) -> None:
+    x = values(300)
+    async with await tstore.open(tmp_path) as store:
+        for scale in (1, 2):
+            async with store.transaction(tag=f"v{scale}") as tx:
+                await tx.replace_all(b"")
+                await (await tx.create_array("x", x.shape, x.dtype)).write(scale * x)
+        for name in ("e4m3", "e2m1"):
+            assert (await tstore.quantize(store, name)).source == 2
+        assert np.array_equal((await tstore.restore(store))["x"], 2 * x)
+        assert [c.facts async for c in store.history()] == [{"quantized": 2}, {"quantized": 2}, {}, {}]
+        await store.collect(tstore.Keep(tags=("v2/e4m3",)))  # 4, the newest, stays too
+        assert (await store.snapshot()).version == 5
+        same = await tstore.restore(store)
+        assert np.array_equal(same["x"], (await tstore.restore(store, at=4))["x"])
+        with pytest.raises(InvalidArgument, match="quantized commits only"):
+            await tstore.quantize(store, "e3m2")
+        assert (await tstore.quantize(store, "e3m2", at="v2/e4m3")).source == 3
+
+
 async def test_min_sqnr_is_kept_with_few_bits(tmp_path: Path) -> None:
     outliers = values(200, 100)
     outliers[:, 0] *= 300

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal
 
-from tstore.checkpoint.steps import chosen_snapshot
+from tstore.checkpoint.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.table import ChunkTable
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
@@ -60,14 +60,20 @@ async def quantize(
     of under 64 values, and those with NaN or infinity stay as they are, and the report says so.
 
     `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`; by default the tensor.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step. `tag`
-    names the new commit, by default the source's tag (or v<version>) with the formats behind it.
+    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step (without
+    steps, the newest version that is no quantized copy). `tag` names the new commit, by default the source's tag
+    (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
     `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
     store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
     Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
     Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
     `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed.
     """
+    if tag is not None and (named := steps_of([tag])):
+        raise InvalidArgument(
+            f"tag={tag!r} would make a lossy copy step {named[0]}; only save makes steps, so pass another name, "
+            f"as 'quantized/{named[0]}'"
+        )
     target = _target(min_sqnr, bits, error)
     if formats is None and target is None:
         formats = "e4m3"
@@ -76,13 +82,14 @@ async def quantize(
     recipe = {key: value for key, value in given.items() if value is not None}
 
     async def once(store: Store) -> QuantizeReport:
-        source = await chosen_snapshot(store, None, at)
+        source = await source_snapshot(store, at)
         nodes = source.tree.nodes
         arrays = {p: Given(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
         if rules is not None:
             rules.check(arrays)
         name = tag or _default_tag(source, formats, target)
-        async with store.transaction(message or f"quantized from version {source.version}", name) as tx:
+        text = message or f"quantized from version {source.version}"
+        async with store.transaction(text, name, facts={QUANTIZED: source.version}) as tx:
             if name in (await tx.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
             await tx.replace_all(b"")
