@@ -321,6 +321,22 @@ async def test_a_step_that_is_there_is_left_as_it_is(url: str) -> None:
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
 
 
+async def test_one_step_saved_by_many_at_once(url: str) -> None:
+    """Each finds the step free when it begins; those who lose are told what became of it."""
+    store, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    first = asyncio.create_task(tstore.save(store, {"w": np.zeros(5000)}, 7))
+    await gate.reached()
+    others = [tstore.save(url, {"w": np.full(5000, float(i))}, 7) for i in range(3)]
+    ended = await asyncio.gather(*others, return_exceptions=True)
+    gate.release()
+    [won] = [i for i, result in enumerate(ended) if result == 1]
+    for error in [e for e in (*ended, *await asyncio.gather(first, return_exceptions=True)) if e != 1]:
+        with pytest.raises(AlreadyExists, match="step 7 is saved already, as version 1"):
+            raise error
+    assert (await tstore.restore(url))["w"][0] == won
+
+
 @pytest.mark.parametrize("operation", ["size", "get"])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 async def test_of_two_saves_of_one_step_one_is_refused(url: str, operation: str, nth: int) -> None:

@@ -162,7 +162,7 @@ async def test_a_preempted_host_that_wakes_up_late_cannot_damage_the_next_attemp
     await gate.reached()
     assert await asyncio.gather(*[save(url, h, 2, attempt="new") for h in range(HOSTS)]) == [1] * HOSTS
     gate.release()
-    with pytest.raises(tstore.errors.Conflict, match="step/1"):
+    with pytest.raises(tstore.errors.AlreadyExists, match="step 1 is saved already, as version 1"):
         await late
     await check(url, 2)
     assert len([c async for c in (await tstore.open(url)).history()]) == 1

@@ -16,13 +16,14 @@ from tstore.checkpoint.structure import flatten
 from tstore.chunks.grid import default_chunks
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.writer import WriteJob
-from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
+from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.kv.base import Durability
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 from tstore.transactions.group import checked_timeout, detected_attempt
+from tstore.transactions.transaction import Transaction
 
 __all__ = ["save"]
 
@@ -84,7 +85,7 @@ async def save(
             if host == 0:
                 await tx.create_group("", structure)
             await tx.write_arrays(jobs)
-            return await tx.commit(timeout)
+            return await _committed(store, tx, step, timeout)
         except BaseException:
             await tx.abort()
             raise
@@ -111,12 +112,28 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
     return await rules_for(codecs, {path: np.asarray(leaf) for path, leaf in leaves.items()})
 
 
+async def _committed(store: Store, tx: Transaction, step: int, timeout: float | None) -> int:
+    """The version of the commit; `AlreadyExists` where another one of the same step came first."""
+    tag = step_tag(step)
+    try:
+        return await tx.commit(timeout)
+    except Conflict as conflict:
+        version = (await store.tags()).get(tag) if f"tag {tag}" in conflict.paths else None
+        if version is None:
+            raise
+        raise _already_saved(store, step, version) from conflict
+
+
 async def _saved_already(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
     """Return the version, durable, if it is this transaction's: the group committed, and this host calls again."""
     if (await store.log.record(version)).transaction == transaction:
         await store.log.confirm(version, durability)
         return version
-    raise AlreadyExists(
+    raise _already_saved(store, step, version)
+
+
+def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
+    return AlreadyExists(
         f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "
         "another step"
     )
