@@ -307,7 +307,14 @@ def test_verify(store: Path, call: Call) -> None:
         "chunks": 3,
         "bytes": 42000,
         "faults": [],
+        "foreign": [],
     }
+    for number in range(7):
+        (store / f"foreign{number}").touch()
+    code, out, err = call("verify", store)
+    assert (code, err, len(out.splitlines())) == (0, "", 2)
+    shown = ", ".join(f"foreign{number}" for number in range(5))
+    assert out.startswith(f"{store} holds files that are not tstore's, which nothing reads: {shown} and 2 more\n")
 
 
 def test_gc(store: Path, file: Path, call: Call) -> None:

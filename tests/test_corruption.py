@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fileservers
 import numpy as np
 import pytest
 import xxhash
@@ -18,6 +19,7 @@ from tstore.commits.manifest import Record, Root
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
 from tstore.kv.base import Backend, Durability
 from tstore.kv.url import connect
+from tstore.server.names import Kind, kind_of
 
 TREES = {
     0: {
@@ -402,3 +404,49 @@ async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: 
                     await view.read()
                 assert f"w, chunk ({row}, {column})" in str(caught.value) or "behind it" in str(caught.value), name
         await backend.hint(pack, data)
+
+
+# ---- files of other programs
+
+
+async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
+    """As `zarr.open` leaves one in the folder it is given; no name of tstore's own is among them."""
+    store = await tstore.open(tmp_path)
+    part = tstore.Shards((4, 3000), "f8", [((slice(0, 2), slice(0, 3000)), np.ones((2, 3000)))])
+    wide = {str(i): np.full(2, i) for i in range(400)}  # its manifest is an object
+    for _ in range(70):  # with a root
+        async with store.transaction():
+            pass
+    await tstore.save(store, wide, 0)
+    with pytest.raises(tstore.errors.DeadlineExceeded):
+        await tstore.save(store, {"w": part}, 1, host=0, hosts=2, attempt="a", timeout=0.01)
+    transaction = (await store.transactions())[0].transaction
+    for key in ("alive-00000-of-00002", "merging-1-00000-of-00200", "merge-1-00000-of-00200"):
+        await store.log.backend.hint(f"txn/{transaction}/{key}", b"")
+    (tmp_path / "commits/.0123.tmp").touch()  # of a create that was killed
+    (tmp_path / ".DS_Store").touch()
+    report = await store.verify()
+    assert (report.ok, report.foreign) == (True, [])
+    keys = await store.log.backend.list("")
+    assert {key.split("/")[0] for key in keys} == {"tstore.json", "latest", "commits", "roots", "txn"}
+    assert all(kind_of(key) is not None for key in keys)
+    foreign = [
+        "zarr.json",
+        "w/c/0/0",
+        "commits/1",
+        "commits/notes.txt",
+        "txn/loose",
+        f"txn/{transaction}/x",
+        "late\udcff",
+    ]
+    for name in foreign:
+        assert name.startswith(f"txn/{transaction}") or kind_of(name) in (None, Kind.FOLDER)
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    report = await store.verify()
+    assert report.ok
+    assert report.foreign == sorted([*foreign[:-1], "late\\udcff"])
+    async with fileservers.aiohttp_files(tmp_path) as url, await tstore.open(url, "r") as reader:
+        report = await reader.verify()  # from a server that lists nothing
+        assert (report.ok, report.foreign) == (True, [])

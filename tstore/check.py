@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -23,18 +24,30 @@ from tstore.turns import batched, together
 
 __all__ = ["VerifyReport", "verify_store"]
 
+_RECORD = re.compile("commits/[0-9]{20}")
+_LAYOUT = re.compile(
+    r"tstore\.json|latest|(commits|roots)/[0-9]{20}|txn/[^/]+/((pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)"
+)
+"""The names of objects in a store; a server takes no others (`server.names`)."""
+
 _Row = tuple[ChunkRow, str]
 """A chunk, and where it belongs, for errors."""
 
 
 class VerifyReport(NamedTuple):
-    """What was checked, and one sentence for each fault, naming the object or the array and chunk."""
+    """What was checked, and one sentence for each fault, naming the object or the array and chunk.
+
+    `foreign` are the names below the store's URL that no object of a store has; other programs wrote them, as
+    `zarr.open` does. They are no faults, since nothing reads them. Hidden files are left out, and so is everything
+    where nothing can be listed.
+    """
 
     versions: int
     arrays: int
     chunks: int
     bytes: int
     faults: list[str]
+    foreign: list[str]
 
     @property
     def ok(self) -> bool:
@@ -91,7 +104,7 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.backend, wanted.values(), faults)
     size = sum(row.length for row, _ in wanted.values())
-    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults)), gc
+    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults), await _foreign(log.backend)), gc
 
 
 @contextlib.contextmanager
@@ -138,7 +151,8 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
     """Commits are numbered without a gap; behind a missing one the later are not found."""
     if not log.backend.capabilities.listing:
         return
-    beyond = [k for k in await log.backend.list("commits/") if k > commit_key(newest)]
+    records = [k for k in await log.backend.list("commits/") if _RECORD.fullmatch(k)]
+    beyond = [k for k in records if k > commit_key(newest)]
     absent = newest + 1
     while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
         beyond = [k for k in beyond if k > commit_key(absent)]
@@ -148,6 +162,13 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
             f"{log.backend.url}: {commit_key(absent)} is missing, though {len(beyond)} later commits up to "
             f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
         )
+
+
+async def _foreign(backend: Backend) -> list[str]:
+    if not backend.capabilities.listing:
+        return []
+    names = [key for key in await backend.list("") if not _LAYOUT.fullmatch(key)]
+    return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no Unicode
 
 
 async def _check_root(log: Log, version: int, faults: list[str]) -> None:

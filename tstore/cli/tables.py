@@ -43,6 +43,9 @@ Document = Mapping[str, Any]
 _PIPE_WIDTH = 100_000
 
 
+_SHOWN_NAMES = 5
+
+
 def plain(text: str) -> str:
     """The text with control characters escaped, line breaks apart."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
@@ -195,9 +198,13 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def show_verified(found: Document) -> None:
-    """One line for each fault, or one line of what was checked."""
+    """One line for each fault, or one line of what was checked; one more if other files lie in the store."""
     for fault in found["faults"]:
         print(plain(" ".join(fault.split())))
+    if found["foreign"]:
+        names, more = found["foreign"][:_SHOWN_NAMES], len(found["foreign"]) - _SHOWN_NAMES
+        shown = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+        print(plain(f"{found['store']} holds files that are not tstore's, which nothing reads: {shown}"))
     if found["ok"]:
         print(
             plain(
