@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -19,16 +18,11 @@ from tstore.commits.records import ROOT_EVERY, commit_key, root_key
 from tstore.commits.tree import Node, Tree
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.kv.base import Backend, Transfer
+from tstore.layout import is_object, is_record
 from tstore.pool import each, scratch
 from tstore.turns import batched, together
 
 __all__ = ["VerifyReport", "verify_store"]
-
-_RECORD = re.compile("commits/[0-9]{20}")
-_LAYOUT = re.compile(
-    r"tstore\.json|latest|(commits|roots)/[0-9]{20}|txn/[^/]+/((pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)"
-)
-"""The names of objects in a store; a server takes no others (`server.names`)."""
 
 _Row = tuple[ChunkRow, str]
 """A chunk, and where it belongs, for errors."""
@@ -151,7 +145,7 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
     """Commits are numbered without a gap; behind a missing one the later are not found."""
     if not log.backend.capabilities.listing:
         return
-    records = [k for k in await log.backend.list("commits/") if _RECORD.fullmatch(k)]
+    records = [k for k in await log.backend.list("commits/") if is_record(k)]
     beyond = [k for k in records if k > commit_key(newest)]
     absent = newest + 1
     while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
@@ -167,7 +161,7 @@ async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
 async def _foreign(backend: Backend) -> list[str]:
     if not backend.capabilities.listing:
         return []
-    names = [key for key in await backend.list("") if not _LAYOUT.fullmatch(key)]
+    names = [key for key in await backend.list("") if not is_object(key)]
     return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no Unicode
 
 

@@ -4,12 +4,14 @@
 2. Choose the versions to expire. Each gives up what it alone needed: the objects that its transaction wrote and
    those of others that it holds. What the next living version is still made of, that version holds from now on.
    An object is dead once its transaction has no living version and no living version holds it.
-3. Add the transactions under `txn/` that became no version and were not written to for a while.
+3. Add the transactions under `txn/` that became no version and were not written to for a while. A folder there
+   that holds other names than a transaction writes is another program's, and stays.
 4. Append a record that carries the new ledger and condemns all this. A newer record met on the way becomes part
    of the ledger, and what it re-uses, and itself if it was taken for abandoned, is spared. If it is another gc's,
    begin again. Before it, delete an object that nobody made: who may delete nothing shall not expire anything.
-5. Only then delete. A gc that finds objects condemned by the one before it deletes them first; a record that it
-   writes condemns them again, so that no death of a gc leaves anything for good.
+5. Only then delete, once the record is durable. A gc that finds objects condemned by the one before it deletes
+   them too, as far as a gc may condemn them; a record that it writes condemns them again, so that no death of a gc
+   leaves anything for good.
 6. Let the storage remove what killed creates have left beside the objects for a week (local folders alone).
 
 A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`commits.log`). So
@@ -39,6 +41,7 @@ from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
+from tstore.layout import is_object, is_transaction, owner_of
 from tstore.pool import uncancelled
 from tstore.turns import together
 
@@ -96,7 +99,11 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 ) from error
         if not dry_run:
             try:
-                await _delete(log, plan.collection())
+                condemned = plan.collection()
+                if version is None and (condemned.transactions or condemned.objects):
+                    # by an earlier gc, which may have died before its record was durable
+                    await log.backend.settle("commits", Durability.FSYNC)
+                await _delete(log, condemned)
                 await log.backend.sweep()
             except (Denied, Unavailable) as error:
                 if version is None:
@@ -140,7 +147,7 @@ class _Plan:
     def collection(self) -> Collection:
         """All that is condemned, and what lives."""
         held, living = self.ledger.held, self.ledger.transactions
-        shared = {_owner(key) for key in held}
+        shared = {owner_of(key) for key in held}
         whole = self.abandoned | self.left_transactions
         single = set(self.roots) | self.left_objects
         for transaction, keys in self.dead.items():
@@ -162,7 +169,7 @@ class _Plan:
         """What goes, with the sizes by key of all that could go."""
         gone = self.collection()
         whole, single = set(gone.transactions), set(gone.objects)
-        counted = [size for key, size in sizes.items() if key in single or _owner(key) in whole]
+        counted = [size for key, size in sizes.items() if key in single or owner_of(key) in whole]
         return CollectReport(
             version,
             self.expired,
@@ -191,12 +198,13 @@ async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.time
         await _give_up(log, plan, run, heir)
     before, plan.ledger = ledger, ledger.without(plan.expired)
     plan.roots = _roots(plan)
-    names = await log.backend.folders("txn/")
+    names = [name for name in await log.backend.folders("txn/") if is_transaction(name)]
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
         plan.left_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
-        found = await together(log.backend.size, earlier.objects)
-        plan.left_objects = {k for k, size in zip(earlier.objects, found, strict=True) if size is not None}
+        single = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
+        found = await together(log.backend.size, single)
+        plan.left_objects = {k for k, size in zip(single, found, strict=True) if size is not None}
     return plan
 
 
@@ -216,10 +224,10 @@ def _runs(ledger: Ledger, kept: set[int]) -> list[tuple[list[int], int]]:
 async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None:
     """Adds what the versions of a run needed to what may be dead, and lets the heir hold what it still needs."""
     entries = [plan.ledger.alive[v] for v in run]
-    written = await together(lambda e: log.backend.list(f"txn/{e.transaction}/"), entries)
+    written = await together(lambda e: _objects(log, e.transaction), entries)
     for entry, keys in zip(entries, written, strict=True):
-        for key in (*keys, *entry.holds):
-            plan.dead.setdefault(_owner(key), set()).add(key)
+        for key in filter(is_object, (*keys, *entry.holds)):
+            plan.dead.setdefault(owner_of(key), set()).add(key)
         plan.dead.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys
     if plan.ledger.alive[heir].replaces:
@@ -230,7 +238,7 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
     owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    given = [key for key in sorted(used) if key in held or _owner(key) in owners]  # also what no list shows yet
+    given = [key for key in sorted(used) if key in held or owner_of(key) in owners]  # also what no list shows yet
     plan.ledger.inherit(heir, given, replaces=any(e.replaces for e in entries))
 
 
@@ -248,14 +256,19 @@ async def _find_abandoned(
     names: Sequence[str],
     limit: datetime.timedelta,
 ) -> None:
-    """Adds the transactions that became no version and that nobody has written to for a while."""
-    known = before.transactions | {_owner(key) for key in before.held}
+    """Adds the transactions that became no version and that nobody has written to for a while.
+
+    A folder with names that no object of a store has is left to whoever made it.
+    """
+    known = before.transactions | {owner_of(key) for key in before.held}
     known |= set(earlier.transactions) if earlier is not None else set()
     unknown = [name for name in names if name not in known]
     ages = await together(lambda name: log.backend.age(f"txn/{name}"), unknown)
-    for name, age in zip(unknown, ages, strict=True):
-        if age is not None and age >= limit.total_seconds():
+    old = [n for n, age in zip(unknown, ages, strict=True) if age is not None and age >= limit.total_seconds()]
+    for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
+        if all(map(is_object, keys)):  # else another program uses the folder
             plan.abandoned.add(name)
+            plan.listed[name] = keys
 
 
 async def _try_to_delete(log: Log, transaction: str) -> None:
@@ -293,7 +306,7 @@ async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
     """The size of everything that may go, by key."""
     whole = sorted({*plan.dead, *plan.abandoned, *plan.left_transactions})
     new = [t for t in whole if t not in plan.listed]
-    for transaction, keys in zip(new, await together(lambda t: log.backend.list(f"txn/{t}/"), new), strict=True):
+    for transaction, keys in zip(new, await together(lambda t: _objects(log, t), new), strict=True):
         plan.listed[transaction] = keys
     keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.left_objects})
     sizes = await together(log.backend.size, keys)
@@ -304,8 +317,9 @@ async def _delete(log: Log, condemned: Collection) -> None:
     """Deletes what stands condemned; what is gone already is no error."""
     await together(log.backend.delete, condemned.objects)
     for transaction in condemned.transactions:
-        await together(log.backend.delete, await log.backend.list(f"txn/{transaction}/"))
-        await log.backend.delete(f"txn/{transaction}")
+        if is_transaction(transaction):
+            await together(log.backend.delete, await _objects(log, transaction))
+            await log.backend.delete(f"txn/{transaction}")
 
 
 def _packs(tree: Tree) -> set[str]:
@@ -315,9 +329,17 @@ def _packs(tree: Tree) -> set[str]:
     return {key for key in used if isinstance(key, str)}
 
 
-def _owner(key: str) -> str:
-    """The transaction that wrote an object."""
-    return key.split("/")[1]
+def _may_be_condemned(key: str, ledger: Ledger) -> bool:
+    """Whether a gc can have condemned the object; what a forged record names besides shall not be deleted."""
+    if key.startswith("roots/"):
+        return is_object(key)
+    owner = owner_of(key)
+    return is_object(key) and is_transaction(owner) and owner not in ledger.transactions
+
+
+async def _objects(log: Log, transaction: str) -> Sequence[str]:
+    """The objects of a transaction; none for what can't be the id of one, as in a forged record."""
+    return await log.backend.list(f"txn/{transaction}/") if is_transaction(transaction) else []
 
 
 def _is_manifest(key: str) -> bool:

@@ -1,0 +1,43 @@
+"""The names of the objects in a store; pure.
+
+tstore.json                        the marker
+latest                             the hint
+commits/<20 digits>                a record
+roots/<20 digits>                  a whole tree
+txn/<id>/<kind>-…                  what one transaction wrote: packs, manifests, fragments, heartbeats
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["is_object", "is_record", "is_transaction", "owner_of"]
+
+_ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
+_TRANSACTION = re.compile(_ID)
+_RECORD = re.compile("commits/[0-9]{20}")
+_OBJECT = re.compile(
+    "(?:commits|roots)/[0-9]{20}|latest|tstore[.]json|"
+    f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)"
+)
+
+
+def is_object(key: str) -> bool:
+    """Whether an object of a store can have the name."""
+    return _OBJECT.fullmatch(key) is not None
+
+
+def is_record(key: str) -> bool:
+    """Whether it is the name of a record."""
+    return _RECORD.fullmatch(key) is not None
+
+
+def is_transaction(name: str) -> bool:
+    """Whether a transaction can have this id."""
+    return _TRANSACTION.fullmatch(name) is not None
+
+
+def owner_of(key: str) -> str:
+    """The transaction that wrote an object, "" for one that none did."""
+    top, _, rest = key.partition("/")
+    return rest.partition("/")[0] if top == "txn" else ""
