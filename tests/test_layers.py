@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("chunks", "chunks.grid", "chunks.table", "sharding", "pool", "turns", "world", "layout"),
+    ("arguments", "chunks", "chunks.grid", "chunks.table", "sharding", "pool", "turns", "world", "layout"),
     ("chunks.chain",),
     ("chunks.metadata",),
     ("commits", "commits.manifest", "checkpoint", "checkpoint.shards"),

@@ -28,8 +28,10 @@ class Marker(msgspec.Struct, frozen=True):
     checksum: str = ""
 
     def encode(self) -> bytes:
-        """The bytes of the object, with the checksum."""
-        return msgspec.json.encode(msgspec.structs.replace(self, checksum=self._digest()))
+        """Return the bytes of the object, with the checksum; they have been parsed once."""
+        data = msgspec.json.encode(msgspec.structs.replace(self, checksum=self._digest()))
+        Marker.decode(data)
+        return data
 
     @property
     def _sound(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from tstore.arguments import checked_facts, checked_text
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.commits.expiry import check_tag, newest_tree
@@ -154,7 +155,7 @@ class Store:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        facts: dict[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> Transaction:
         """A new transaction; `async with` commits it on exit and aborts it on an exception.
 
@@ -169,6 +170,7 @@ class Store:
         `Misuse` where this host has the same transaction open already in this `Store`.
         """
         self._check_writable()
+        message, stored_facts = checked_text("message", message), checked_facts(facts)
         if isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation {isolation!r}: expected 'snapshot' or 'serializable'")
         if isolation == "serializable" and name is not None:
@@ -200,7 +202,7 @@ class Store:
             isolation=isolation,
             durability=kept,
             member=member,
-            facts=facts,
+            facts=stored_facts,
         )
         if member is not None:
             self._members[place] = found

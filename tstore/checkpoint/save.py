@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from tstore.arguments import checked_attributes, checked_metrics, checked_step, checked_text
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import step_tag, steps_of
 from tstore.checkpoint.structure import flatten
@@ -50,18 +51,19 @@ async def save(
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
     `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
     where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
-    `metrics` go into the history, `attributes` (JSON) into the root group.
+    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON) go
+    into the root group.
 
     Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
     (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an
     error the step is not saved and what was saved before still is.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidArgument(f"step {step!r}: expected a whole number from 0 on")
+    step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
+    root = checked_attributes(attributes)
     checked_timeout(timeout)  # before any data is written
     document, leaves = flatten(tree)
     rules = await _rules(codecs, leaves, hosts)
-    structure = {**(attributes or {}), "tstore": {"structure": document}}
+    root["tstore"] = msgspec.Raw(msgspec.json.encode({"structure": document}))
     tag = step_tag(step)
 
     async def once(store: Store, attempt: str | None, *, anew: bool) -> int:
@@ -73,7 +75,7 @@ async def save(
             host=host,
             hosts=hosts,
             attempt=attempt,
-            facts={"step": step, **({"metrics": dict(metrics)} if metrics else {})},
+            facts={"step": step, **({"metrics": metrics} if metrics else {})},
         )
         try:
             base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
@@ -81,9 +83,9 @@ async def save(
                 return await _saved_already(store, step, base.tags[tag], tx.id, Durability(durability))
             prior = None if anew else await _newest_step(store, base.tags, base.version)
             jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
-            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(structure)))
+            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(root)))
             if host == 0:
-                await tx.create_group("", structure)
+                await tx.create_group("", root)
             await tx.write_arrays(jobs)
             return await _committed(store, tx, step, timeout)
         except BaseException:

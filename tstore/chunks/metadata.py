@@ -11,6 +11,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from tstore.arguments import checked_attributes, checked_name
 from tstore.chunks.chain import Chain, Codecs, chain_documents, without_clipping
 from tstore.chunks.grid import chunk_counts
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
@@ -101,8 +102,10 @@ class ArrayMeta:
             if fields["chunk_grid"]["name"] != "regular":
                 raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r} is not known")
             self.document = document
-            self.shape: tuple[int, ...] = tuple(fields["shape"])
-            self.chunks: tuple[int, ...] = tuple(fields["chunk_grid"]["configuration"]["chunk_shape"])
+            self.shape = _lengths("shape", fields["shape"], 0)
+            self.chunks = _lengths("chunks", fields["chunk_grid"]["configuration"]["chunk_shape"], 1)
+            if len(self.shape) != len(self.chunks):
+                raise ValueError(f"chunks {self.chunks} for the shape {self.shape}")
             self.dtype = dtype_named(fields["data_type"])
             self.codecs: list[dict[str, Any]] = fields["codecs"]
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
@@ -112,7 +115,9 @@ class ArrayMeta:
                 tuple(fields["dimension_names"]) if fields.get("dimension_names") is not None else None
             )
             self.sparse: bool = fields.get("tstore", {}).get("sparse", False)
-        except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
+        except UnsupportedFormat:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             raise Corrupt(f"metadata of an array does not parse: {error!r}") from error
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
@@ -150,12 +155,17 @@ class ArrayMeta:
         chunks = _lengths("chunks", chunks, 1)
         if len(chunks) != len(shape):
             raise InvalidArgument(f"chunks {chunks} and shape {shape} differ in their number of dimensions")
-        if dimension_names is not None and len(dimension_names) != len(shape):
-            raise InvalidArgument(f"{len(dimension_names)} dimension names for {len(shape)} dimensions")
-        kind = dtype_named(dtype)
+        if dimension_names is not None:
+            if isinstance(dimension_names, str) or len(dimension_names) != len(shape):
+                raise InvalidArgument(
+                    f"dimension_names={dimension_names!r}: expected a name or None for each of the {len(shape)} "
+                    "dimensions"
+                )
+            dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
+        kind, attributes = dtype_named(dtype), checked_attributes(attributes)
         try:
             fill = _fill_to_json(_as_fill(fill_value, kind), kind)
-            documents = chain_documents(kind, codecs)
+            documents = [checked_attributes(d, "codecs") for d in chain_documents(kind, codecs)]
             Chain(kind, chunks, documents)  # refuses as the caller's error what in a stored document is corruption
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
@@ -170,7 +180,7 @@ class ArrayMeta:
                         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
                         "fill_value": fill,
                         "codecs": documents,
-                        "attributes": dict(attributes or {}),
+                        "attributes": attributes,
                         **({} if dimension_names is None else {"dimension_names": list(dimension_names)}),
                         **({"tstore": {"must_understand": False, "sparse": True}} if sparse else {}),
                     }
@@ -179,7 +189,7 @@ class ArrayMeta:
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, InvalidArgument):
                 raise
-            raise InvalidArgument(f"fill value or attributes can't be stored: {error}") from None
+            raise InvalidArgument(f"fill value or codecs can't be stored: {error}") from None
 
     @staticmethod
     def parse(document: bytes) -> ArrayMeta:

@@ -6,12 +6,11 @@ reads tell, whatever the length of the log.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from tstore.commits.log import Log
-from tstore.commits.manifest import Record
+from tstore.commits.manifest import Record, date_of
 from tstore.commits.tree import Tree
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError
 
@@ -83,7 +82,7 @@ def changes_nothing(record: Record) -> bool:
 
 
 async def _expired(log: Log, what: str, gc: int) -> SnapshotExpired:
-    when = datetime.datetime.fromtimestamp((await log.record(gc)).time, datetime.UTC)
+    when = date_of((await log.record(gc)).time)
     return SnapshotExpired(
         f"{log.backend.url}: {what} was removed by the garbage collection of version {gc} at "
         f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer one (tstore log shows which live)"

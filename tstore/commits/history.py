@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
-from tstore.commits.manifest import Part, Record
+from tstore.commits.manifest import Part, Record, date_of
 from tstore.errors import InvalidArgument, NotFound
 from tstore.turns import in_turn
 
@@ -59,7 +59,7 @@ async def version_at(log: Log, at: datetime.datetime, newest: int) -> int:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
     async with contextlib.aclosing(in_turn(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
-            if min(_when(part.time) for part in record.parts or (record,)) <= at:
+            if min(date_of(part.time) for part in record.parts or (record,)) <= at:
                 return version
     raise NotFound(f"{log.backend.url} had no commit by {at.isoformat()}")
 
@@ -72,7 +72,7 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
             version,
             part.tags[0] if part.tags else None,
             part.message,
-            _when(part.time),
+            date_of(part.time),
             part.tags,
             part.transaction,
             part.bytes_added,
@@ -83,7 +83,3 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
         )
         for part in reversed(parts)
     ]
-
-
-def _when(time: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(time, datetime.UTC)

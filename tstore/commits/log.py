@@ -56,7 +56,7 @@ class _Offer:
         self.durability = durability
         self._backend = backend
         self._offered: Record | None = None
-        self._data = b""
+        self._stored: Record | None = None
         self._offer: Offer | None = None
 
     async def create(self, version: int, record: Record, collected: int) -> Record:
@@ -65,10 +65,12 @@ class _Offer:
             record = replace(record, collected=collected)
         if self._offer is None or record != self._offered:
             await self.withdraw()
-            self._offered, self._data = record, encode(record)
-            self._offer = self._backend.offer(self._data, self.durability)
+            data = encode(record)
+            self._offered, self._stored = record, decode(data, Record)
+            self._offer = self._backend.offer(data, self.durability)
         await self._offer.create(commit_key(version))
-        return decode(self._data, Record)
+        assert self._stored is not None
+        return self._stored
 
     async def withdraw(self) -> None:
         """Gives back what was prepared."""
@@ -104,6 +106,7 @@ class Log(Records):
         `Conflict`, or returns the record to go on with. `retried` is told of every create that did not make it. A
         record whose `changes` are passed may go out together with others of this process: see `commits.queue`.
         """
+        encode(record)  # `InvalidArgument` here, before it could fail with others that go out together
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def checked(newer: Newer) -> Record:

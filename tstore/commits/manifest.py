@@ -15,6 +15,7 @@ buffers and not a million objects. Columns are little-endian.
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 
 from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
 __all__ = [
     "INLINE_MANIFEST",
@@ -35,6 +36,7 @@ __all__ = [
     "Part",
     "Record",
     "Root",
+    "date_of",
     "decode",
     "encode",
     "reference",
@@ -259,7 +261,11 @@ _KINDS: dict[type[_Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F"
 
 
 def encode(body: _Body) -> bytes:
-    """The frame of a record, manifest, fragment or root."""
+    """Return the frame of a record, manifest, fragment or root.
+
+    An object that is created cannot be taken back, so what was encoded is parsed here: `InvalidArgument` where it
+    could not be read again.
+    """
     version, fields = _VERSION, None
     if isinstance(body, Record):
         version = _DROPPING if body.dropped else _VERSION if body.collection is None else _COLLECTING
@@ -268,7 +274,15 @@ def encode(body: _Body) -> bytes:
             if fields[before:] != later:
                 break
             fields = fields[:before]
-    data = _MAGIC + _KINDS[type(body)] + bytes([version]) + msgspec.msgpack.encode(fields or body)
+    try:
+        packed = msgspec.msgpack.encode(fields or body)
+        msgspec.msgpack.decode(packed, type=type(body))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        name = type(body).__name__.lower()
+        raise InvalidArgument(
+            f"a {name} with these values could not be read again, nothing was written: {error}"
+        ) from None
+    data = _MAGIC + _KINDS[type(body)] + bytes([version]) + packed
     return data + digest(data)
 
 
@@ -287,8 +301,17 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")
     try:
         return msgspec.msgpack.decode(memoryview(data)[_HEADER:-CHECK_SIZE], type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error
+
+
+def date_of(time: float) -> datetime.datetime:
+    """Return the date of a record's time, the nearest where its writer's clock was beyond the calendar."""
+    try:
+        return datetime.datetime.fromtimestamp(time, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
+        return nearest.replace(tzinfo=datetime.UTC)
 
 
 def reference(key: str, data: bytes) -> ObjectRef:

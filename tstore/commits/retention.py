@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from tstore.arguments import STEP_TAG
 from tstore.commits.manifest import Alive, Collection, Record
 from tstore.errors import Conflict, InvalidArgument, NotFound, SourceCondemned
 
@@ -91,8 +91,8 @@ def _best(best: Best, steps: Iterable[Alive]) -> set[int]:
 
 
 def step_of(tags: Iterable[str]) -> int | None:
-    """The step that one of the tags names, None where none does."""
-    return next((int(m[1]) for tag in tags if (m := re.fullmatch(r"step/(\d+)", tag))), None)
+    """The step that the first of the tags names that names one; None where none does, as with `step/007`."""
+    return next((int(m[1]) for tag in tags if (m := STEP_TAG.fullmatch(tag))), None)
 
 
 class Ledger:
@@ -111,14 +111,13 @@ class Ledger:
                 other = self.alive[self._tags.pop(tag)]
                 self._put(other, tags=tuple(t for t in other.tags if t != tag))
         self._tags |= dict.fromkeys(record.tags, version)
-        metrics = record.facts.get("metrics", {})
         self.alive[version] = Alive(
             version,
             record.transaction,
             record.time,
             record.tags,
             record.replaces,
-            {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and not math.isnan(v)},
+            _metrics(record.facts),
             record.reused,
         )
 
@@ -147,6 +146,15 @@ class Ledger:
 
     def _put(self, entry: Alive, **changes: object) -> None:
         self.alive[entry.version] = msgspec.structs.replace(entry, **changes)
+
+
+def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
+    """The finite metrics of a commit; facts may hold anything under that name, as other programs write them."""
+    metrics = facts.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return {}
+    numbers = {k: v for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:

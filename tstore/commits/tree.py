@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tstore.arguments import checked_attributes, checked_text
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkRow, ChunkTable, Span
 from tstore.commits.manifest import Manifest, Record, Root
@@ -227,26 +228,24 @@ def is_below(path: str, top: str) -> bool:
 
 def checked_path(path: str) -> str:
     """The path of a node without outer slashes; `InvalidArgument` where it can't be one."""
-    stripped = path.strip("/")
-    if any(part in ("", ".", "..") or part == "zarr.json" for part in stripped.split("/")) or "\0" in path:
+    stripped = checked_text("path", path).strip("/")
+    if any(part in ("", ".", "..", "zarr.json") for part in stripped.split("/")) or min(stripped) < " ":
         raise InvalidArgument(
-            f"{path!r} is not the path of a node: expected names joined by '/', without '', '.', '..' "
-            "and 'zarr.json'"
+            f"{path!r} is not the path of a node: expected names joined by '/', without control characters, '', "
+            "'.', '..' and 'zarr.json'"
         )
     return stripped
 
 
 def group_document(attributes: Mapping[str, Any]) -> bytes:
     """The `zarr.json` of a group with these attributes."""
-    try:
-        return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
-    except TypeError as error:
-        raise InvalidArgument(f"attributes can't be stored as JSON: {error}") from None
+    checked = checked_attributes(attributes)
+    return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind(document: bytes) -> str:
     try:
         return str(msgspec.json.decode(document)["node_type"])
-    except (KeyError, TypeError, msgspec.DecodeError) as error:
+    except (KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
         raise Corrupt(f"metadata of a node does not parse: {error!r}") from error

@@ -32,6 +32,7 @@ import msgspec
 import xxhash
 
 from tstore import world
+from tstore.arguments import checked_index, checked_name
 from tstore.commits.log import Log
 from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
 from tstore.commits.queue import Newer
@@ -72,6 +73,9 @@ class Membership(NamedTuple):
     @staticmethod
     def of(name: str, host: int, hosts: int, attempt: str | None) -> Membership:
         """The membership; `InvalidArgument` where the host is out of range or the attempt is not known."""
+        name = checked_name("name", name)
+        attempt = None if attempt is None else checked_name("attempt", attempt)
+        host, hosts = checked_index("host", host), checked_index("hosts", hosts)
         if hosts < 1 or not 0 <= host < hosts:
             raise InvalidArgument(
                 f"host {host} of {hosts} does not exist: hosts are numbered from 0 to hosts - 1 = {hosts - 1}"

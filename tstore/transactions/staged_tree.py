@@ -46,7 +46,7 @@ class StagedTree:
 
     def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
-        path = checked_path(path) if path.strip("/") else ""
+        path = "" if path in ("", "/") else checked_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
             self.reads.nodes((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tstore.arguments import checked_name, checked_tag
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound
 
 __all__ = ["TagEdits"]
@@ -23,11 +24,11 @@ class TagEdits(NamedTuple):
     @staticmethod
     def of(tag: str | None, move_tag: str | None, drop_tag: str | None) -> TagEdits:
         """One of each kind; `InvalidArgument` for what can't be a tag, or is to become two things at once."""
-        given = [t for t in (tag, move_tag, drop_tag) if t is not None]
-        for name in given:
-            if not name or name != name.strip() or any(ord(c) < 32 for c in name) or name.isdigit():
-                raise InvalidArgument(f"tag {name!r} can't be used: expected printable text that is no number")
-        twice = [name for name in given if given.count(name) > 1]
+        tag = None if tag is None else checked_tag("tag", tag)
+        move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
+        drop_tag = None if drop_tag is None else checked_name("drop_tag", drop_tag)  # others may have set any
+        names = [t for t in (tag, move_tag, drop_tag) if t is not None]
+        twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise InvalidArgument(
                 f"tag {twice[0]!r} is named twice: expected in one of tag=, move_tag=, drop_tag="
