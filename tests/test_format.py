@@ -92,7 +92,7 @@ GC = Record(
         ("txn/old/pack-2", "roots/00000000000000000000"),
     ),
 )
-ROOT = Root(64, {"step/1": 3}, MANIFEST)
+ROOT = Root(64, bytes(range(16)), {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
         MANIFEST,
@@ -150,10 +150,11 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjlR$x{b97~JFEIn1sBK|xX=Y_}bdsuccy2FYFK}UFYoL+D0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<Ev"
-        "XL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o00000000000ssI200000"
-        "2LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y000000006200000000315C8xG006{5FfcGM"
-        "FfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUnR;mD(CxXNLD|&rOm+G0",
+        "baQlXa%EHjlt9D~009C61O)~M2nh-c3=Iwsfu?hGWpFPs1D&XCVQy(=Wpi|rs&sg6FJUimVPk8ck;DRNZjr<_dm?&aa&lj0Z*py6"
+        "bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR9100000"
+        "#25eo000000006200000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A000000ssI2"
+        "000000RRvH00000#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBOwL"
+        "5;FcI*u>`nKu^dCZYB",
     ),
 }
 

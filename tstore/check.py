@@ -61,16 +61,15 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
     faults: list[str] = []
     wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
     arrays: set[str] = set()
+    rebuilt = _Rebuilt(log)
     newest = await log.newest()
     alive, gc = await _living(log, newest)
     orphaned = False  # whether the version below expired, so that its chunks were not looked at
 
     async def read(version: int) -> tuple[Record | None, list[Manifest]]:
         """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
-        if version % ROOT_EVERY == 0:
-            await _check_root(log, version, faults)
         with _noted("", faults):
-            record = await log.read(commit_key(version), Record)
+            record = await log.record(version)
             if changes_nothing(record) or (version <= gc and version not in alive):
                 return record, []
             return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
@@ -95,6 +94,9 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
                 with _noted(f"version {version}, of what older ones wrote: ", faults):
                     _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
             orphaned = False
+        for version in numbers:
+            if version % ROOT_EVERY == 0:
+                await rebuilt.check_root(version, faults)
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.backend, wanted.values(), faults)
     size = sum(row.length for row, _ in wanted.values())
@@ -165,9 +167,53 @@ async def _foreign(backend: Backend) -> list[str]:
     return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no Unicode
 
 
-async def _check_root(log: Log, version: int, faults: list[str]) -> None:
-    with _noted("", faults), contextlib.suppress(NotFound):  # a root only saves time; the records hold everything
-        Tree.of(await log.read(root_key(version), Root))
+class _Rebuilt:
+    """The tree that the records alone make, to be compared with every root."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._tree: Tree | None = Tree.empty()
+        self._whole = True  # whether all manifests were there; those of versions that expired may be gone
+
+    async def check_root(self, version: int, faults: list[str]) -> None:
+        """Notes where the root of a version is damaged, of another record, or not what the records make."""
+        await self._advance(version)
+        key = root_key(version)
+        place, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
+        try:
+            root, stored = await self._log.read(key, Root), await self._log.stored(version)
+            tree = Tree.of(root)
+        except NotFound:  # also of the record, of which it is told by itself
+            return
+        except (Corrupt, UnsupportedFormat) as error:
+            reason = str(error) if key in str(error) else f"{place}: {error}"
+            faults.append(f"{reason}. Readers pass over it; {advice}")
+            return
+        if (root.version, root.record) != (version, stored.check):
+            faults.append(f"{place} is not the root of {commit_key(version)}. Readers pass over it; {advice}")
+        elif self._tree is not None and (odd := self._tree.differences(tree, nodes=self._whole)):
+            shown = ", ".join(p or "the root group" for p in odd[:5]) + (", …" if len(odd) > 5 else "")
+            faults.append(f"{place} is not what the records up to version {version} make, in {shown}; {advice}")
+
+    async def _advance(self, version: int) -> None:
+        """Goes on to the tree of a version; there is none any more behind a record that is damaged or gone."""
+        try:
+            numbers = range(self._tree.version + 1, version + 1) if self._tree is not None else range(0)
+            records = await together(self._log.record, numbers)
+        except (Corrupt, NotFound, UnsupportedFormat):
+            self._tree = None
+        if self._tree is None:
+            return
+        last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
+        for number, record in zip(numbers, records, strict=True):
+            manifests: list[Manifest] = []
+            if number >= last:
+                self._whole = self._whole or number == last
+                try:
+                    manifests = await self._log.manifests(record)
+                except (Corrupt, NotFound, UnsupportedFormat):
+                    self._whole = False
+            self._tree = self._tree.after(number, record, manifests)
 
 
 async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:

@@ -15,6 +15,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   └── SourceCondemned      a gc took chunks that were re-used; repeat, and write them anew
     ├── Inconsistent         the hosts of a group disagree; mend the job
     ├── Corrupt              restore from a copy                 (names path and chunk)
+    ├── TimelineChanged      open the store anew; another history stands at its URL
     ├── UnsupportedFormat    install a newer tstore
     ├── Denied               mend permissions
     ├── StorageFull          make room, then repeat; nothing committed was harmed
@@ -47,6 +48,7 @@ __all__ = [
     "StructureMismatch",
     "TStoreError",
     "Throttled",
+    "TimelineChanged",
     "Unavailable",
     "UnsupportedFormat",
     "listed",
@@ -145,6 +147,13 @@ class Inconsistent(TStoreError):
 
 class Corrupt(TStoreError):
     """Stored bytes differ from what was committed (checksum, length or form)."""
+
+
+class TimelineChanged(TStoreError):
+    """The store at the URL was replaced while it was open, as by restoring a backup: what is known of it is void.
+
+    Open it anew.
+    """
 
 
 class UnsupportedFormat(TStoreError):

@@ -15,7 +15,7 @@ from tstore.arguments import checked_facts, checked_text
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.commits.expiry import check_tag, newest_tree
-from tstore.commits.history import Commit, history, version_at
+from tstore.commits.history import Commit, history, version_at, version_named
 from tstore.commits.log import Log
 from tstore.commits.records import read_hint
 from tstore.commits.retention import Keep
@@ -227,7 +227,7 @@ class Store:
 
     async def _resolve(self, at: int | str, newest: int) -> int:
         try:
-            return await self._log.resolve(at, newest)
+            return await version_named(self._log, at, newest)
         except NotFound:
             if isinstance(at, str):
                 await check_tag(self._log, at)

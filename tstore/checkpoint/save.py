@@ -51,8 +51,8 @@ async def save(
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
     `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
     where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
-    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON) go
-    into the root group.
+    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
+    go into the root group.
 
     Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
     (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an

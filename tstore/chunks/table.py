@@ -30,12 +30,15 @@ __all__ = [
     "column",
     "digest",
     "gather",
+    "layered",
 ]
 
 BLOCK = 1 << 20
 """Bytes of an encoded chunk under one checksum."""
 
 CHECK_SIZE = 16
+
+_MERGED = 16
 
 digest = xxhash.xxh3_128_digest
 
@@ -157,6 +160,19 @@ class ChunkTable:
             )
         )
 
+    def equals(self, other: ChunkTable) -> bool:
+        """Whether both have the same rows in the same order; packs may be numbered in another one."""
+        mine, theirs = self.compact(), other.compact()
+        names = {pack: number for number, pack in enumerate(mine.packs)}
+        numbers = np.array([names.get(pack, len(names)) for pack in theirs.packs], "<u4")
+        return (
+            np.array_equal(mine.index, theirs.index)
+            and np.array_equal(mine.pack, numbers[theirs.pack])
+            and np.array_equal(mine.offset, theirs.offset)
+            and np.array_equal(mine.length, theirs.length)
+            and np.array_equal(mine.checks, theirs.checks)
+        )
+
     def validate(self) -> None:
         """Raises `Corrupt` where the columns do not fit each other."""
         n = len(self.index)
@@ -268,9 +284,32 @@ class Span(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def level(self) -> int:
+        """The power of sixteen below which the number of rows is."""
+        return -(-(self.stop - self.start).bit_length() // 4)
+
     def chunks(self) -> ChunkTable:
         """The rows as a table of their own."""
         return self.table.take(slice(self.start, self.stop))
+
+
+def layered(spans: tuple[Span, ...], newest: Span) -> tuple[Span, ...]:
+    """Return the spans with one more over them; small ones at the end are overlaid once they are many.
+
+    Spans of about the same length, to a power of sixteen, and shorter ones are merged sixteen or more at a time.
+    So a row is copied a few times however many commits follow, and about fifteen spans are left for each power.
+    """
+    joined = (*spans, newest)
+    while True:
+        level = joined[-1].level
+        first = len(joined) - 1
+        while first and joined[first - 1].level <= level:
+            first -= 1
+        if len(joined) - first < _MERGED:
+            return joined
+        table = ChunkTable.overlay([span.chunks() for span in joined[first:]]).compact()
+        joined = (*joined[:first], Span(table, 0, len(table)))
 
 
 def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:

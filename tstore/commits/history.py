@@ -13,7 +13,7 @@ from tstore.commits.manifest import Part, Record, date_of
 from tstore.errors import InvalidArgument, NotFound
 from tstore.turns import in_turn
 
-__all__ = ["Commit", "history", "version_at"]
+__all__ = ["Commit", "history", "version_at", "version_named"]
 
 
 class Commit(NamedTuple):
@@ -51,6 +51,19 @@ async def history(log: Log) -> AsyncGenerator[Commit, None]:
     for number, found in same:
         for commit in _commits(number, found, expired=False):
             yield commit
+
+
+async def version_named(log: Log, at: int | str, newest: int) -> int:
+    """Return the version of a number or tag, as of the version `newest`; `NotFound` names what there is."""
+    if isinstance(at, int):
+        if not 0 <= at <= newest:
+            raise NotFound(f"{log.backend.url} has no version {at}; its newest is {newest}")
+        return at
+    tags = (await log.tree(newest)).tags
+    if at not in tags:
+        known = ", ".join(sorted(tags)[-10:]) or "none"
+        raise NotFound(f"{log.backend.url} has no tag {at!r}; its tags are: {known}")
+    return tags[at]
 
 
 async def version_at(log: Log, at: datetime.datetime, newest: int) -> int:

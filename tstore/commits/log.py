@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tstore.commits.manifest import Record, decode, encode
+from tstore.commits.manifest import Record, Stored, check_of, decode, encode
 from tstore.commits.queue import SHORTEST_PAUSE, CommitQueue, Entry, Newer, Retry, Validate, next_pause
 from tstore.commits.records import HINT, ROOT_EVERY, Records, commit_key, root_key
 from tstore.commits.retention import check_condemned
@@ -56,17 +56,17 @@ class _Offer:
         self.durability = durability
         self._backend = backend
         self._offered: Record | None = None
-        self._stored: Record | None = None
+        self._stored: Stored | None = None
         self._offer: Offer | None = None
 
-    async def create(self, version: int, record: Record, collected: int) -> Record:
+    async def create(self, version: int, record: Record, collected: int) -> Stored:
         """Creates the record of a version, where `collected` is the newest gc before it, and returns it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if self._offer is None or record != self._offered:
             await self.withdraw()
             data = encode(record)
-            self._offered, self._stored = record, decode(data, Record)
+            self._offered, self._stored = record, Stored(decode(data, Record), check_of(data))
             self._offer = self._backend.offer(data, self.durability)
         await self._offer.create(commit_key(version))
         assert self._stored is not None
@@ -150,7 +150,7 @@ class Log(Records):
             try:
                 record = await validate(met) if met else record
             except NotFound as error:
-                if await self._record_or_none(newer[-1][0] + 1) is not None:
+                if await self._stored_or_none(newer[-1][0] + 1) is not None:
                     continue  # a gc that was committed meanwhile deleted what is validated against: look again
                 if collected <= seen:
                     raise
@@ -176,7 +176,7 @@ class Log(Records):
                 if await self._met(asked, record.transaction) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
-                self._keep(asked, made)
+                self._records.put(asked, made)
                 return await self._appended(asked)
             tries += 1
 
@@ -202,17 +202,17 @@ class Log(Records):
         void = Record(record.transaction + ".void", record.base, record.time, void=True, durable=False)
         void = replace(void, collected=record.collected)
         try:
-            if await self._record_or_none(version) is None:
+            if await self._stored_or_none(version) is None:
                 await self.backend.create(commit_key(version), encode(void), Durability.FSYNC)
         except AlreadyExists:
             return
         except TStoreError:
             raise self._unknown(version, record.transaction, cause) from cause
 
-    async def _met(self, asked: int, transaction: str) -> Record | None:
+    async def _met(self, asked: int, transaction: str) -> Stored | None:
         """The record of the version that was asked for, if there is one; it may be the transaction's own."""
         try:
-            return await self._record_or_none(asked)
+            return await self._stored_or_none(asked)
         except Unavailable as error:
             raise self._unknown(asked, transaction, error) from error
 
@@ -239,16 +239,16 @@ class Log(Records):
 
     async def _appended(self, version: int) -> int:
         self._newest = max(self._newest, version)
-        self._end = version, asyncio.get_running_loop().time()
+        self._search.ends_at(version, asyncio.get_running_loop().time())
         if version % ROOT_EVERY == 0:
             try:
-                root = (await self.tree(version)).root()
+                root = (await self.tree(version)).root((await self.stored(version)).check)
                 await self.backend.create(root_key(version), encode(root), Durability.FSYNC)
             except AlreadyExists:
                 pass  # another finisher wrote the same bytes
             except TStoreError:
                 return version  # the commit stands; opening it costs more reads until the next root
-            self._trees[version] = Tree.of(root)  # one span for each array in place of one for each commit
+            self._trees.put(version, Tree.of(root))  # one span for each array in place of one for each commit
             await self._write_hint(version)
         return version
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ __all__ = [
     "Part",
     "Record",
     "Root",
+    "Stored",
+    "check_of",
     "date_of",
     "decode",
     "encode",
@@ -61,6 +63,10 @@ class ObjectRef(_Body, tag="object", frozen=True):
     key: str
     length: int
     check: bytes
+
+    def is_to(self, data: bytes) -> bool:
+        """Whether these bytes have the length and the checksum that it names."""
+        return len(data) == self.length and check_of(data) == self.check
 
 
 class Manifest(_Body, tag="manifest", dict=True, frozen=True):
@@ -226,6 +232,17 @@ class Record(_Body, frozen=True):
         """The ids of all transactions that it commits."""
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
+    def commits(self, transaction: str) -> bool:
+        """Whether it is the commit of that transaction, or of several with that one among them."""
+        return transaction == self.transaction or transaction in self.transactions
+
+
+class Stored(NamedTuple):
+    """A record, and the checksum that its bytes end in."""
+
+    record: Record
+    check: bytes
+
 
 _LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
 """Defaults of the fields that records of older stores do not have, by how many are before; left out at the end."""
@@ -250,9 +267,10 @@ class Fragment(_Body, frozen=True):
 
 
 class Root(_Body, frozen=True):
-    """The whole tree and all tags as of one version."""
+    """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
 
     version: int
+    record: bytes
     tags: dict[str, int]
     manifest: Manifest
 
@@ -314,6 +332,11 @@ def date_of(time: float) -> datetime.datetime:
         return nearest.replace(tzinfo=datetime.UTC)
 
 
+def check_of(data: bytes) -> bytes:
+    """Return the checksum that a frame ends in, which is not compared with its bytes here."""
+    return data[-CHECK_SIZE:]
+
+
 def reference(key: str, data: bytes) -> ObjectRef:
     """The reference by which another object names these bytes."""
-    return ObjectRef(key, len(data), data[-CHECK_SIZE:])
+    return ObjectRef(key, len(data), check_of(data))

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from tstore.arguments import checked_attributes, checked_text
 from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.table import ChunkRow, ChunkTable, Span
+from tstore.chunks.table import ChunkRow, ChunkTable, Span, layered
 from tstore.commits.manifest import Manifest, Record, Root
 from tstore.errors import Corrupt, InvalidArgument
 
@@ -131,16 +131,33 @@ class Tree:
                     nodes[path] = Node(document, (span,))
                     made.add(path)
                 else:
-                    nodes[path] = Node(document, (*old.spans, span))
+                    nodes[path] = Node(document, layered(old.spans, span))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
         """All nodes and their chunks in one manifest; every node is fresh in it."""
         return Manifest.of([(path, n.document, True, n.spans) for path, n in self.nodes.items()])
 
-    def root(self) -> Root:
-        """This tree as the object that spares the reading of all records before it."""
-        return Root(self.version, dict(self.tags), self.manifest())
+    def root(self, record: bytes) -> Root:
+        """This tree as the object that spares the reading of all records before it.
+
+        `record` is the checksum of the record of its version.
+        """
+        return Root(self.version, record, dict(self.tags), self.manifest())
+
+    @staticmethod
+    def empty() -> Tree:
+        """The tree before the first commit."""
+        return Tree(0, {}, {})
+
+    def differences(self, other: Tree, *, nodes: bool) -> list[str]:
+        """Return the tags, and with `nodes` the paths, in which another tree of this version differs."""
+        names = self.tags.keys() | other.tags.keys()
+        odd = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
+        if nodes:
+            paths = self.nodes.keys() | other.nodes.keys()
+            odd += sorted(p for p in paths if not _alike(self.nodes.get(p), other.nodes.get(p)))
+        return odd
 
     @staticmethod
     def of(root: Root) -> Tree:
@@ -204,6 +221,13 @@ class Changes(NamedTuple):
             if len(both):
                 chunks[path] = both
         return Overlap(fatal, chunks)
+
+
+def _alike(mine: Node | None, other: Node | None) -> bool:
+    """Whether two nodes have the same metadata and the same chunks at the same places."""
+    if mine is None or other is None or mine.document != other.document:
+        return False
+    return mine.chunks.equals(other.chunks)
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:

@@ -1,12 +1,15 @@
 """A backend in front of which a cache lies: what was read and never changes is kept, and read again from there.
 
-1. Records, roots, manifests and fragments are kept whole. Each ends in its own checksum, which must be right when
-   it is kept and whenever it is used. Of packs the ranges are kept that were read, cut at multiples of `PIECE`,
-   each with a checksum behind it. What is torn, or was changed, counts as not there, and is read again.
-2. The marker, hints, heartbeats and the absence of an object are never kept.
+1. Roots and manifests are kept whole. Each ends in its own checksum, which must be right when it is kept and
+   whenever it is used. Of packs the ranges are kept that were read, cut at multiples of `PIECE`, each with a
+   checksum behind it. What is torn, or was changed, counts as not there, and is read again.
+2. Records are never kept: where a backup was restored at the same URL, others stand under the same names, and only
+   the store itself can tell. All that is kept is bound to them: a root and a manifest by a checksum that a record
+   has, a pack by the id of its transaction. The marker, hints, fragments, heartbeats and the absence of an object
+   are never kept either.
 3. Names are made of the store's URL, its uuid and the key, so that stores do not mix, nor a store and its copy.
-4. Bytes that a reader finds wrong although they are as they were kept came wrong from the server: `forget` has the
-   pack read again.
+4. Bytes that a reader finds wrong although they are as they were kept came wrong from the server, or are those of
+   another history: `forget` has the object read again.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ PIECE = 4 << 20
 """Bytes of the longest range in one file."""
 
 _IOV_MAX = 1000
-_WHOLE = re.compile(r"(commits|roots)/\d{20}|txn/[^/]+/(manifest|part|merge)-[^/]*")
+_WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")
 
 
 class _Range(NamedTuple):
@@ -85,11 +88,7 @@ class CachedBackend(Plain):
         return data
 
     async def size(self, key: str) -> int | None:
-        """See `Backend.size`; commits are never deleted, so one that was seen is there."""
-        if key.startswith("commits/"):
-            data = await run(_read_whole, self.path(key))
-            if data is not None:
-                return len(data)
+        """See `Backend.size`."""
         return await self.inner.size(key)
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:

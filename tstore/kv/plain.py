@@ -20,7 +20,7 @@ class Plain:
         """See `Backend.leading`; many requests at once where each waits for a server."""
         keys, found = list(keys), list[bytes]()
         most = _MOST_AT_ONCE if self.transfer.waits else 1
-        ahead = min(2, most)
+        ahead = min(3, most)  # what the caller knows, the next, and the one behind that
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + ahead]
             got = await asyncio.gather(*[_get_or_none(self, key) for key in asked])

@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import xxhash
 from aiohttp import web
 
 from tstore.commits.log import Log
+from tstore.commits.manifest import Root, check_of, decode
 from tstore.commits.records import commit_key
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
 from tstore.kv.objects import PutMode
 from tstore.pool import run
 from tstore.server.answers import Refused
@@ -100,22 +102,38 @@ class Storing:
                 await run(check, key, kind, bytes(data))
             except (Corrupt, UnsupportedFormat) as error:
                 raise Refused(422, f"{key} is not stored: {error}") from error
+            if kind is Kind.ROOT:
+                await self._check_root(key, bytes(data))
             before = number_of(key) - 1 if kind is Kind.RECORD else 0
             if before and not await self._served.exists(commit_key(before)):
                 said = f"there is no version {before}, and no number is left out"
                 raise Refused(422, f"{key} is not stored: {said}")
             await self._served.put(key, bytes(data), mode)
 
+    async def _check_root(self, key: str, data: bytes) -> None:
+        """Refuses a root of another record than stands there; where none does yet, readers compare."""
+        with contextlib.suppress(NotFound):
+            record = await self._served.backend.get(commit_key(number_of(key)))
+            if decode(data, Root).record != check_of(record):
+                raise Refused(422, f"{key} is not stored: it is the root of another record than the one here")
+
     async def _condemned(self, key: str) -> bool:
         """Whether one of the last gcs condemned an object."""
-        last = await self._log.collected(await self._log.newest())
+        try:
+            return await self._condemned_by(self._log, key)
+        except TimelineChanged:  # a backup was restored below the server, which goes on with that
+            self._log = Log(self._served.backend)
+            return await self._condemned_by(self._log, key)
+
+    async def _condemned_by(self, log: Log, key: str) -> bool:
+        last = await log.collected(await log.newest())
         for _ in range(_GCS):
-            collection = (await self._log.record(last)).collection if last else None
+            collection = (await log.record(last)).collection if last else None
             if collection is None:
                 return False
             if key in collection.objects or key.split("/")[1] in collection.transactions:
                 return True
-            last = (await self._log.record(last)).collected
+            last = (await log.record(last)).collected
         return False
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import Span
 from tstore.commits.manifest import Fragment, Manifest, Record
 from tstore.commits.tree import Node, Tree
 from tstore.errors import Inconsistent
@@ -132,14 +133,14 @@ def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[M
 
 
 def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: Manifest) -> None:
-    written: dict[str, int] = {}
+    written: dict[str, list[Span]] = {}
     for each in manifests:
         for path, _, _, span in each.nodes():
-            written[path] = written.get(path, 0) + span.stop - span.start
+            written.setdefault(path, []).append(span)
     twice = [
-        f"{path}: chunks {_twice(tree.nodes[path])}"
+        f"{path}: chunks {_twice(tree.nodes[path], written[path])}"
         for path, _, _, span in manifest.nodes()
-        if written[path] != span.stop - span.start
+        if sum(s.stop - s.start for s in written[path]) != span.stop - span.start
     ]
     if twice:
         raise Inconsistent(
@@ -148,8 +149,8 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: 
         )
 
 
-def _twice(node: Node) -> list[tuple[int, ...]]:
-    numbers, times = np.unique(np.concatenate([s.chunks().index for s in node.spans]), return_counts=True)
+def _twice(node: Node, spans: Sequence[Span]) -> list[tuple[int, ...]]:
+    numbers, times = np.unique(np.concatenate([s.chunks().index for s in spans]), return_counts=True)
     counts = node.meta.counts
     return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
 
