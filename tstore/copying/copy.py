@@ -218,7 +218,7 @@ class _Copy:
         begun = await self._begun() if self._known is None else None
         await self._records.explaining(self._move_packs(begun))
         await self._records.explaining(self._move_manifests(begun))
-        if self._present:
+        if self._present and self._known is not None:
             await self._target.flush()  # another copy may have died before what it made there was durable
         await self._create_records()
         await self._create_roots()
@@ -305,10 +305,14 @@ class _Copy:
 
     async def _create_records(self) -> None:
         versions = range((self._known or 0) + 1, self._records.newest + 1)
+        # nobody reads a new copy before its marker is there: all of it is made durable at once, before that
+        durability = Durability.NONE if self._known is None else Durability.FSYNC
         async with contextlib.aclosing(self._records.in_order(versions)) as records:
             async for version, data in records:
-                self._commits += await self._destination.create_record(self._records, version, data)
-        if self._commits < len(versions):
+                self._commits += await self._destination.create_record(self._records, version, data, durability)
+        if self._known is None:
+            await self._target.flush()
+        elif self._commits < len(versions):
             await self._target.settle("commits", Durability.FSYNC)  # who created the others may have died before
 
     async def _create_roots(self) -> None:

@@ -56,19 +56,21 @@ class Destination:
             [],
         )
 
-    async def create(self, key: str, data: bytes) -> bool:
+    async def create(self, key: str, data: bytes, durability: Durability = Durability.FSYNC) -> bool:
         """Create an object; whether it was made here and now, and not there already."""
         try:
-            await self.backend.create(key, data, Durability.FSYNC)
+            await self.backend.create(key, data, durability)
         except AlreadyExists:
             return False
         self.objects += 1
         self.bytes += len(data)
         return True
 
-    async def create_record(self, records: SourceRecords, version: int, data: bytes) -> bool:
+    async def create_record(
+        self, records: SourceRecords, version: int, data: bytes, durability: Durability
+    ) -> bool:
         """Create a record; whether it was made here and now. `Conflict` where the version is another."""
-        if await self.create(commit_key(version), data):
+        if await self.create(commit_key(version), data, durability):
             return True
         if await self.backend.get(commit_key(version)) != data:
             raise self.apart(records, version)
