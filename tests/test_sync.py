@@ -7,6 +7,8 @@ import contextlib
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +166,32 @@ def test_a_block_that_raises_aborts() -> None:
     with pytest.raises(KeyError, match="mine"):
         fails()
     assert store.snapshot().version == 0
+
+
+LEFT_EARLY = {
+    "break": "for commit in store.history(): break",
+    "dropped": "next(store.history())",
+    "closed": "commits = store.history(); next(commits); commits.close()",
+    "exit": "commits = store.history(); next(commits)",
+    "unread": "commits = store.history(); del commits",
+    "raised": "try:\n    for commit in store.history(): raise ValueError\nexcept ValueError: pass",
+    "cycle": "commits = [store.history()]; next(commits[0]); commits.append(commits); del commits; gc.collect()",
+    "thread": "t = threading.Thread(target=lambda: next(store.history())); t.start(); t.join()",
+}
+
+
+@pytest.mark.parametrize("how", LEFT_EARLY)
+def test_a_history_may_be_left_early(tmp_path: Path, how: str) -> None:
+    with blocking.open(tmp_path / "s") as store:
+        for name in "abc":
+            with store.transaction() as tx:
+                tx.create_group(name)
+    script = f"import gc, threading, tstore.sync as tstore\nstore = tstore.open({str(tmp_path / 's')!r}, 'r')\n"
+    # the loop closes the iteration asynchronously; a later call, run by the same loop, waits for that
+    script += f"{LEFT_EARLY[how]}\n" + ("" if how == "exit" else "store.tags()\n")
+    command = [sys.executable, "-W", "error", "-X", "dev", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_blocking_call_inside_of_its_own_loop_is_misuse() -> None:

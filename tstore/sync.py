@@ -12,7 +12,7 @@ import datetime
 import functools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -120,6 +120,9 @@ def _cancel(tasks: list[asyncio.Task[R]]) -> None:
 
 
 _loop = _Loop()
+
+_iterations: set[AsyncIterator[Any]] = set()
+"""Iterations under way: an asynchronous generator in a reference cycle would be closed together with those inside it."""
 
 
 def _after_fork() -> None:
@@ -245,7 +248,7 @@ class Store(_Twin):
 
     url: str = _same(_async.Store, "url")
     traffic: Traffic | None = _same(_async.Store, "traffic")
-    mode: Mode = property(lambda self: self._awaited.mode, doc='"r", "a" or "x".')  # type: ignore[assignment]
+    mode: Mode = property(lambda self: self._awaited.mode, doc='"r", "r+", "a" or "x".')  # type: ignore[assignment]
     uuid: str = property(lambda self: self._awaited.uuid, doc="Made with the store.")  # type: ignore[assignment]
 
     tags = _blocking(_async.Store.tags)
@@ -272,8 +275,17 @@ class Store(_Twin):
     def history(self) -> Iterator[Commit]:
         """Every commit, newest first."""
         commits = self._awaited.history()
-        while (commit := _loop.run(anext(commits, None))) is not None:
-            yield commit
+
+        async def following() -> Commit | None:  # first run by the loop, which so closes an iteration left early
+            commit: Commit | None = await anext(commits, None)
+            return commit
+
+        _iterations.add(commits)
+        try:
+            while (commit := _loop.run(following())) is not None:
+                yield commit
+        finally:
+            _iterations.discard(commits)
 
     def __enter__(self) -> Store:
         return self
