@@ -76,7 +76,22 @@ async def test_an_empty_folder_becomes_a_store_only_when_asked(tmp_path: Path) -
     assert (await tstore.open(tmp_path, "a")).uuid == store.uuid
 
 
-@pytest.mark.parametrize("mode", ["r", "a", "x"])
+async def test_a_store_must_exist_to_be_opened_for_reading_and_writing(tmp_path: Path) -> None:
+    for url in (tmp_path, tmp_path / "typo", f"memory://{tmp_path}"):
+        with pytest.raises(NotAStore):
+            await tstore.open(url, "r+")
+        with pytest.raises(NotAStore):
+            await tstore.quantize(url, "e4m3")
+    assert list(tmp_path.iterdir()) == []
+    await tstore.save(tmp_path, {"w": np.ones(100)}, 0)
+    async with await tstore.open(tmp_path, "r+") as store:
+        assert store.mode == "r+"
+        async with store.transaction() as tx:
+            await tx.create_array("x", (2,), "int8")
+    assert (await tstore.quantize(tmp_path, "e4m3")).version == 3
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "a", "x"])
 async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tstore.store.Mode) -> None:
     (tmp_path / "model.bin").write_bytes(b"mine")
     with pytest.raises(NotAStore, match=str(tmp_path)):

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tstore.arguments import checked_facts, checked_text
 from tstore.check import VerifyReport, verify_store
@@ -45,7 +45,7 @@ from tstore.transactions.transaction import Isolation, Transaction
 
 __all__ = ["Mode", "Store", "open", "opened"]
 
-Mode = Literal["r", "a", "x"]
+Mode = Literal["r", "r+", "a", "x"]
 
 
 async def open(
@@ -59,13 +59,15 @@ async def open(
 
     `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
     of this machine in which what is read is kept, under `Cache`'s limit of bytes.
-    Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
+    Mode "r" reads a store, "r+" reads and writes one, "a" also creates it if nothing is there, "x" creates a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
     which is put to the test where a store is made), `InvalidArgument`.
     """
-    if mode not in ("r", "a", "x"):
-        raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read), 'a' (write) or 'x' (create)")
+    if mode not in get_args(Mode):
+        raise InvalidArgument(
+            f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (also create if missing) or 'x' (create)"
+        )
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     early = asyncio.ensure_future(_early_hint(backend))
     try:
@@ -85,14 +87,14 @@ async def open(
 async def _marker(backend: Backend, mode: Mode) -> Marker:
     marker = await read_marker(backend)
     if marker is None:
-        if mode == "r":
+        if mode in ("r", "r+"):
             raise NotAStore(f"{backend.url} is not a tstore store: it has no {MARKER}; check the path")
         marker, made = await create_marker(backend, RACERS if mode == "x" else 2)
         if mode == "x" and not made:
             raise AlreadyExists(f"{backend.url} was made a store by another process just now")
     elif mode == "x":
         raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
-    elif mode == "a" and not backend.capabilities.conditional_create:
+    elif mode != "r" and not backend.capabilities.conditional_create:
         await prove(backend)
     return marker
 
@@ -306,14 +308,14 @@ class Store:
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
         """
         if self.mode == "r" and not dry_run:
-            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a', or pass dry_run=True")
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):
             raise InvalidArgument(f"keep={keep!r}: expected a tstore.Keep, as Keep(last=5), or None")
         return await collect(self._log, keep, abandoned, dry_run=dry_run)
 
     def _check_writable(self) -> None:
         if self.mode == "r":
-            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='a' to write")
+            raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+' to write")
 
     async def close(self) -> None:
         """Releases open files; the store can still be used, and opens them again."""

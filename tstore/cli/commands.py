@@ -231,9 +231,7 @@ def _finish(store: str, transaction: str, as_json: bool) -> int:
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"finishing {transaction}")
-        async with await tstore.open(store, "r"):
-            pass  # mode "a" would make a store where none is
-        async with await tstore.open(store) as opened:
+        async with await tstore.open(store, "r+") as opened:
             return {
                 "store": opened.url,
                 "transaction": transaction,
@@ -304,9 +302,7 @@ def _quantize(
             check_plot(plot)
         arguments = chosen if policy is None else parse_policy(policy.read(), policy.name)
         progress.doing(f"quantizing {store}")
-        async with await tstore.open(store, "r"):
-            pass  # mode "a" would make a store where none is
-        async with await tstore.open(store) as opened:
+        async with await tstore.open(store, "r+") as opened:
             report = await tstore.quantize(
                 opened,
                 **{**arguments, **options},

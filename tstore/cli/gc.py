@@ -83,9 +83,7 @@ def gc(
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"collecting {store}")
-        async with await tstore.open(store, "r"):
-            pass  # mode "a" would make a store where none is
-        async with await tstore.open(store, "r" if dry_run else "a") as opened:
+        async with await tstore.open(store, "r" if dry_run else "r+") as opened:
             report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)
         return {"store": opened.url, **report._asdict()}
 

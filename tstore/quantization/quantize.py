@@ -115,7 +115,7 @@ async def quantize(
         assert tx.version is not None
         return report._replace(version=tx.version)
 
-    async with opened(where) as store:
+    async with opened(where, "r+") as store:
         for _ in range(_OVERTAKEN):
             try:
                 return await once(store)
