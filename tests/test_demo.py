@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from weights import real_weights
 
 import tstore.sync as tstore
 from tstore.checkpoint.structure import flatten
 from tstore.convert.safetensors import open_tensors
-from tstore.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from tstore.errors import DeadlineExceeded, InvalidArgument, StorageFull, Unavailable
 from tstore.testing.hosts import Job
 from tstore.testing.model import advance, transformer
 
@@ -212,16 +215,21 @@ def test_bad_input(tmp_path: Path, temporary: Path) -> None:
 # ---- the simulated hosts
 
 
-async def test_hosts_answer_and_report_errors(tmp_path: Path) -> None:
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    """A small file of weights."""
+    safetensors.numpy.save_file({"w": np.arange(64_000, dtype=np.float32)}, tmp_path / "weights")
+    return str(tmp_path / "weights")
+
+
+async def test_hosts_answer_and_report_errors(tmp_path: Path, weights: str) -> None:
     async with Job(2) as job:
         assert await job.ask("ready") == [None, None]
-        await job.ask("hold", weights=str(real_weights()), mesh={"data": 2, "model": 1})
+        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
         reply = await job.hosts[0].ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=0.2)
         assert isinstance(reply.error, DeadlineExceeded)
         assert reply.error.absent == [1]
         assert "hosts [1] of 2" in str(reply.error)
-        with pytest.raises(InvalidArgument, match="step -1"):
-            await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
         pids = [host.process.pid for host in job.hosts]
         await job.hosts[1].kill()
         with pytest.raises(Unavailable, match="host 1 ended with code -9"):
@@ -229,9 +237,43 @@ async def test_hosts_answer_and_report_errors(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path) -> None:
+def fill_disk_of(pid: int) -> None:
+    """Have every larger write of a process fail as on a full disk."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+
+async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, weights: str) -> None:
+    async with Job(2) as job:
+        with pytest.raises(InvalidArgument, match="step -1"):
+            await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
+    async with Job(2) as job:
+        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
+        fill_disk_of(job.hosts[1].process.pid)
+        with pytest.raises(StorageFull, match="make room"):
+            async with asyncio.timeout(30):
+                await job.ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=100)
+        assert all(gone(host.process.pid) for host in job.hosts)
+
+
+def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary: Path) -> None:
+    started = time.monotonic()
+    with demo("--store", tmp_path / "store", "--size", SIZE // 1_000_000) as process:
+        until(lambda: len(hosts_of(process)) == 8)
+        fill_disk_of(hosts_of(process)[3])
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert err.startswith("tstore: ")
+    assert err.count("\n") == 1
+    assert "make room" in err
+    assert "saved step 0" not in out
+    assert time.monotonic() - started < 60  # the other hosts wait for 120 s
+    assert os.listdir(temporary) == []
+    assert tstore.open(tmp_path / "store", "r").verify().ok
+
+
+async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path, weights: str) -> None:
     async with Job(4) as job:
-        await job.ask("hold", weights=str(real_weights()), mesh={"data": 4, "model": 1})
+        await job.ask("hold", weights=weights, mesh={"data": 4, "model": 1})
         for i in range(5):
             store = str(tmp_path / str(i))
             answers = await job.ask("save", store=store, step=0, attempt="a", timeout=30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 import textwrap
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from fileservers import aiohttp_files, nginx, python_files
 from forks import forks
 
 import tstore
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound, Unreachable
 from tstore.kv.http import HttpObjects
 from tstore.kv.objects import WHOLE, PutMode, Span
 from tstore.server import Access, Server
@@ -435,6 +436,15 @@ def test_a_store_that_nobody_closed_ends_without_a_word(tmp_path: Path) -> None:
         """,
         tmp_path / "store",
     )
+
+
+async def test_an_address_without_a_server_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for host, why in ((f"127.0.0.1:{port}", "Connection refused"), ("no-such-host.invalid", "check the address")):
+        async with asyncio.timeout(8):  # `first_deadline` is 10 s
+            with pytest.raises(Unreachable, match=why):
+                await tstore.open(f"http://{host}/store", "r")
 
 
 def test_local_stores_import_no_http_client(tmp_path: Path) -> None:

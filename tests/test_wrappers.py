@@ -22,6 +22,7 @@ from tstore.errors import (
     Throttled,
     TStoreError,
     Unavailable,
+    Unreachable,
 )
 from tstore.kv.faults import LATE, Chances, Faults
 from tstore.kv.limits import Limits
@@ -198,6 +199,26 @@ def test_asking_again_ends() -> None:
             await objects.head("k")
         assert PATIENCE.first_deadline < clock() - began <= PATIENCE.deadline
         assert 6 < len(dead.times) - tries < 100
+
+    on_virtual_time(test)
+
+
+def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server_is_waited_for() -> None:
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        scripted = Scripted(memory(), *[("before", Unreachable("refused"))] * 10_000)
+        objects = Retry(scripted)
+        with pytest.raises(Unreachable):
+            await objects.head("k")
+        assert clock() <= PATIENCE.connect_deadline < PATIENCE.first_deadline
+        assert len(scripted.times) > 1
+        scripted.faults.clear()
+        await objects.head("k")
+        scripted.faults = [("before", Unreachable("refused"))] * 10_000
+        began = clock()
+        with pytest.raises(Unreachable):
+            await objects.head("k")
+        assert clock() - began > PATIENCE.first_deadline
 
     on_virtual_time(test)
 

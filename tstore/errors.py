@@ -20,6 +20,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     ├── Denied               mend permissions
     ├── StorageFull          make room, then repeat; nothing committed was harmed
     ├── Unavailable          try again later
+    │   ├── Unreachable          check the address, and that the server runs
     │   ├── Throttled            after `retry_after` seconds, where the server said so
     │   └── DeadlineExceeded     a wait ran out; names the absent hosts   (also a TimeoutError)
     └── CommitOutcomeUnknown ask `store.outcome(txn)` later
@@ -50,6 +51,7 @@ __all__ = [
     "Throttled",
     "TimelineChanged",
     "Unavailable",
+    "Unreachable",
     "UnsupportedFormat",
     "listed",
 ]
@@ -170,6 +172,10 @@ class StorageFull(TStoreError):
 
 class Unavailable(TStoreError):
     """The backend did not answer, or answered that it can't just now."""
+
+
+class Unreachable(Unavailable):
+    """No connection could be made: the host name is unknown, or nothing listens at that address."""
 
 
 class Throttled(Unavailable):

@@ -59,14 +59,14 @@ async def open(
 
     `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
     of this machine in which what is read is kept, under `Cache`'s limit of bytes.
-    Mode "r" reads a store, "r+" reads and writes one, "a" also creates it if nothing is there, "x" creates a new one.
+    Mode "r" reads a store, "r+" reads and writes one, "a" also creates one if nothing is there, "x" a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
     which is put to the test where a store is made), `InvalidArgument`.
     """
     if mode not in get_args(Mode):
         raise InvalidArgument(
-            f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (also create if missing) or 'x' (create)"
+            f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or 'x' (create)"
         )
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     early = asyncio.ensure_future(_early_hint(backend))

@@ -122,7 +122,7 @@ def _cancel(tasks: list[asyncio.Task[R]]) -> None:
 _loop = _Loop()
 
 _iterations: set[AsyncIterator[Any]] = set()
-"""Iterations under way: an asynchronous generator in a reference cycle would be closed together with those inside it."""
+"""Those under way, held so that a cyclic garbage collection does not close one together with those inside it."""
 
 
 def _after_fork() -> None:

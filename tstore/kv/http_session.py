@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import socket
 import ssl
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +29,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 from yarl import URL
 
-from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable
+from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable, Unreachable
 from tstore.kv.base import Buffers
 from tstore.kv.http_answer import Sink, legible
 from tstore.kv.http_body import fill
@@ -40,6 +42,7 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 """How long a server may be silent: before it answers, between two bytes, and while it takes a body."""
 
+_UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _REDIRECTS = 5
 _FOLLOWED = (301, 302, 303, 307, 308)
 _PIECE = 256 << 10
@@ -149,7 +152,7 @@ class Session:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer to a request, whatever its status, its body still to be read.
 
-        `Unavailable` (no connection, no answer, half an answer), `Denied` (its certificate, a redirect of a
+        `Unreachable`, `Unavailable` (no answer, half an answer), `Denied` (its certificate, a redirect of a
         write or from https to http), `Corrupt` (it does not speak HTTP, or redirects without end).
         """
         with _mapped(where):
@@ -305,8 +308,11 @@ def _mapped(where: str) -> Iterator[None]:
             "certificate; a private authority is named by storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
-        raise Unavailable(
-            f"{where}: no connection ({legible(str(error.os_error))}); check the address, and that the server runs"
+        unknown_host = isinstance(error.os_error, socket.gaierror)
+        kind = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
+        reason = os.strerror(error.errno) if error.errno in _UNREACHABLE else str(error.os_error.strerror or error)
+        raise kind(
+            f"{where}: no connection ({legible(reason)}); check the address, and that the server runs"
         ) from error
     except aiohttp.InvalidURL as error:
         raise InvalidArgument(f"{where}: this is no URL that can be asked") from error

@@ -3,8 +3,9 @@
 1. Only `Unavailable` and `Throttled` are asked again. Reading, deleting and replacing may be done twice.
 2. The pause before the next try is drawn between the shortest one and three times the one before, up to the
    longest (decorrelated jitter), or is what the server named as `retry_after`, if that is more.
-3. No try begins later than `deadline` after the first; before the server's first answer, than `first_deadline`: a
-   wrong address shows at once. A try that is under way is left to its own time-outs.
+3. No try begins later than `deadline` after the first. Until the server has answered once the deadline is
+   `first_deadline`, and `connect_deadline` while no connection can be made: a wrong address shows at once.
+   A try that is under way is left to its own time-outs.
 4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
    can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
    who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`. A refusal of a later try
@@ -19,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from tstore import world
-from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable
+from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
 from tstore.kv.base import Buffers
 from tstore.kv.objects import Objects, Page, PutMode, Request, Span, Wrapper
 
@@ -38,6 +39,7 @@ class Patience(NamedTuple):
     longest: float = 10.0
     deadline: float = 60.0
     first_deadline: float = 10.0
+    connect_deadline: float = 1.0
 
 
 PATIENCE = Patience()
@@ -93,8 +95,8 @@ class Retry(Wrapper):
     async def _repeated(
         self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
     ) -> T:
-        clock, (shortest, longest, deadline, first_deadline) = asyncio.get_running_loop().time, self._patience
-        began, pause, unsure, creates = clock(), shortest, False, taken is not None
+        clock, patience = asyncio.get_running_loop().time, self._patience
+        began, pause, unsure, creates = clock(), patience.shortest, False, taken is not None
         while True:
             try:
                 result = await call()
@@ -102,11 +104,11 @@ class Retry(Wrapper):
                 return result
             except Unavailable as error:
                 unsure = True
-                pause = min(longest, world.uniform(shortest, 3 * pause))
+                pause = min(patience.longest, world.uniform(patience.shortest, 3 * pause))
                 named = error.retry_after if isinstance(error, Throttled) else None
                 wait = pause if named is None else max(pause, named)
                 self._answered |= isinstance(error, Throttled)
-                if clock() - began + wait > (deadline if self._answered else min(deadline, first_deadline)):
+                if clock() - began + wait > self._deadline(error):
                     raise
                 where = f"{self.url}: {request.operation} {request.key}"
                 _log.info("%s: %s; asked again in %.1f s", where, error, wait)
@@ -123,6 +125,14 @@ class Retry(Wrapper):
                 call, taken = taken, None
                 continue
             await asyncio.sleep(wait)
+
+    def _deadline(self, error: Unavailable) -> float:
+        """The seconds after which a request that failed with this error is not repeated."""
+        if self._answered:
+            return self._patience.deadline
+        if isinstance(error, Unreachable):
+            return min(self._patience.deadline, self._patience.connect_deadline)
+        return min(self._patience.deadline, self._patience.first_deadline)
 
     async def _holds(self, key: str, data: Buffers) -> bool:
         """Whether the object is the joined buffers; `Unavailable` where that can't be learned."""

@@ -36,6 +36,7 @@ from tstore.errors import (
     Throttled,
     TStoreError,
     Unavailable,
+    Unreachable,
 )
 from tstore.kv.base import Buffers, Capabilities, checked_key
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
@@ -337,6 +338,8 @@ class S3Objects:
             )
         if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
             return InvalidArgument(f"{what}: {error}; mend the URL or storage_options")
+        if isinstance(error, boto.EndpointConnectionError):
+            return Unreachable(f"{what}: {error}; check endpoint_url, and that the server runs")
         return Unavailable(f"{what}: {error or type(error).__name__}; try again, or check endpoint_url")
 
     def _refused(self, action: str, what: str, error: Any) -> TStoreError:

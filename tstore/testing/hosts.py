@@ -137,9 +137,22 @@ class Job:
         await self._end()
 
     async def ask(self, do: str, **arguments: Any) -> list[Any]:
-        """What every host answers to the same command, in the order of hosts; raises the first error."""
-        replies = await asyncio.gather(*[host.ask(do, **arguments) for host in self.hosts])
-        return [reply.get() for reply in replies]
+        """Return the reply of every host to the same command, in the order of hosts.
+
+        Raises the error of the first host that fails, as soon as it fails, and ends the hosts: the others may be
+        waiting for the one that failed.
+        """
+
+        async def value(host: Host) -> Any:
+            return (await host.ask(do, **arguments)).get()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                replies = [group.create_task(value(host)) for host in self.hosts]
+        except BaseExceptionGroup as failures:
+            await self._end()
+            raise failures.exceptions[0] from None
+        return [reply.result() for reply in replies]
 
     async def _end(self) -> None:
         for host in self.hosts:
