@@ -30,8 +30,8 @@ def test_what_it_measures_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not place.exists()
     assert main(["bench", str(place), *options, "--durability", "none"]) == 0
     out, err = capfd.readouterr()
-    assert "3 × 3" in out.splitlines()[0]
-    assert "acknowledged commits are there" in out.splitlines()[-1]
+    assert "3 hosts × 3" in out.splitlines()[0]
+    assert "acknowledged commits and every checkpoint were read back" in out.splitlines()[-1]
     assert err == ""
 
 

@@ -574,7 +574,7 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
     for step in range(3):
         blocking.save(source, tree_of(step), step)
     assert main(["copy", source, target]) == 0
-    assert f"{target} has version 3: 3 commits, " in capfd.readouterr().out
+    assert f"{target} is at version 3: copied and checked 3 commits, " in capfd.readouterr().out
     assert main(["copy", source, target, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert {**found, "present": 0} == {

@@ -186,9 +186,7 @@ def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: in
     if stop != signal.SIGKILL:
         what, code = ("interrupted", 130) if stop == signal.SIGINT else ("terminated", 143)
         assert process.returncode == code
-        assert err.splitlines() == [
-            f"tstore: {what}; what was committed before stays, and nothing was committed by halves"
-        ]
+        assert err.splitlines() == [f"tstore: {what}; earlier commits are kept and no commit is half done"]
         assert os.listdir(temporary) == []
 
 

@@ -245,8 +245,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (by_path["same"]["largest"], by_path["same"]["sqnr_db"]) == (None, None)
     assert main(["diff", str(tmp_path / "s"), "one", "two"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "version 1 → version 2: 1 added, 1 removed, 2 changed"
-    rows = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    assert lines[-1] == "version 1 → version 2: 1 array added, 1 removed, 2 changed"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
     assert rows["w"] == ["values", "1", "2", "-3.0", "dB"]
     assert rows["same"] == ["values", "1", "not", "finite"]
     assert rows["new"] == ["added:", "int8", "4,", "4", "B", "2"]

@@ -168,14 +168,16 @@ def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     assert (code, err) == (0, "")
     assert "holds" in out
     assert "of racing creates of one name exactly one wins" in out
-    assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault was found")
-    assert list((tmp_path / "s").iterdir()) == []
+    assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault found")
+    assert list(tmp_path.iterdir()) == []
+    assert probed(capsys, str(tmp_path / "a" / "b"))[0] == 0
+    assert list(tmp_path.iterdir()) == []  # neither of the folders that it made
 
 
 def test_the_command_knows_that_memory_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, "memory://probed")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1].startswith("memory://probed: no fault was found")
+    assert out.splitlines()[-1].startswith("memory://probed: no fault found")
 
 
 def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -582,10 +582,10 @@ async def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
 
             assert [await status(READ), await status(WRITE)] == [404, 401]
             write(f"write {WRITE}\n")
-            await told("the tokens were read again; there are 1")
+            await told("the tokens were reloaded; there are now 1")
             assert [await status(READ), await status(WRITE)] == [401, 404]
             write("nonsense\n")
-            await told("the tokens stay as they were")
+            await told("the current tokens are kept")
             assert [await status(READ), await status(WRITE)] == [401, 404]
         assert WRITE not in str(served.end())
 

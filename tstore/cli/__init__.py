@@ -1,9 +1,10 @@
 """The command line, `tstore`.
 
-1. `console`: what every command does, and how it says what went wrong.
-2. `commands`: the group of all commands, `main`, and the short ones.
-3. `bench`, `copy`, `gc`, `probe`, `serve`: the longer ones, one a file.
-4. `tables`: what people are shown of it. `demo`: what `tstore demo` acts out.
+1. `text`, `columns`, `progress`: text, tables and progress that fit the terminal.
+2. `tables`: what people are shown of each command's document.
+3. `console`: what every command does, and how it says what went wrong.
+4. `commands`: the group of all commands, `main`, and the short commands.
+5. `bench`, `copy`, `gc`, `probe`, `quantize`, `serve`: the longer commands. `demo`: what `tstore demo` runs.
 """
 
 from __future__ import annotations

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import click
 
-from tstore.cli.console import Document, json_option, run
-from tstore.cli.tables import Progress, show_benched
+from tstore.cli.console import Document, json_option, path_or_url, run
+from tstore.cli.progress import Progress
+from tstore.cli.tables import show_benched
 from tstore.kv.base import Durability
 
 __all__ = ["bench"]
 
 
 @click.command("bench")
-@click.argument("url")
-@click.option("--hosts", type=click.IntRange(1, 256), default=8, show_default=True, help="Processes that write.")
+@click.argument("url", type=path_or_url)
 @click.option(
-    "--size", type=click.IntRange(1, 1_000_000), default=256, show_default=True, help="MB of the checkpoint."
+    "--hosts",
+    type=click.IntRange(1, 256),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="The number of processes.",
 )
-@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="Saves, and restores.")
 @click.option(
-    "--seconds", type=click.FloatRange(0.1, 3600), default=5, show_default=True, help="Time for small commits."
+    "--size",
+    type=click.IntRange(1, 1_000_000),
+    default=256,
+    show_default=True,
+    metavar="MB",
+    help="The size of the checkpoint.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="How often it is saved and restored.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 3600),
+    default=5,
+    show_default=True,
+    metavar="S",
+    help="How many seconds to make small commits.",
 )
 @click.option(
     "--durability",
@@ -30,9 +55,11 @@ __all__ = ["bench"]
 )
 @json_option
 def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durability: str, as_json: bool) -> int:
-    """Measure what many writers get of an empty place at URL: one checkpoint of all, and small commits of each.
+    """Measure save, restore and commit speed.
 
-    It makes a store there, of rounds × size, and removes it at the end. Restores come from caches as a rule.
+    Creates a store at URL, where nothing may be yet, and removes it at the end. Several processes save and restore
+    one checkpoint together, then each makes small commits. Needs space for rounds × size. Restores are usually
+    served from the file cache.
     """
     from tstore.testing.benchmark import bench as measure
 

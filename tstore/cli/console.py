@@ -12,8 +12,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import click
+import exmy
 
-from tstore.cli.tables import Progress, plain
+from tstore.cli.progress import Progress
+from tstore.cli.text import plain
 from tstore.errors import TStoreError
 
 __all__ = [
@@ -24,8 +26,13 @@ __all__ = [
     "TERMINATED",
     "Document",
     "Work",
+    "at_option",
+    "at_step_option",
+    "exmy_format",
     "fail",
     "json_option",
+    "path_or_url",
+    "plot_option",
     "run",
     "store_argument",
     "version_or_tag",
@@ -37,19 +44,44 @@ Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-store_argument = click.argument("store")
+path_or_url = click.Path(readable=False)
+"""The type of an argument that names a file, a folder or a store: shells complete it with file names."""
+
+store_argument = click.argument("store", type=path_or_url)
+plot_option = click.option(
+    "--plot",
+    type=path_or_url,
+    metavar="FILE.png",
+    help="Plot error against size, and exponents (needs matplotlib).",
+)
 
 
 def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """The value of an option that names a version: digits are its number, anything else is a tag."""
+    """Return the value of an option that names a version: digits are its number, anything else is a tag."""
     return int(value) if value is not None and value.isascii() and value.isdigit() else value
 
 
-def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, facts: bool = False) -> int:
-    """Does the work, prints its document (None: the work has shown what there was) and returns the exit code."""
+def exmy_format(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the value of an option that names an eXmY format, in its standard form."""
+    try:
+        return None if value is None else exmy.Format(value).name
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+at_option = click.option(
+    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; the newest version by default."
+)
+at_step_option = click.option(
+    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; the newest step by default."
+)
+
+
+def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, milestones: bool = False) -> int:
+    """Do the work, print its document unless it is None, and return the exit code."""
     terminations: list[int] = []
     try:
-        with _terminable(terminations), Progress(facts and not as_json) as progress:
+        with _terminable(terminations), Progress(milestones and not as_json) as progress:
             document = asyncio.run(work(progress))
         if document is None:
             return 0
@@ -62,7 +94,7 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, fa
         return fail(type(error).__name__, str(error), as_json)
     except KeyboardInterrupt:
         what, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
-        said = f"{what}; what was committed before stays, and nothing was committed by halves"
+        said = f"{what}; earlier commits are kept and no commit is half done"
         return fail("Interrupted", said, as_json, code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
@@ -70,14 +102,14 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, fa
     except Exception as error:
         if os.environ.get("TSTORE_TRACEBACK"):
             raise
-        said = f"{type(error).__name__}: {error}; this is a fault of tstore's, TSTORE_TRACEBACK=1 shows where"
+        said = f"{type(error).__name__}: {error}; this is a bug in tstore: report it with TSTORE_TRACEBACK=1"
         return fail("InternalError", said, as_json)
     return FAILED if document.get("ok") is False else 0
 
 
 @contextlib.contextmanager
 def _terminable(came: list[int]) -> Iterator[None]:
-    """Has SIGTERM end the work as Ctrl-C does, so that its files and processes go too; notes that it `came`."""
+    """Have SIGTERM end the work as Ctrl-C does, so that its files and processes go too; record it in `came`."""
 
     def end(number: int, frame: object) -> None:
         came.append(number)
@@ -98,7 +130,7 @@ def _terminable(came: list[int]) -> Iterator[None]:
 
 
 def fail(kind: str, message: str, as_json: bool, code: int = FAILED) -> int:
-    """Says in one sentence what went wrong and returns the exit code."""
+    """Print in one sentence what went wrong and return the exit code."""
     with contextlib.suppress(OSError):
         if as_json:
             print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)

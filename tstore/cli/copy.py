@@ -5,25 +5,28 @@ from __future__ import annotations
 import click
 
 import tstore
-from tstore.cli.console import Document, json_option, run, version_or_tag
-from tstore.cli.tables import Progress, show_copied, sized
+from tstore.cli.console import Document, json_option, path_or_url, run, version_or_tag
+from tstore.cli.progress import Progress
+from tstore.cli.tables import show_copied
+from tstore.cli.text import sized
 
 __all__ = ["copy"]
 
 
 @click.command("copy")
-@click.argument("source", metavar="SRC")
-@click.argument("destination", metavar="DST")
-@click.option("--at", callback=version_or_tag, metavar="V", help="Copy one version alone, by its number or a tag.")
+@click.argument("source", type=path_or_url, metavar="SRC")
+@click.argument("destination", type=path_or_url, metavar="DST")
+@click.option("--at", callback=version_or_tag, metavar="V", help="Copy only this version (a number or a tag).")
 @json_option
 def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> int:
-    """Copy a store, or one version of it, to an empty place or on to an older copy.
+    """Copy a store or one of its versions.
 
-    All bytes are checked on their way. Run it again after any failure: only what is missing is moved.
+    DST is an empty folder or URL, or an older copy of SRC, which is updated. All bytes are checked. After a
+    failure run it again: only what is missing is copied.
     """
 
     async def work(progress: Progress) -> Document:
-        progress.doing(f"looking at {source}")
+        progress.doing(f"reading {source}")
 
         def tell(done: int, total: int) -> None:
             progress.doing(f"copying {source}: {sized(done)} of {sized(total)}")

@@ -8,7 +8,8 @@ import click
 
 import tstore
 from tstore.cli.console import Document, json_option, run, store_argument
-from tstore.cli.tables import Progress, show_collected
+from tstore.cli.progress import Progress
+from tstore.cli.tables import show_collected
 from tstore.collect import ABANDONED_AFTER
 from tstore.commits.retention import Best, Keep
 
@@ -31,27 +32,27 @@ def _days(context: click.Context, parameter: click.Parameter, value: float | Non
     try:
         return None if value is None else datetime.timedelta(days=value)
     except (OverflowError, ValueError):
-        raise click.BadParameter(f"{value:g} days are no time; expected up to {_LONGEST.days}") from None
+        raise click.BadParameter(f"{value:g} days is not a time span; expected up to {_LONGEST.days}") from None
 
 
 @click.command("gc")
 @store_argument
-@click.option("--keep-last", type=click.IntRange(1), metavar="N", help="The N highest steps stay.")
-@click.option("--keep-every", type=click.IntRange(1), metavar="K", help="The steps that K divides stay.")
+@click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep the N highest steps.")
+@click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Keep the steps that are multiples of K.")
 @click.option(
     "--keep-best",
     callback=_best,
     metavar="N:METRIC[:max]",
-    help="The N steps of the least (with :max the greatest) value of a metric stay.",
+    help="Keep the N steps with the lowest (with :max the highest) value of a metric.",
 )
 @click.option(
     "--keep-days",
     type=click.FloatRange(0),
     callback=_days,
     metavar="D",
-    help="Versions of the last D days stay, steps or not, by the clocks of their writers and of this machine.",
+    help="Keep the versions of the last D days, by the clocks of their writers and of this machine.",
 )
-@click.option("--keep-tag", multiple=True, metavar="TAG", help="The version with this tag stays; may be repeated.")
+@click.option("--keep-tag", multiple=True, metavar="TAG", help="Keep the version with this tag; may be repeated.")
 @click.option(
     "--abandoned-days",
     type=click.FloatRange(0),
@@ -59,9 +60,9 @@ def _days(context: click.Context, parameter: click.Parameter, value: float | Non
     default=ABANDONED_AFTER.days,
     show_default=True,
     metavar="D",
-    help="What transactions left that nobody wrote to for D days goes.",
+    help="Remove the data of transactions that were not written to for D days.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would go, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
 def gc(
     store: str,
@@ -74,9 +75,10 @@ def gc(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Remove the versions that no --keep option keeps, and what abandoned transactions left.
+    """Remove old versions and abandoned data.
 
-    The newest version and the newest step always stay. Without --keep options every version stays.
+    Removes the versions that no --keep option names, and the data of abandoned transactions. The newest version
+    and the newest step are always kept. Without a --keep option every version is kept.
     """
     rules = (keep_last, keep_every, keep_best, keep_days)
     keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None

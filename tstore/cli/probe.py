@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import click
 
-from tstore.cli.console import Document, json_option, run
-from tstore.cli.tables import Progress, show_probed
+from tstore.cli.console import Document, json_option, path_or_url, run
+from tstore.cli.progress import Progress
+from tstore.cli.tables import show_probed
+from tstore.kv.base import Backend
+from tstore.kv.local import LocalBackend
 from tstore.kv.url import connect
 from tstore.marker import read_marker
 
@@ -13,14 +19,15 @@ __all__ = ["probe"]
 
 
 @click.command("probe")
-@click.argument("url")
+@click.argument("url", type=path_or_url)
 @json_option
 def probe(url: str, as_json: bool) -> int:
-    """Find out whether the storage at URL keeps what a store needs: one winner of racing creates, and more.
+    """Test whether storage is fit for a store.
 
-    It makes objects in a new folder below txn/ (some thousand requests, about 50 MB) and removes them; a store
-    that lies there is not touched. Ends with status 1 where a promise is broken, or where the storage was full or
-    did not answer, so that one is unknown.
+    A store needs storage that lets exactly one of several racing creates win, that lists what was written, and
+    more. The test makes objects in a new folder below txn/ (some thousand requests, about 50 MB) and removes them;
+    a store at URL is not changed. Exits with status 1 if a promise is broken or could not be tested because the
+    storage was full or did not answer.
     """
     from tstore.testing.conformance import Subject, judge
 
@@ -30,7 +37,11 @@ def probe(url: str, as_json: bool) -> int:
             await read_marker(where)  # a server that is not there would fail each check, and slowly
         finally:
             await where.close()
+        made = [folder for folder in _folders(where) if not folder.exists()]
         findings = await judge(Subject.of(url), tell=lambda name: progress.doing(f"probing {url}: {name}"))
+        with contextlib.suppress(OSError):  # somebody else may write there by now
+            for folder in made:
+                folder.rmdir()
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
@@ -42,3 +53,11 @@ def probe(url: str, as_json: bool) -> int:
         }
 
     return run(work, show_probed, as_json)
+
+
+def _folders(backend: Backend) -> list[Path]:
+    """Return the folder of a local store and those above it, innermost first; none for a server."""
+    if not isinstance(backend, LocalBackend):
+        return []
+    folder = Path(backend.url)
+    return [folder, *folder.parents]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 import tstore
-from tstore.cli.console import json_option, run, store_argument
-from tstore.cli.tables import Progress
+from tstore.cli.console import json_option, path_or_url, run, store_argument
+from tstore.cli.progress import Progress
 from tstore.errors import NotAStore, TStoreError
 
 if TYPE_CHECKING:
@@ -35,42 +35,65 @@ _log = logging.getLogger("tstore.server")
 @click.command("serve")
 @store_argument
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Where to listen; elsewhere tokens are needed."
+    "--host", default="127.0.0.1", show_default=True, help="The address to listen on; any other needs tokens."
 )
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=7341, show_default=True, help="0 picks one that is free."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=7341,
+    show_default=True,
+    metavar="P",
+    help="The port; 0 picks a free one.",
 )
 @click.option(
     "--token-file",
+    type=path_or_url,
     metavar="FILE",
-    help="A line for each token: SCOPE TOKEN; scopes are read, write, admin. Read again on SIGHUP. "
-    f"Else {TOKENS} is looked at.",
+    help="A file with a line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
+    f"Without it the environment variable {TOKENS} is used.",
 )
 @click.option(
     "--anonymous",
     type=click.Choice(["none", "read", "write"]),
-    help="What a request without a token may do: by default none, or write where there are no tokens at all.",
+    help="What requests without a token may do: none by default, or write if there are no tokens.",
+)
+@click.option("--create", is_flag=True, help="Let clients create the store if there is none.")
+@click.option("--read-only", is_flag=True, help="Refuse every change, whatever the token.")
+@click.option("--tls-cert", type=path_or_url, metavar="FILE", help="The certificate (PEM), for https.")
+@click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
+@click.option(
+    "--connections",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="The most connections at once.",
 )
 @click.option(
-    "--create", is_flag=True, help="STORE may be empty yet: a client makes the store, or copies one there."
-)
-@click.option("--read-only", is_flag=True, help="Nothing is changed, whatever the token.")
-@click.option("--tls-cert", metavar="FILE", help="The certificate (PEM), for https.")
-@click.option("--tls-key", metavar="FILE", help="Its key (PEM).")
-@click.option("--connections", type=click.IntRange(1), default=1024, show_default=True, help="Open at once.")
-@click.option("--requests", type=click.IntRange(1), default=256, show_default=True, help="Answered at once.")
-@click.option(
-    "--max-pack", type=click.IntRange(1), default=65536, show_default=True, metavar="MB", help="The longest pack."
+    "--requests",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="The most requests served at once.",
 )
 @click.option(
-    "--drain", type=click.FloatRange(0), default=30, show_default=True, help="Seconds that writes get at the end."
+    "--max-pack", type=click.IntRange(1), default=65536, show_default=True, metavar="MB", help="The largest file."
+)
+@click.option(
+    "--drain",
+    type=click.FloatRange(0),
+    default=30,
+    show_default=True,
+    metavar="S",
+    help="How many seconds to wait for writes at shutdown.",
 )
 @click.option(
     "--names",
     type=click.Choice(["layout", "any"]),
     default="layout",
     show_default=True,
-    help="Which names there are: those of a store, or any.",
+    help="Which file names are served: those of a store, or any.",
 )
 @json_option
 def serve(
@@ -90,9 +113,10 @@ def serve(
     names: Literal["layout", "any"],
     as_json: bool,
 ) -> int:
-    """Serve STORE over HTTP until SIGTERM or Ctrl-C; requests are logged to standard error, a line of JSON each.
+    """Serve a store over HTTP.
 
-    Any tstore can open the URL that is printed. Removing objects, as gc does, needs a token of scope admin.
+    Prints a URL that any tstore can open, and serves it until SIGTERM or Ctrl-C. Logs each request as a line of
+    JSON on standard error. Removing data, as gc does, needs a token of scope admin.
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
@@ -133,16 +157,16 @@ def serve(
 
 
 async def _check_store(store: str) -> None:
-    """Raises `NotAStore` where none is: a mistyped path must not become an empty store that all jobs save to."""
+    """Raise `NotAStore` if there is none: a mistyped path must not become an empty store that all jobs save to."""
     try:
         async with await tstore.open(store, "r"):
             return
     except NotAStore as error:
-        raise NotAStore(f"{error}, or pass --create to have clients make one there") from None
+        raise NotAStore(f"{error}, or pass --create to let clients create one there") from None
 
 
 def _allow_files(count: int) -> None:
-    """Raises the number of files that this process may have open, as far as that is permitted."""
+    """Raise the limit of open files of this process as far as that is permitted."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if most == resource.RLIM_INFINITY else min(count, most)
     if now != resource.RLIM_INFINITY and wanted > now:
@@ -160,21 +184,21 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
 
 
 def _read_again(server: Server, token_file: str, anonymous: str | None) -> None:
-    """Has the tokens count that the file names now; those that counted stay where it can't be read."""
+    """Reload the token file; keep the current tokens if it cannot be read."""
     from tstore.server import Access
 
     try:
         access = Access.read(token_file, anonymous or "none")
     except TStoreError as error:
-        _log.warning("the tokens stay as they were: %s", error)
+        _log.warning("the current tokens are kept: %s", error)
     else:
         server.admit(access)
-        _log.info("the tokens were read again; there are %d", access.tokens)
+        _log.info("the tokens were reloaded; there are now %d", access.tokens)
 
 
 @contextlib.contextmanager
 def _signals(ended: asyncio.Event) -> Iterator[None]:
-    """Has the first SIGTERM or Ctrl-C end the server gracefully; a second one ends it at once."""
+    """Have the first SIGTERM or Ctrl-C end the server gracefully, and a second one at once."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,27 +1,16 @@
-"""What the command line shows to people: reports as text and tables, and progress.
-
-The reports are the documents that `--json` prints. Whatever comes from a store or a file is shown with its
-control characters escaped.
-"""
+"""The documents that `--json` prints, shown to people as sentences and tables: a function for each command."""
 
 from __future__ import annotations
 
 import datetime
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.status import Status
-from rich.table import Table
-from rich.text import Text
+from tstore.cli.columns import Column, print_table
+from tstore.cli.text import counted, plain, ranges, shortened, sized
 
 __all__ = [
-    "Progress",
-    "plain",
     "show_benched",
     "show_collected",
     "show_copied",
@@ -36,115 +25,77 @@ __all__ = [
     "show_quantized",
     "show_transactions",
     "show_verified",
-    "sized",
 ]
 
 Document = Mapping[str, Any]
-_PIPE_WIDTH = 100_000
+
+_PATH = Column("path", room=40)
 
 
-_SHOWN_NAMES = 5
-
-
-def plain(text: str) -> str:
-    """The text with control characters escaped, line breaks apart."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def sized(size: float) -> str:
-    """A number of bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-class Progress:
-    """What goes on, on standard error where that is a terminal and nowhere else; facts on standard output."""
-
-    def __init__(self, facts: bool = False) -> None:
-        self._facts = facts
-        self._console = Console(stderr=True, markup=False, emoji=False) if sys.stderr.isatty() else None
-        self._status: Status | None = None
-
-    def doing(self, what: str) -> None:
-        """Something begins that takes a while."""
-        if self._console is None:
-            return
-        if self._status is None:
-            self._status = self._console.status(Text(plain(what)))
-            self._status.start()
-        else:
-            self._status.update(Text(plain(what)))
-
-    def done(self, what: str) -> None:
-        """Something was shown; a line of the output where facts were asked for."""
-        self.stop()
-        if self._facts:
-            print("•", plain(what), flush=True)
-
-    def stop(self) -> None:
-        """Takes the line of progress away."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-
-def show_log(found: Document) -> None:
-    """The commits, newest first."""
-    heads = ["version", "tag", "time", "added", "message"]
+def show_log(log: Document) -> None:
+    """Print the commits, newest first."""
+    columns = [
+        Column("version", right=True),
+        Column("base", right=True, rank=1),
+        Column("tag", room=16),
+        Column("time"),
+        Column("added", right=True, rank=2),
+        Column("message", room=16),
+    ]
     rows = [
         [
             str(c["version"]),
+            str(c["base"]),
             ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
             _local(c["time"]),
             sized(c["bytes_added"]),
             c["message"],
         ]
-        for c in found["commits"]
+        for c in log["commits"]
     ]
-    if any(c["base"] < c["version"] - 1 for c in found["commits"]):  # others committed meanwhile
-        heads.insert(1, "base")
-        for row, c in zip(rows, found["commits"], strict=True):
-            row.insert(1, str(c["base"]))
-    _table(heads, rows, right={0, 1, 4} if "base" in heads else {0, 3})
+    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # no transaction ran beside another
+        del columns[1]
+        for row in rows:
+            del row[1]
+    if rows:
+        print_table(columns, rows)
+    else:
+        print(plain(f"{log['store']}: no commits yet"))
 
 
-def show_diff(found: Document) -> None:
-    """One row for each array that differs, and their number."""
+def show_diff(diff: Document) -> None:
+    """Print a row for each array that differs, and the counts."""
     rows = []
-    for a in found["arrays"]:
+    for a in diff["arrays"]:
         before, after = a["before"], a["after"]
         what = a["change"]
         if what == "changed":
-            parts = [_changed(field, before, after) for field in a["fields"]]
-            what = ", ".join(parts) or "values"
+            what = ", ".join(_changed(field, before, after) for field in a["fields"]) or "values"
         else:
             info = before or after
             what += f": {info['dtype']} {_shape(info['shape'])}, {sized(info['stored_bytes'])}"
-        row = [a["path"], what, str(a["chunks"])]
+        row = [a["path"], what, f"{a['chunks']:,}"]
         if a["values_compared"]:
             row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _ratio(a)]
         rows.append([*row, *[""] * (5 - len(row))])
     if rows:
-        _table(["path", "what", "chunks", "max difference", "SQNR"], rows, right={2, 3, 4})
-    changes = [a["change"] for a in found["arrays"]]
-    counts = ", ".join(f"{changes.count(c)} {c}" for c in ("added", "removed", "changed"))
-    groups = f"; groups: {', '.join(g or '/' for g in found['groups'])}" if found["groups"] else ""
-    print(plain(f"version {found['before']} → version {found['after']}: {counts}{groups}"))
+        columns = [
+            _PATH,
+            Column("change", room=16),
+            Column("chunks", right=True, rank=1),
+            Column("max difference", right=True, rank=2),
+            Column("SQNR", right=True),
+        ]
+        print_table(columns, rows)
+    changes = [a["change"] for a in diff["arrays"]]
+    added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
+    counts = f"{counted(added, 'array')} added, {removed} removed, {changed} changed"
+    groups = f"; groups: {shortened([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
+    print(plain(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
 
 
-def show_ls(found: Document) -> None:
-    """The arrays of a version and their totals."""
+def show_ls(listing: Document) -> None:
+    """Print the arrays of a version and their totals."""
     rows = [
         [
             a["path"],
@@ -155,164 +106,183 @@ def show_ls(found: Document) -> None:
             sized(a["stored_bytes"]),
             f"{a['bits_per_value']:.2f}",
         ]
-        for a in found["arrays"]
+        for a in listing["arrays"]
     ]
-    heads = ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
     if rows:
-        _table(heads, rows, right={5, 6})
-    total = found["total"]
-    tags = f" ({', '.join(found['tags'])})" if found["tags"] else ""
-    print(
-        plain(
-            f"version {found['version']}{tags}: {total['arrays']} arrays, {total['values']:,} values, "
-            f"{sized(total['stored_bytes'])} stored, {total['bits_per_value']:.2f} bits/value"
-        )
-    )
+        columns = [
+            _PATH,
+            Column("dtype", rank=2),
+            Column("shape"),
+            Column("chunks", rank=1),
+            Column("codec", room=8),
+            Column("stored", right=True),
+            Column("bits/value", right=True, rank=3),
+        ]
+        print_table(columns, rows)
+    total = listing["total"]
+    tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
+    sizes = f"{counted(total['values'], 'value')}, {sized(total['stored_bytes'])} stored"
+    rate = f", {total['bits_per_value']:.2f} bits/value" if total["values"] else ""
+    print(plain(f"version {listing['version']}{tags}: {counted(total['arrays'], 'array')}, {sizes}{rate}"))
 
 
-def show_transactions(found: Document) -> None:
-    """The cooperative transactions under way: who has delivered, who is missing, who was heard of last."""
+def show_transactions(pending: Document) -> None:
+    """Print the cooperative transactions that are not committed, the hosts they lack, and their last heartbeat."""
     rows = [
         [
             t["transaction"],
             t["name"],
             f"{len(t['delivered'])} of {t['hosts']}",
-            _few(t["absent"]) or "nobody: tstore finish commits it",
+            shortened(ranges(t["absent"])) or "none (run tstore finish)",
             f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
         ]
-        for t in found["transactions"]
+        for t in pending["transactions"]
     ]
     if rows:
-        _table(["transaction", "name", "delivered", "missing hosts", "last heartbeat"], rows, right=set())
-    print(plain(f"{found['store']}: {len(rows)} cooperative transactions under way"))
+        columns = [
+            Column("transaction"),
+            Column("name", room=8, rank=1),
+            Column("delivered"),
+            Column("missing hosts", room=13),
+            Column("last heartbeat", rank=2),
+        ]
+        print_table(columns, rows)
+    print(plain(f"{pending['store']}: {counted(len(rows), 'cooperative transaction')} not committed yet"))
 
 
-def show_finished(found: Document) -> None:
-    """The version that a transaction became."""
-    print(plain(f"transaction {found['transaction']} is committed as version {found['version']}"))
+def show_finished(finished: Document) -> None:
+    """Print the version that a transaction became."""
+    print(plain(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
 
 
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{shown}, … ({len(numbers)})" if len(numbers) > 8 else shown
-
-
-def show_verified(found: Document) -> None:
-    """One line for each fault, or one line of what was checked; one more if other files lie in the store."""
-    for fault in found["faults"]:
+def show_verified(report: Document) -> None:
+    """Print each fault, the files that are not tstore's, and the totals."""
+    for fault in report["faults"]:
         print(plain(" ".join(fault.split())))
-    if found["foreign"]:
-        names, more = found["foreign"][:_SHOWN_NAMES], len(found["foreign"]) - _SHOWN_NAMES
-        shown = ", ".join(names) + (f" and {more} more" if more > 0 else "")
-        print(plain(f"{found['store']} holds files that are not tstore's, which nothing reads: {shown}"))
-    if found["ok"]:
-        print(
-            plain(
-                f"{found['store']} is whole: {found['versions']} versions, {found['arrays']} arrays, "
-                f"{found['chunks']} chunks, {sized(found['bytes'])} read and checked"
-            )
-        )
+    if report["foreign"]:
+        print(plain(f"{report['store']} holds files that are not tstore's: {shortened(report['foreign'])}"))
+    counts = ", ".join(counted(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
+    checked = f"{counts}, {sized(report['bytes'])} read and checked"
+    verdict = "is intact" if report["ok"] else f"has {counted(len(report['faults']), 'fault')}"
+    print(plain(f"{report['store']} {verdict}: {checked}"))
 
 
-def show_collected(found: Document) -> None:
-    """What was removed, or would be."""
-    would = "would go" if found["dry_run"] else "went"
-    if found["versions"]:
-        tags = f" ({', '.join(found['tags'])})" if found["tags"] else ""
-        print(plain(f"versions {', '.join(map(str, found['versions']))}{tags} expire"))
-    if found["abandoned"]:
-        print(plain(f"abandoned transactions: {', '.join(found['abandoned'])}"))
-    count = f"{len(found['versions'])} versions, {len(found['transactions'])} transactions"
-    by = "" if found["version"] is None else f", by version {found['version']}"
-    print(plain(f"{found['store']}: {count}, {found['objects']} objects, {sized(found['bytes'])} {would}{by}"))
+def show_collected(report: Document) -> None:
+    """Print what was removed, or would be."""
+    remove = "would remove" if report["dry_run"] else "removed"
+    if report["versions"]:
+        noun = "version" if len(report["versions"]) == 1 else "versions"
+        tags = f" (tags: {shortened(report['tags'])})" if report["tags"] else ""
+        print(plain(f"{remove} {noun} {shortened(ranges(sorted(report['versions'])), 20)}{tags}"))
+    if report["abandoned"]:
+        print(plain(f"{remove} what abandoned transactions left: {shortened(report['abandoned'])}"))
+    by = "" if report["version"] is None else f"; recorded as version {report['version']}"
+    versions, objects = counted(len(report["versions"]), "version"), counted(report["objects"], "object")
+    print(plain(f"{report['store']}: {remove} {versions}, {objects}, {sized(report['bytes'])}{by}"))
 
 
-def show_copied(found: Document) -> None:
-    """What was moved, and what was there already."""
-    there = f", {found['present']} were there already" if found["present"] else ""
+def show_copied(report: Document) -> None:
+    """Print what was copied."""
+    present = f"; {counted(report['present'], 'object')} already there" if report["present"] else ""
+    counts = f"{counted(report['commits'], 'commit')}, {counted(report['objects'], 'object')}"
     print(
         plain(
-            f"{found['destination']} has version {found['version']}: {found['commits']} commits, "
-            f"{found['objects']} objects, {sized(found['bytes'])} copied and checked{there}"
+            f"{report['destination']} is at version {report['version']}: copied and checked {counts}, "
+            f"{sized(report['bytes'])}{present}"
         )
     )
 
 
-def show_probed(found: Document) -> None:
-    """One row for each promise, and what follows for a store."""
-    rows = [[c["outcome"], c["promise"], c["detail"]] for c in found["checks"]]
-    _table(["", "promise", "what was found"], rows, right=set())
-    verdict = "no fault was found" if found["writable"] else "it can be read, and not written"
-    if found["unknown"]:
-        verdict = f"unknown: {found['unknown']}; make room there, or wait until it answers, and probe again"
-    if found["fails"]:
-        verdict = f"broken promises: {found['fails']}; write no store here"
-    print(plain(f"{found['url']}: {verdict} ({found['holds']} hold, {found['skipped']} could not be judged)"))
+def show_probed(report: Document) -> None:
+    """Print each promise with its outcome, and whether a store can be written there."""
+    rows = [[c["outcome"], c["promise"], c["detail"]] for c in report["checks"]]
+    print_table([Column("outcome"), Column("promise", room=24), Column("detail", room=24)], rows)
+    verdict = "no fault found" if report["writable"] else "it can be read but not written"
+    if report["unknown"]:
+        verdict = f"unknown: {report['unknown']}; make room there, or wait until it answers, and probe again"
+    if report["fails"]:
+        verdict = f"broken promises: {report['fails']}; do not write a store here"
+    print(plain(f"{report['url']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
 
 
-def show_benched(found: Document) -> None:
-    """One row for each thing that was measured, and whether all came back."""
+def show_benched(report: Document) -> None:
+    """Print what was measured, and whether all of it was read back."""
     rows = []
     for what in ("save", "restore"):
-        took = found[f"{what}_seconds"]
-        middle = statistics.median(took)
-        spread = f"{sized(found['bytes'] / middle)}/s; {min(took):.3g} to {max(took):.3g} s in {len(took)} rounds"
-        rows.append([f"{what}, together", f"{middle:.3g} s", spread])
-    each, most = (f"{1e3 * found[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
-    again = found["retries"] / max(1, found["commits"])
-    spread = f"{each} each, 1 of 100 more than {most}; {again:.2f} retries"
-    rows.append(["small commits, each its own", f"{found['commits_per_second']:.0f}/s", spread])
-    _table([f"{found['hosts']} × {sized(found['bytes'] / found['hosts'])}", "median", ""], rows, right={1})
-    verdict = f"all {found['commits']} acknowledged commits are there, and every checkpoint came back the same"
-    if not found["ok"]:
-        verdict = f"{found['lost']} acknowledged commits are lost, {found['differing']} arrays came back different"
-    rest = "" if found["removed"] else "; the store could not be removed, delete it there"
-    print(plain(f"{found['url']}, durability {found['durability']}: {verdict}{rest}"))
+        seconds = report[f"{what}_seconds"]
+        median = statistics.median(seconds)
+        rate = f"{sized(report['bytes'] / median)}/s"
+        spread = f"; {min(seconds):.3g} to {max(seconds):.3g} s" if len(seconds) > 1 else ""
+        rows.append([f"{what} of one checkpoint", f"{median:.3g} s", f"{rate}{spread}"])
+    each, slow = (f"{1e3 * report[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
+    retries = report["retries"] / max(1, report["commits"])
+    spread = f"median {each}, 99th percentile {slow}, {retries:.2f} retries each"
+    rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", spread])
+    title = f"{counted(report['hosts'], 'host')} × {sized(report['bytes'] / report['hosts'])}"
+    print_table([Column(title), Column("median", right=True), Column("detail", room=24)], rows)
+    lost, differing = counted(report["lost"], "acknowledged commit"), counted(report["differing"], "array")
+    verdict = f"{lost} lost, {differing} restored with other values"
+    if report["ok"]:
+        verdict = f"{counted(report['commits'], 'acknowledged commit')} and every checkpoint were read back"
+    rest = "" if report["removed"] else "; the store could not be removed: delete it there"
+    print(plain(f"{report['url']}, durability {report['durability']}: {verdict}{rest}"))
 
 
-def show_imported(found: Document) -> None:
-    """What was imported."""
-    print(plain(f"version {found['version']} ({found['tag']}) of {found['store']}: {_tensors(found)}"))
+def show_imported(report: Document) -> None:
+    """Print what was imported."""
+    print(
+        plain(f"{report['store']}: imported {_tensors(report)} as version {report['version']} ({report['tag']})")
+    )
 
 
-def show_exported(found: Document) -> None:
-    """What was exported, and what the file could not hold."""
-    print(plain(f"{found['file']}: {_tensors(found)} of version {found['version']}"))
-    if found["left_out"]:
-        print(plain(f"left out, being no arrays: {', '.join(found['left_out'])}"))
+def show_exported(report: Document) -> None:
+    """Print what was exported, and what the file cannot hold."""
+    print(plain(f"{report['file']}: exported {_tensors(report)} of version {report['version']}"))
+    if report["left_out"]:
+        print(plain(f"not exported, because they are not arrays: {shortened(report['left_out'], 20)}"))
 
 
-def show_quantized(found: Document) -> None:
-    """One row for each array, the reasons of those that were kept, and the whole."""
+def show_quantized(report: Document) -> None:
+    """Print a row for each array, the reasons of those that were kept, and the totals."""
     rows = []
-    for a in found["arrays"]:
+    for a in report["arrays"]:
         row = [a["path"], a["format"] or "kept", a["granularity"]]
         row += [sized(a["bytes_before"]), sized(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
         if a["format"]:
-            row += [_decibel(a["sqnr_db"]), _number(a["largest_error"]), _share(a["clipped"])]
+            row += [_decibel(a["sqnr_db"]), _number(a["largest_error"]), _percent(a["clipped"])]
         rows.append([*row, *[""] * (9 - len(row))])
-    heads = ["path", "format", "offset per", "before", "after", "bits/value", "SQNR", "max error", "clipped"]
-    _table(heads, rows, right={3, 4, 5, 6, 7, 8})
-    reasons: dict[str, list[str]] = {}
-    for a in found["arrays"]:
+    columns = [
+        _PATH,
+        Column("format"),
+        Column("offset per", rank=1),
+        Column("before", right=True, rank=2),
+        Column("after", right=True),
+        Column("bits/value", right=True, rank=5),
+        Column("SQNR", right=True),
+        Column("max error", right=True, rank=4),
+        Column("clipped", right=True, rank=3),
+    ]
+    if rows:
+        print_table(columns, rows)
+    kept: dict[str, list[str]] = {}
+    for a in report["arrays"]:
         if a["reason"]:
-            reasons.setdefault(a["reason"], []).append(a["path"])
-    for reason, paths in reasons.items():
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        print(plain(f"kept as they are ({reason}): {', '.join(paths[:3])}{more}"))
-    total = found["total"]
+            kept.setdefault(a["reason"], []).append(a["path"])
+    for reason, paths in kept.items():
+        print(plain(f"kept as stored ({reason}): {shortened(paths, 3)}"))
+    total = report["total"]
     print(
         plain(
-            f"version {found['version']} ({found['tag']}), from version {found['source']}: "
+            f"version {report['version']} ({report['tag']}), from version {report['source']}: "
             f"{sized(total['bytes_before'])} → {sized(total['bytes_after'])}, "
             f"{total['bits_per_value']:.2f} bits/value, SQNR {_decibel(total['sqnr_db'])}, "
-            f"max error {_number(total['largest_error'])}, {_share(total['clipped'])} clipped"
+            f"max error {_number(total['largest_error'])}, {_percent(total['clipped'])} clipped"
         )
     )
 
 
-def show_demo(found: Document) -> None:
-    """One row for each commit, and what to try next."""
+def show_demo(report: Document) -> None:
+    """Print a row for each commit, and what to try next."""
     rows = [
         [
             str(c["version"]),
@@ -324,22 +294,31 @@ def show_demo(found: Document) -> None:
             f"{c['seconds']:.2f}",
             f"{c['gb_per_s']:.2f}",
         ]
-        for c in found["commits"]
+        for c in report["commits"]
     ]
-    heads = ["version", "tag", "added", "stored", "bits/value", "SQNR", "seconds", "GB/s"]
-    _table(heads, rows, right={0, 2, 3, 4, 5, 6, 7})
-    restored = found["restored"]
+    columns = [
+        Column("version", right=True),
+        Column("tag", room=11),
+        Column("added", right=True),
+        Column("stored", right=True, rank=1),
+        Column("bits/value", right=True),
+        Column("SQNR", right=True),
+        Column("seconds", right=True, rank=2),
+        Column("GB/s", right=True),
+    ]
+    print_table(columns, rows)
+    restored = report["restored"]
     print(
         f"restored on {restored['hosts']} hosts: {sized(restored['bytes'])} in {restored['seconds']:.2f} s, "
-        f"{restored['gb_per_s']:.2f} GB/s; all in {found['seconds']:.1f} s"
+        f"{restored['gb_per_s']:.2f} GB/s; the whole demo took {report['seconds']:.1f} s"
     )
-    print(plain(f"\nThe store is kept in {found['store']}. Try next:"))
-    for command in found["try_next"]:
+    print(plain(f"\nThe store is kept in {report['store']}. Try next:"))
+    for command in report["try_next"]:
         print(plain(f"  {command}"))
 
 
-def _tensors(found: Document) -> str:
-    return f"{found['tensors']} tensors, {sized(found['bytes'])}"
+def _tensors(report: Document) -> str:
+    return f"{counted(report['tensors'], 'tensor')}, {sized(report['bytes'])},"
 
 
 def _decibel(sqnr: float | None) -> str:
@@ -349,11 +328,11 @@ def _decibel(sqnr: float | None) -> str:
 def _ratio(array: Document) -> str:
     if array["largest"] == 0:
         return "exact"
-    return "no signal" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
+    return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
 
 
 def _changed(field: str, before: Document, after: Document) -> str:
-    """What became of one field of an array's metadata."""
+    """Return how one field of an array's metadata changed."""
     if field in ("shape", "chunks"):
         return f"{field} {_shape(before[field])} → {_shape(after[field])}"
     if field == "codecs":
@@ -365,7 +344,7 @@ def _number(value: float | None) -> str:
     return "infinite" if value is None else f"{value:.3g}"
 
 
-def _share(part: float) -> str:
+def _percent(part: float) -> str:
     return f"{100 * part:.3g}%"
 
 
@@ -375,20 +354,3 @@ def _shape(lengths: Sequence[int]) -> str:
 
 def _local(time: str) -> str:
     return datetime.datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # the demo's fits in 80 columns
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*[Text(plain(cell)) for cell in row])
-    if sys.stdout.isatty():
-        Console(markup=False, emoji=False, highlight=False).print(table)
-        return
-    console = Console(width=_PIPE_WIDTH, markup=False, emoji=False, highlight=False)  # paths are never cut
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        if line.strip():
-            print(line.rstrip())

@@ -190,9 +190,7 @@ class S3Objects:
             try:
                 found = (await self._head(key)).get("Metadata", {}).get(_TOKEN)
             except NotFound as error:
-                raise Unavailable(
-                    f"{self.url}: {key} was there when it was to be created, and then was not; try again"
-                ) from error
+                raise Unavailable(f"{self.url}: {key} existed, and then it did not; try again") from error
             if found != token:
                 raise
 
@@ -338,9 +336,8 @@ class S3Objects:
             )
         if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
             return InvalidArgument(f"{what}: {error}; mend the URL or storage_options")
-        if isinstance(error, boto.EndpointConnectionError):
-            return Unreachable(f"{what}: {error}; check endpoint_url, and that the server runs")
-        return Unavailable(f"{what}: {error or type(error).__name__}; try again, or check endpoint_url")
+        kind = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
+        return kind(f"{what}: {error or type(error).__name__}; check endpoint_url, or try again")
 
     def _refused(self, action: str, what: str, error: Any) -> TStoreError:
         code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)

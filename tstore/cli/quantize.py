@@ -1,0 +1,136 @@
+"""The commands `tstore quantize` and `tstore report`."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import click
+
+import tstore
+from tstore.cli.console import (
+    Document,
+    at_option,
+    at_step_option,
+    exmy_format,
+    json_option,
+    plot_option,
+    run,
+    store_argument,
+)
+from tstore.cli.progress import Progress
+from tstore.cli.tables import show_quantized
+from tstore.quantization.plot import check_plot, plot_report
+from tstore.quantization.policy import parse_policy
+
+__all__ = ["quantize", "report"]
+
+_POLICY_EXAMPLE = """\b
+An example of a --policy file. The first pattern that
+matches a path counts; null keeps an array as it is:
+  {"**/embed*": null,
+   "**/norm*": "e5m8",
+   "**": {"format": "e4m3", "block": 32}}
+Rules for some arrays and a target for all others:
+  {"formats": {"**/embed*": null}, "bits": 5}
+"""
+
+
+@click.command("quantize", epilog=_POLICY_EXAMPLE)
+@store_argument
+@click.option(
+    "--format", callback=exmy_format, metavar="F", help="One eXmY format for all float arrays, such as e4m3."
+)
+@click.option(
+    "--min-sqnr",
+    type=float,
+    metavar="DB",
+    help="Give each array the fewest bits that keep this SQNR (signal-to-quantization-noise ratio: the sum of the "
+    "squared values over that of the squared errors, in decibels; 6 dB more halve the error).",
+)
+@click.option(
+    "--bits", type=float, metavar="B", help="Choose formats of B bits/value over all arrays with the least error."
+)
+@click.option(
+    "--error",
+    type=click.Choice(["absolute", "relative"]),
+    help="The error that --bits minimizes: absolute, or relative to the size of each array's values.",
+)
+@click.option(
+    "--policy",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="A JSON file of formats by path pattern; example below.",
+)
+@click.option("--axis", type=int, metavar="A", help="Use one exponent offset for each index along this axis.")
+@click.option("--block", type=int, metavar="N", help="Use one exponent offset for every 16, 32, 64 or 128 values.")
+@at_step_option
+@click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
+@plot_option
+@json_option
+def quantize(
+    store: str,
+    format: str | None,
+    min_sqnr: float | None,
+    bits: float | None,
+    error: str | None,
+    policy: IO[bytes] | None,
+    axis: int | None,
+    block: int | None,
+    at: int | str | None,
+    tag: str | None,
+    plot: str | None,
+    as_json: bool,
+) -> int:
+    """Store float arrays in fewer bits.
+
+    Makes a new commit in which the float arrays of a version are stored in low-bit formats; the source version
+    stays. An eXmY format has a sign bit, X exponent bits and Y mantissa bits.
+    """
+    wanted: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
+    chosen = {name: value for name, value in wanted.items() if value is not None}
+    if len(chosen) != 1:
+        raise click.UsageError("pass one of --format, --min-sqnr, --bits and --policy")
+    options = {
+        name: value for name, value in (("error", error), ("axis", axis), ("block", block)) if value is not None
+    }
+
+    async def work(progress: Progress) -> Document:
+        if plot is not None:
+            check_plot(plot)
+        arguments = chosen if policy is None else parse_policy(policy.read(), policy.name)
+        progress.doing(f"quantizing {store}")
+        async with await tstore.open(store, "r+") as opened:
+            measured = await tstore.quantize(
+                opened,
+                **{**arguments, **options},
+                at=at,
+                tag=tag,
+                progress=lambda done, total: progress.doing(f"quantizing {store}: {done / max(1, total):.0%}"),
+            )
+        if plot is not None:
+            plot_report(measured, plot)
+        return {"store": opened.url, **measured.document()}
+
+    return run(work, show_quantized, as_json)
+
+
+@click.command("report")
+@store_argument
+@at_option
+@plot_option
+@json_option
+def report(store: str, at: int | str | None, plot: str | None, as_json: bool) -> int:
+    """Show the report of a quantized version.
+
+    `tstore quantize` stores what it measured in the commit that it makes.
+    """
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            measured = await tstore.quantize_report(opened, at)
+        if plot is not None:
+            plot_report(measured, plot)
+        return {"store": opened.url, **measured.document()}
+
+    return run(work, show_quantized, as_json)
