@@ -43,6 +43,10 @@ class VerifyReport(NamedTuple):
     faults: list[str]
     foreign: list[str]
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{getattr(self, name)} {name}" for name in ("versions", "arrays", "chunks", "bytes"))
+        return f"<tstore.VerifyReport ok={self.ok}: {counts}, {len(self.faults)} faults>"
+
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""

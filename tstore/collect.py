@@ -69,6 +69,11 @@ class CollectReport(NamedTuple):
     bytes: int
     dry_run: bool
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in ("versions", "transactions", "packs"))
+        sizes = f"{self.objects} objects, {self.bytes} bytes"
+        return f"<tstore.CollectReport version={self.version} dry_run={self.dry_run}: {counts}, {sizes}>"
+
 
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
     """Removes what no rule of `keep` keeps (None keeps every version) by the steps at the top of this file."""

@@ -47,6 +47,10 @@ class ArrayDiff(NamedTuple):
     chunks: int
     distance: exmy.Difference | None
 
+    def __repr__(self) -> str:
+        fields = f" fields={self.fields}" if self.fields else ""
+        return f"<tstore.ArrayDiff {self.path!r} {self.change}{fields} chunks={self.chunks}>"
+
     def document(self) -> dict[str, Any]:
         """The difference as JSON can hold it; infinity and NaN become None."""
         far = self.distance
@@ -73,6 +77,10 @@ class Diff(NamedTuple):
     after: int
     arrays: tuple[ArrayDiff, ...]
     groups: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.arrays)} arrays, {len(self.groups)} groups"
+        return f"<tstore.Diff before={self.before} after={self.after}: {counts}>"
 
     def document(self) -> dict[str, Any]:
         """The differences as JSON can hold them."""

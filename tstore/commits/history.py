@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import textwrap
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,13 @@ class Commit(NamedTuple):
     dropped: tuple[str, ...] = ()
     base: int = 0
     """The version that the transaction was based on; those between were committed meanwhile by others."""
+
+    def __repr__(self) -> str:
+        message, tag = textwrap.shorten(self.message, 60, placeholder="…"), str(self.tag)[:60]
+        expired = " expired" if self.expired else ""
+        return (
+            f"<tstore.Commit version={self.version} tag={tag!r} time={self.time.isoformat()} {message!r}{expired}>"
+        )
 
 
 async def history(log: Log) -> AsyncGenerator[Commit, None]:

@@ -45,6 +45,10 @@ class PendingTransaction(NamedTuple):
     absent: tuple[int, ...]
     heartbeats: dict[int, float]
 
+    def __repr__(self) -> str:
+        delivered = f"{len(self.delivered)} of {self.hosts} hosts delivered"
+        return f"<tstore.PendingTransaction {self.transaction} name={self.name!r}: {delivered}>"
+
 
 class Heartbeat(msgspec.Struct):
     """What an object `txn/<id>/alive-…` holds: the transaction's name, and when its host last said so."""
