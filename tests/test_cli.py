@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import json
 import os
 import pty
+import re
 import resource
+import socket
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +28,12 @@ from weights import lie, real_weights
 import tstore
 import tstore.sync as blocking
 from tstore.cli import commands, main
-from tstore.cli.text import plain
+from tstore.cli.columns import wrap
+from tstore.cli.text import counted, plain, ranges, shortened, sized
 
 Call = Callable[..., tuple[int, str, str]]
+
+STORE = "STORE"
 
 ROOTLESS = """
 import ctypes, os, sys
@@ -425,28 +436,62 @@ def test_a_damaged_marker(store: Path, call: Call) -> None:
 # ---- what is asked for is not there
 
 
-COMMANDS = [["log"], ["ls"], ["verify"], ["quantize", "--format", "e4m3"], ["export"]]
+COMMANDS = [
+    ["log", STORE],
+    ["ls", STORE],
+    ["ls", STORE, "--transactions"],
+    ["verify", STORE],
+    ["quantize", STORE, "--format", "e4m3"],
+    ["report", STORE],
+    ["export", STORE, "OUT"],
+    ["diff", STORE, "1", "2"],
+    ["finish", STORE, "transaction"],
+    ["gc", STORE],
+    ["gc", STORE, "--dry-run"],
+    ["copy", STORE, "OUT"],
+    ["serve", STORE, "--port", "0"],
+]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
-def test_not_a_store(tmp_path: Path, call: Call, command: list[str]) -> None:
-    name, *options = command
-    out = [tmp_path / "out"] if name == "export" else []
+def filled(command: list[str], store: object, out: Path) -> list[object]:
+    places = {STORE: store, "OUT": out}
+    return [places.get(word, word) for word in command]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_url_without_a_store_is_refused_and_left_as_it_was(
+    tmp_path: Path, call: Call, command: list[str]
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("x")
-    for path in (tmp_path / "none", tmp_path / "folder", tmp_path / "folder" / "file"):
-        failed(call(name, path, *out, *options), str(path))
-    failed(call(name, "gopher://host/x", *out, *options), "gopher://")
-    assert sorted(os.listdir(tmp_path)) == ["folder"]
+    (tmp_path / "empty").mkdir()
+    for path in ("typo", "folder", "folder/file", "empty"):
+        failed(
+            call(*filled(command, tmp_path / path, tmp_path / "out")), str(tmp_path / path), "not a tstore store"
+        )
+    failed(call(*filled(command, "gopher://host/x", tmp_path / "out")), "gopher://")
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        "empty",
+        "folder",
+        "folder/file",
+    ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[0])
+def test_every_command_that_takes_a_store_is_tried() -> None:
+    creating = {
+        "import",
+        "demo",
+        "bench",
+        "probe",
+    }  # `probe` is for places without a store; it has tests of its own
+    assert {command[0] for command in COMMANDS} == set(commands.cli.commands) - creating
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_newer_format(store: Path, tmp_path: Path, call: Call, command: list[str]) -> None:
-    name, *options = command
-    out = [tmp_path / "out"] if name == "export" else []
     marker = json.loads((store / "tstore.json").read_text())
     (store / "tstore.json").write_text(json.dumps({**marker, "format": 99}))
-    failed(call(name, store, *out, *options), "format version 99", "install a newer")
+    failed(call(*filled(command, store, tmp_path / "out")), "format version 99", "install a newer")
 
 
 def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path, call: Call) -> None:
@@ -507,7 +552,9 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nonsense"], ["No such command 'nonsense'"]),
+        (["nonsense"], ["No such command 'nonsense'; see tstore --help"]),
+        (["lss"], ["Did you mean 'ls'? See tstore --help"]),
+        (["quantize", "a", "--min-sqnr", "30", "--error", "relative"], ["--error", "--bits"]),
         (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),
         (["ls", "a", "b", "c"], ["unexpected extra argument"]),
         (["ls", "a", "--sideways"], ["--sideways"]),
@@ -580,6 +627,182 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
 
 
 # ---- where the output goes
+
+
+def on_terminal(width: int, *arguments: object) -> list[str]:
+    """The lines that a command prints on a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end was closed
+            while part := os.read(ours, 100_000):
+                shown += part
+        os.close(ours)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    return shown.decode().replace("\r\n", "\n").splitlines()
+
+
+LONG = "model/encoder/layer/{}/attention/self/query/kernel"
+
+
+@pytest.fixture
+def long_paths(tmp_path: Path) -> Path:
+    store, values = tmp_path / "s", np.random.default_rng(0).standard_normal((128, 64), np.float32)
+    layers = [{"attention": {"self": {"query": {"kernel": values + layer}}}} for layer in range(3)]
+    blocking.save(store, {"model": {"encoder": {"layer": layers}}}, 0)
+    blocking.quantize(store, "e4m3", message="eight bits are plenty for a model of so few layers")
+    return store
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize(
+    ("command", "first_to_go"),
+    [("ls", ["chunks", "dtype"]), ("report", ["offset per", "before"]), ("log", ["added"])],
+)
+def test_a_table_fits_the_terminal(long_paths: Path, width: int, command: str, first_to_go: list[str]) -> None:
+    lines = on_terminal(width, command, long_paths)
+    [rule] = [number for number, line in enumerate(lines) if line.startswith("──")]
+    known = run(command, long_paths).stdout.splitlines()[0].split("  ")
+    heads = [head.strip() for head in lines[rule - 1].split("  ") if head.strip()]
+    assert set(heads) <= {head.strip() for head in known}  # none is cut
+    table = list(itertools.takewhile(lambda line: not line.startswith(("(not", "version 2")), lines))
+    assert all(len(line) <= width for line in table), table
+    left_out = [head.strip() for head in known if head.strip() and head.strip() not in heads]
+    if width == 200:
+        assert left_out == []
+    elif width == 60:
+        assert set(first_to_go) <= set(left_out)
+        assert f"(not shown in 60 columns: {', '.join(left_out)}; --json has all)" in lines
+    paths = [line.split("  ")[0].strip() for line in table[rule + 1 :]]
+    if command != "log":
+        assert "".join(paths) == "".join(LONG.format(layer) for layer in range(3))
+        assert all(path.endswith(("/", "kernel")) for path in paths)  # cut at separators alone
+        assert len(paths) <= 6
+
+
+def test_a_table_that_is_piped_has_all_columns_in_one_line_each(long_paths: Path) -> None:
+    head, _, *rows, _ = run("ls", long_paths, env={**os.environ, "COLUMNS": "40"}).stdout.splitlines()
+    assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
+    assert [row.split()[0] for row in rows] == [LONG.format(layer) for layer in range(3)]
+
+
+def test_words_are_not_cut() -> None:
+    assert wrap("about 0.106 s each, of 12", 8) == ["about", "0.106 s", "each, of", "12"]
+    assert wrap("a/long/path and more", 7) == ["a/long/", "path", "and", "more"]
+    assert wrap("seamless", 3) == ["sea", "mle", "ss"]
+    assert wrap("", 8) == [""]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_help_fits_the_terminal(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("", *commands.cli.commands):
+        out = call(*name.split(), "--help")[1]
+        assert all(len(line) <= width for line in out.splitlines()), out
+        assert "..." not in out.replace("[COMMAND] [ARGS]...", "")  # no sentence is cut
+        assert out.isascii()
+    listed = call("--help")[1].partition("Commands:\n")[2]
+    assert len(listed.splitlines()) == len(commands.cli.commands)
+
+
+def test_the_help_explains_quantization(store: Path, tmp_path: Path, call: Call) -> None:
+    out = call("quantize", "--help")[1]
+    assert "signal-to-quantization-noise ratio" in " ".join(out.split()).replace("- ", "-")
+    example, other = re.findall(r"^    (\{.*?\})\n(?!     )", out, re.DOTALL | re.MULTILINE)
+    blocking.save(
+        tmp_path / "s", {"embed": np.ones((8, 32)), "x": {"norm": np.ones(640), "w": np.ones((64, 64))}}, 0
+    )
+    (tmp_path / "policy.json").write_text(example)
+    code, out, err = call("quantize", tmp_path / "s", "--policy", tmp_path / "policy.json", "--json")
+    assert (code, err) == (0, "")
+    arrays = {a["path"]: a for a in json.loads(out)["arrays"]}
+    assert {path: a["format"] for path, a in arrays.items()} == {"embed": None, "x/norm": "e5m8", "x/w": "e4m3"}
+    assert "32" in arrays["x/w"]["granularity"]
+    assert set(json.loads(other)) == {"formats", "bits"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_paths(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TSTORE_COMPLETE", f"{shell}_complete")
+    arguments = ["ls", "import", "import a", "export s", "copy a", "bench", "probe", "serve s --tls-key"]
+    for words in [*arguments, "quantize s --policy", "report s --plot", "demo --store", "demo --model"]:
+        monkeypatch.setenv("COMP_WORDS", f"tstore {words} ")
+        monkeypatch.setenv("COMP_CWORD", "" if shell == "fish" else str(1 + len(words.split())))
+        with pytest.raises(SystemExit) as ended:
+            main([])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, err) == (0, "")
+        assert re.split(r"[,\n]", out)[0] == "file", words  # the shell then completes file names itself
+
+
+def test_characters_that_the_encoding_lacks(store: Path) -> None:
+    call = {"env": {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}}
+    listed = run("ls", store, **call)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "64x100" in listed.stdout
+    assert "-----" in listed.stdout
+    assert run("quantize", store, "--format", "e4m3", **call).returncode == 0
+    assert "version 1 -> version 2: " in run("diff", store, 1, 2, **call).stdout
+    for arguments in (["report", store], ["log", store]):
+        found = run(*arguments, **call)
+        assert "\\" not in found.stdout + found.stderr
+        assert found.stdout.isascii()
+
+
+def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
+    store = tmp_path / "s"
+    blocking.save(store, {"w": np.ones(1)}, 0)
+    out = [call(name, store)[1] for name in ("ls", "log", "verify", "gc")]
+    out += [call("copy", store, tmp_path / "copy")[1], call("copy", store, tmp_path / "copy")[1]]
+    out += [
+        call("export", store, tmp_path / "out")[1],
+        call("import", tmp_path / "out", tmp_path / "t", "--step", 0)[1],
+    ]
+    blocking.save(store, {"w": np.ones(2)}, 1)
+    out += [call("diff", store, 1, 2)[1], call("gc", store, "--keep-last", 1)[1]]
+    with blocking.open(store) as opened, pytest.raises(tstore.errors.DeadlineExceeded):
+        opened.transaction(name="t", host=0, hosts=2, attempt="a").commit(timeout=0.01)
+    out.append(call("ls", store, "--transactions")[1])
+    assert all(re.search(r"\b1 [a-z]", text) for text in out[:1] + out[2:3])
+    assert not [text for text in out if re.search(r"(?<![.\d])1 (?!is|has|was)[a-z]+s\b", text)], out
+
+
+def test_many_names_are_shortened() -> None:
+    assert ranges([1, 2, 3, 4, 7, 8, 10]) == ["1-4", "7", "8", "10"]
+    assert ranges([]) == []
+    assert shortened(["a", "b"], 2) == "a, b"
+    assert shortened([str(n) for n in range(1000)], 3) == "0, 1, 2 and 997 more"
+    assert [counted(n, "version") for n in (0, 1, 2, 10_000)] == [
+        "0 versions",
+        "1 version",
+        "2 versions",
+        "10,000 versions",
+    ]
+    assert [sized(n) for n in (0, 999, 1000, 999_949, 999_950, 2e15)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "999.9 kB",
+        "1.0 MB",
+        "2000.0 TB",
+    ]
+
+
+def test_a_refused_connection_is_told_soon(call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/s"
+    for command in (["ls", url], ["quantize", url, "--format", "e4m3"]):
+        started = time.monotonic()
+        failed(call(*command), "Connection refused", "check the address")
+        assert time.monotonic() - started < 6
 
 
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
     """Measure save, restore and commit speed.
 
     Creates a store at URL, where nothing may be yet, and removes it at the end. Several processes save and restore
-    one checkpoint together, then each makes small commits. Needs space for rounds × size. Restores are usually
+    one checkpoint together, then each makes small commits. Needs space for rounds times size. Restores are usually
     served from the file cache.
     """
     from tstore.testing.benchmark import bench as measure

@@ -9,19 +9,20 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
 from tstore.cli.text import plain
 
-__all__ = ["Column", "print_table"]
+__all__ = ["Column", "print_table", "wrap"]
 
 _GAP = 2
 _NARROWEST = 8
 
-_BREAK = re.compile(r"(?<=[\s/._,:-])")
+_SPACE = re.compile(r"(?<=\s)")
+_SEPARATOR = re.compile(r"(?<=[/._:-])")
 
 
 class Column(NamedTuple):
@@ -47,7 +48,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         _narrow(columns, widths, shown, terminal)
     lines = [[columns[i].head for i in shown], ["─" * widths[i] for i in shown]]
     for row in cells:
-        wrapped = [_wrap(row[i], widths[i]) for i in shown]
+        wrapped = [wrap(row[i], widths[i]) for i in shown]
         for number in range(max(map(len, wrapped))):
             lines.append([parts[number] if number < len(parts) else "" for parts in wrapped])
     for line in lines:
@@ -86,11 +87,12 @@ def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
     return sum(widths[i] for i in shown) + _GAP * (len(shown) - 1)
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
+    """Return the lines of a cell of that width, cut between words, and in longer words at separators."""
     if cell_len(text) <= width:
         return [text]
     lines, line = [], ""
-    for piece in _BREAK.split(text):
+    for piece in _pieces(text, width):
         if line and cell_len(line + piece.rstrip()) > width:
             lines.append(line)
             line = ""
@@ -98,6 +100,15 @@ def _wrap(text: str, width: int) -> list[str]:
         lines += full
         line += rest
     return [line.rstrip() for line in [*lines, line] if line.strip()]
+
+
+def _pieces(text: str, width: int) -> Iterator[str]:
+    """Yield the words of a text; of a longer word, as a path is, what lies between its separators."""
+    for word in _SPACE.split(text):
+        if cell_len(word.rstrip()) <= width:
+            yield word
+        else:
+            yield from _SEPARATOR.split(word)
 
 
 def _aligned(text: str, width: int, right: bool) -> str:

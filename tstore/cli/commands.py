@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         name = context.command_path if context is not None else "tstore"
-        said = f"{error.format_message().rstrip('.')}; see {name} --help"
-        return _fail("Misuse", said, as_json, MISUSED)
+        said = error.format_message()
+        see = f" See {name} --help" if said.endswith("?") else f"; see {name} --help"
+        return _fail("Misuse", said.rstrip(".") + see, as_json, MISUSED)
     except TStoreError as error:  # an argument that only the library can judge
         return _fail(type(error).__name__, str(error), as_json)
     except click.Abort:

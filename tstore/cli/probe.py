@@ -34,6 +34,8 @@ def probe(url: str, as_json: bool) -> int:
     async def work(progress: Progress) -> Document:
         where = connect(url)
         try:
+            if isinstance(where, LocalBackend):
+                await where.empty()  # raises `NotFound` if it is a file
             await read_marker(where)  # a server that is not there would fail each check, and slowly
         finally:
             await where.close()

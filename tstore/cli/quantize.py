@@ -90,6 +90,8 @@ def quantize(
     chosen = {name: value for name, value in wanted.items() if value is not None}
     if len(chosen) != 1:
         raise click.UsageError("pass one of --format, --min-sqnr, --bits and --policy")
+    if error is not None and bits is None:
+        raise click.UsageError("--error says what --bits minimizes; pass --bits too")
     options = {
         name: value for name, value in (("error", error), ("axis", axis), ("block", block)) if value is not None
     }

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 import tstore
 from tstore.checkpoint.shards import Shards
-from tstore.errors import Denied, InvalidArgument, Unavailable
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, Unavailable
 from tstore.kv.base import Durability
 from tstore.kv.local import LocalBackend
 from tstore.kv.memory import MemoryBackend
@@ -83,7 +83,11 @@ async def bench(
     if isinstance(connect(url), MemoryBackend):
         raise InvalidArgument(f"{url} is seen by one process alone; name a folder or a server's URL")
     rows = max(1, round(size / (4 * _COLUMNS * _ARRAYS * hosts)))
-    async with await tstore.open(url, "x") as store:
+    try:
+        created = await tstore.open(url, "x")
+    except AlreadyExists as error:
+        raise AlreadyExists(f"{url} is a store already; name an empty or a new place to measure") from error
+    async with created as store:
         try:
             async with Job(hosts, __name__) as job:
                 tell(f"starting {hosts} host processes")

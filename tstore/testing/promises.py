@@ -50,12 +50,12 @@ def _promise(promise: str, needs: str = "") -> Callable[[Work], Work]:
     return add
 
 
-@_promise("of the store that lies here, the marker is read in any parts")
+@_promise("any part of the marker of the store at this URL can be read")
 async def reading(place: Place) -> None:
     try:
         whole = await place.one.get("tstore.json")
     except NotFound as error:
-        raise unittest.SkipTest("no store lies here") from error
+        raise unittest.SkipTest("there is no store at this URL") from error
     size = len(whole)
     assert await place.other.size("tstore.json") == size, "its length is not that of its bytes"
     for start, stop in ((0, size), (0, 1), (3, 9), (size - 1, size)):
@@ -64,7 +64,7 @@ async def reading(place: Place) -> None:
     await _raises(Corrupt, run(_read, place.one, "tstore.json", size - 1, [2]), "reading beyond the end")
 
 
-@_promise("what was created is read at once, whole, by every client, also by one that had missed it before")
+@_promise("a created object can be read at once and whole by every client, also by one that found it missing")
 async def read_after_create(place: Place) -> None:
     for size, durability in ((0, _FSYNC), (1, _NONE), (25_600, _FSYNC)):
         key, data = place.key(size), bytes(range(256)) * (size // 256) or b"x" * size
@@ -77,7 +77,7 @@ async def read_after_create(place: Place) -> None:
             assert await client.size(key) == size, f"size() is {await client.size(key)}, {size} were created"
 
 
-@_promise("a name that is taken is never created again")
+@_promise("an object that exists is never created again")
 async def create_never_replaces(place: Place) -> None:
     await place.one.create(place.key(1), b"first", _FSYNC)
     for client in (place.one, place.other):
@@ -98,7 +98,7 @@ async def one_winner(place: Place) -> None:
         assert await place.other.get(key) == stored, f"two clients read different bytes of {key}"
 
 
-@_promise("the same, where the racers are processes")
+@_promise("the same with racing processes")
 async def one_winner_among_processes(place: Place) -> None:
     if place.subject.url is None:
         raise unittest.SkipTest("it has no URL under which other processes find it")
@@ -109,7 +109,7 @@ async def one_winner_among_processes(place: Place) -> None:
         _judge_race(key, Turn(won, await place.one.get(key), _RACERS))
 
 
-@_promise("what is missing is not found, and removing it is no error")
+@_promise("a missing object is reported as missing, and deleting it is no error")
 async def missing(place: Place) -> None:
     key = place.key("nothing")
     assert await place.one.size(key) is None, "a missing object has a size"
@@ -121,7 +121,7 @@ async def missing(place: Place) -> None:
         assert await place.one.age(place.folder) is None, "a folder without objects has an age"
 
 
-@_promise("packs are read in any parts, exactly, and never beyond their end")
+@_promise("any part of a pack can be read exactly, and nothing beyond its end")
 async def ranges(place: Place) -> None:
     key, whole = place.key("ranges"), secrets.token_bytes(70_000)
     await run(_write_packs, place.one, key, [whole[:1], whole[1:1000], whole[1000:]])
@@ -136,7 +136,7 @@ async def ranges(place: Place) -> None:
             await _raises(Corrupt, run(_read, client, key, offset, [size]), what)
 
 
-@_promise("a span of an object is what a slice of its bytes is")
+@_promise("a range of an object is that slice of its bytes")
 async def spans(place: Place) -> None:
     objects = place.objects
     for data in (bytes(range(100)), b""):
@@ -151,7 +151,7 @@ async def spans(place: Place) -> None:
         await _raises(NotFound, on_io(objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
 
 
-@_promise("a hint replaces, and every client sees the new one at once")
+@_promise("a hint is replaced, and every client sees the new one at once")
 async def hint_replaces(place: Place) -> None:
     key = f"{place.folder}/alive-0"
     for number in (1, 22222, 3):
@@ -161,7 +161,7 @@ async def hint_replaces(place: Place) -> None:
             assert await client.get(key) == data, "a hint that was replaced is still read"
 
 
-@_promise("a list holds every name that begins with the prefix, in order, and no other, at once", "listing")
+@_promise("a listing has every name with the prefix at once and in order, and no other", "listing")
 async def listing(place: Place) -> None:
     names = ["1", "10", "2", "2-3", "3"]
     keys = sorted(place.key(name) for name in names)
@@ -185,7 +185,7 @@ async def listing(place: Place) -> None:
     assert not await place.one.empty(), "the place is said to be empty"
 
 
-@_promise("pages hold every object once, with its length, and with a delimiter the folders", "listing")
+@_promise("pages list every object once with its length, and with a delimiter the folders", "listing")
 async def pages(place: Place) -> None:
     objects = place.objects
     await asyncio.gather(*[place.one.create(place.key(n), b"x" * n, _NONE) for n in range(5)])
@@ -200,7 +200,7 @@ async def pages(place: Place) -> None:
     assert found.size == 3, f"head() gives a length of {found.size}, 3 were written"
 
 
-@_promise("what was deleted is gone for every client, and its name is free", "listing")
+@_promise("a deleted object is gone for every client, and its name is free", "listing")
 async def deletes(place: Place) -> None:
     first, second = (f"{place.folder}/alive-{number}" for number in (1, 2))  # who may write may delete these
     old, new = heartbeat(1), heartbeat(2)
@@ -217,7 +217,7 @@ async def deletes(place: Place) -> None:
     assert await place.other.get(first) == new, "an object deleted before is read"
 
 
-@_promise("names with odd characters are kept apart, and listed as they were given")
+@_promise("names with unusual characters are kept apart and listed unchanged")
 async def odd_names(place: Place) -> None:
     keys = [f"{place.folder}/{name}" for name in _ODD]
     try:
@@ -234,7 +234,7 @@ async def odd_names(place: Place) -> None:
         assert found == sorted(keys), f"names are listed as others: {sorted(set(found) ^ set(keys))}"
 
 
-@_promise("names that lead elsewhere, or have two spellings, are refused")
+@_promise("names that lead outside or have two spellings are refused")
 async def bad_names(place: Place) -> None:
     for key in _BAD:
         for call in (place.one.get(key), place.one.size(key), place.one.create(key, b"x", _NONE)):
@@ -243,7 +243,7 @@ async def bad_names(place: Place) -> None:
             await _raises(InvalidArgument, run(begin, key), f"the name {key!r}")
 
 
-@_promise("a create that is cancelled leaves the whole object or none, and a client that works")
+@_promise("a cancelled create leaves the whole object or none, and a client that works")
 async def cancellation(place: Place) -> None:
     data = bytes(range(256)) * 256
     begun = time.monotonic()
@@ -261,7 +261,7 @@ async def cancellation(place: Place) -> None:
     assert await place.other.get(place.key("last")) == data, "other bytes are read after cancelled creates"
 
 
-@_promise("a create whose reply is lost is never said to be another's")
+@_promise("a create whose reply was lost is never reported as another's")
 async def lost_replies(place: Place) -> None:
     if place.subject.relay is None:
         raise unittest.SkipTest("no relay stands between client and server that could lose a reply")
@@ -279,7 +279,7 @@ async def lost_replies(place: Place) -> None:
         assert stored in (None, data), "half an object is read after a lost reply"
 
 
-@_promise("large objects are written and read as they are")
+@_promise("large objects are written and read unchanged")
 async def large_objects(place: Place) -> None:
     piece = secrets.token_bytes(_LARGE // 12)
     packs = await run(_write_packs, place.one, place.key("large"), [piece] * 12)
@@ -291,7 +291,7 @@ async def large_objects(place: Place) -> None:
         assert middle == piece[len(piece) // 2 :], "other bytes are read in the middle of a large object"
 
 
-@_promise(f"a list of {_NAMES} names is whole", "listing")
+@_promise(f"a listing of {_NAMES} names is complete", "listing")
 async def long_lists(place: Place) -> None:
     keys = [place.key(f"{number:05d}") for number in range(_NAMES)]
     await many(lambda key: place.one.create(key, b"", _NONE), keys)
