@@ -575,6 +575,8 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
         blocking.save(source, tree_of(step), step)
     assert main(["copy", source, target]) == 0
     assert f"{target} is at version 3: copied and checked 3 commits, " in capfd.readouterr().out
+    assert main(["copy", source, target]) == 0
+    assert capfd.readouterr().out == f"{target} is at version 3 already: nothing to copy\n"
     assert main(["copy", source, target, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert {**found, "present": 0} == {

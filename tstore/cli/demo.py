@@ -1,4 +1,4 @@
-"""The main job of tstore, acted out by real processes; `tstore demo` shows it.
+"""The main job of tstore, run by real processes for `tstore demo`.
 
 1. Eight host processes hold the shards of a model over a mesh {data: 4, model: 2} and save a step as one commit.
 2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 import tstore
 from tstore.checkpoint.structure import flatten
+from tstore.cli.text import counted, sized
 from tstore.contents import contents
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
@@ -159,7 +160,9 @@ class _Story:
         name = await asyncio.to_thread(self._prepare, model, size, step)
         tensors, _ = read_weights(self._files[0])
         self._size = sum(a.nbytes for a in tensors.values())
-        self._tell.done(f"{name}: {len(tensors)} arrays, {self._size / 1e6:.1f} MB, over a mesh {MESH}")
+        mesh = " × ".join(f"{axis}={length}" for axis, length in MESH.items())
+        size = f"{counted(len(tensors), 'array')}, {sized(self._size)}"
+        self._tell.done(f"{name}: {size}, sharded over {HOSTS} hosts by the mesh {mesh}")
         async with self._hosts() as job:
             await self._save(job, step, self._files[0])
             killed = await self._kill(job, step + 1, tensors)
@@ -174,7 +177,7 @@ class _Story:
             verified = await opened.verify()
             if not verified.ok:
                 raise Corrupt(f"{self._store} is damaged: {'; '.join(verified.faults[:3])}")
-        self._tell.done(f"verified: {verified.chunks} chunks, {verified.bytes / 1e6:.1f} MB, no fault")
+        self._tell.done(f"verified: {counted(verified.chunks, 'chunk')}, {sized(verified.bytes)}, no fault")
         return DemoReport(
             store=self._store,
             temporary=self._temporary,
@@ -250,9 +253,9 @@ class _Story:
         # a host that gave up early may have missed others that were only slow
         absent = sorted(set.intersection(*[set(e.absent) for e in failures]))
         self._tell.done(
-            f"host {VICTIM} was killed with SIGKILL after it had written {written / 1e6:.1f} MB of step {step}; "
-            f"the other {len(failures)} waited {_WAIT:g} s, then each failed with {type(failures[0]).__name__}, "
-            f"naming host {', '.join(map(str, absent))}"
+            f"host {VICTIM} was killed with SIGKILL after writing {sized(written)} of step {step}; "
+            f"the other {len(failures)} waited {_WAIT:g} s, then failed with {type(failures[0]).__name__}, "
+            f"which names host {', '.join(map(str, absent))}"
         )
         steps = await tstore.steps(self._store)
         self._tell.doing(f"restoring step {step - 1}")
@@ -290,7 +293,7 @@ class _Story:
         report = await tstore.quantize(store, format, at=f"step/{step}")
         row = await self._row(report.version, report.sqnr, time.perf_counter() - started)
         self._rows.append(row)
-        self._tell.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits a value")
+        self._tell.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits/value")
 
     async def _row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
         async with await tstore.open(self._store, "r") as store:

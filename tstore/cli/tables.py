@@ -183,6 +183,9 @@ def show_collected(report: Document) -> None:
 
 def show_copied(report: Document) -> None:
     """Print what was copied."""
+    if not report["commits"] and not report["objects"]:
+        print(plain(f"{report['destination']} is at version {report['version']} already: nothing to copy"))
+        return
     present = f"; {counted(report['present'], 'object')} already there" if report["present"] else ""
     counts = f"{counted(report['commits'], 'commit')}, {counted(report['objects'], 'object')}"
     print(
