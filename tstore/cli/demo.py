@@ -161,8 +161,8 @@ class _Story:
         tensors, _ = read_weights(self._files[0])
         self._size = sum(a.nbytes for a in tensors.values())
         mesh = " × ".join(f"{axis}={length}" for axis, length in MESH.items())
-        size = f"{counted(len(tensors), 'array')}, {sized(self._size)}"
-        self._tell.done(f"{name}: {size}, sharded over {HOSTS} hosts by the mesh {mesh}")
+        arrays = f"{counted(len(tensors), 'array')}, {sized(self._size)}"
+        self._tell.done(f"{name}: {arrays}, sharded over {HOSTS} hosts by the mesh {mesh}")
         async with self._hosts() as job:
             await self._save(job, step, self._files[0])
             killed = await self._kill(job, step + 1, tensors)
