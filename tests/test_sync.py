@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import inspect
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,10 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jedi
 import numpy as np
 import processes
 import pytest
 import served
+from sync_stub import STUB, sync_stub
 
 import tstore
 import tstore.sync as blocking
@@ -77,6 +81,35 @@ USERS = {
 def test_all_that_users_rely_on_is_there(name: str) -> None:
     for member in USERS[name].split():
         assert hasattr(getattr(blocking, name), member), member
+
+
+def test_the_types_are_those_of_the_awaited_names() -> None:
+    made, kept = (ast.dump(ast.parse(text)) for text in (sync_stub(), STUB.read_text()))
+    assert made == kept, "run: python tests/support/sync_stub.py"
+
+
+@pytest.mark.parametrize(
+    ("expression", "parameter", "text"),
+    [
+        ("tstore.open", "storage_options", "The store at a URL"),
+        ("tstore.save", "metrics", "`tree` nests dicts"),
+        ("tstore.open('s').transaction", "isolation", "`with` commits"),
+        ("tstore.open('s').transaction().create_array", "fill_value", "A new array"),
+        ("tstore.open('s').snapshot().array('w').read", "out", "The values, verified"),
+        ("tstore.open('s').snapshot().array('w')[3:, 0].write", "values", "Stages values"),
+    ],
+)
+def test_an_editor_shows_signatures_and_docstrings(expression: str, parameter: str, text: str) -> None:
+    code = f"import tstore.sync as tstore\n{expression}("
+    [signature] = jedi.Script(code).get_signatures()
+    assert parameter in [p.name for p in signature.params]
+    assert text in signature.docstring(raw=True)
+    complete = jedi.Script(code[:-3]).complete()
+    assert expression.rpartition(".")[2] in [c.name for c in complete]
+
+
+def test_a_function_can_be_sent_to_another_process() -> None:
+    assert pickle.loads(pickle.dumps(blocking.save)) is blocking.save
 
 
 def whole_tour(url: str) -> None:

@@ -3,20 +3,20 @@
 One event loop in one daemon thread serves all calls of a process, so they also work under a running loop, as in
 a notebook, and from many threads. A forked child gets a loop of its own. Ctrl-C cancels the call and waits until
 it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned.
+
+The types are in `sync.pyi`, which `python tests/support/sync_stub.py` writes from the signatures of `tstore`:
+Python's types can't express "the same parameters, with a blocking store in place of an awaited one".
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import functools
+import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
-
-import numpy as np
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import tstore as _async
 from tstore import (
@@ -37,10 +37,7 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.chunks.grid import Index
 from tstore.errors import Misuse
-from tstore.kv.base import Backend
-from tstore.kv.trace import Traffic
 from tstore.store import Mode
 
 __all__ = [
@@ -73,7 +70,6 @@ __all__ = [
     "steps",
 ]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _THREAD = "tstore-loop"
@@ -135,7 +131,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Twin:
-    """A blocking object beside the awaited one that does the work."""
+    """A blocking object in front of the awaited one that does the work."""
 
     def __init__(self, awaited: Any) -> None:
         self._awaited = awaited
@@ -144,113 +140,117 @@ class _Twin:
         return repr(self._awaited).replace("<tstore.", "<tstore.sync.", 1)
 
 
-def _blocking(call: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
-    """The same function or method, blocking; blocking objects among its arguments stand for awaited ones."""
+def _blocking(call: Any) -> Any:
+    """Return the same function, method or property, blocking, which takes and returns blocking objects."""
+    if isinstance(call, property):
+        return property(_blocking(call.fget))
 
     @functools.wraps(call)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        plain = [a._awaited if isinstance(a, _Twin) else a for a in args]
-        named = {k: v._awaited if isinstance(v, _Twin) else v for k, v in kwargs.items()}
-        return _loop.run(call(*plain, **named))  # type: ignore[arg-type]
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = call(*map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+        if inspect.iscoroutine(result):
+            result = _loop.run(result)
+        twin = _TWINS.get(type(result))
+        return result if twin is None else twin(result)
 
+    wrapper.__module__ = __name__
+    wrapper.__doc__ = call.__doc__ and call.__doc__.replace("`async with`", "`with`")
     return wrapper
 
 
-def _same(of: type, name: str) -> Any:
-    """The property of the awaited class, read from the awaited object."""
-    return property(lambda self: getattr(self._awaited, name), doc=getattr(of, name).__doc__)
+def _unwrapped(value: Any) -> Any:
+    return value._awaited if isinstance(value, _Twin) else value
 
 
 class Array(_Twin):
     """A chunked array, or a view of one: indexing gives a view and does no I/O."""
 
-    path: str = property(lambda self: self._awaited.path, doc="Where the array stands in its tree.")  # type: ignore[assignment]
-    shape: tuple[int, ...] = _same(_async.Array, "shape")
-    ndim: int = _same(_async.Array, "ndim")
-    size: int = _same(_async.Array, "size")
-    nbytes: int = _same(_async.Array, "nbytes")
-    dtype: np.dtype[Any] = _same(_async.Array, "dtype")
-    chunks: tuple[int, ...] = _same(_async.Array, "chunks")
-    attributes: dict[str, Any] = _same(_async.Array, "attributes")
-    dimension_names: tuple[str | None, ...] | None = _same(_async.Array, "dimension_names")
-    fill_value: Any = _same(_async.Array, "fill_value")
-    codecs: list[dict[str, Any]] = _same(_async.Array, "codecs")
+    @property
+    def path(self) -> str:
+        """Where the array stands in its tree."""
+        return self._awaited.path
+
+    shape = _blocking(_async.Array.shape)
+    ndim = _blocking(_async.Array.ndim)
+    size = _blocking(_async.Array.size)
+    nbytes = _blocking(_async.Array.nbytes)
+    dtype = _blocking(_async.Array.dtype)
+    chunks = _blocking(_async.Array.chunks)
+    attributes = _blocking(_async.Array.attributes)
+    dimension_names = _blocking(_async.Array.dimension_names)
+    fill_value = _blocking(_async.Array.fill_value)
+    codecs = _blocking(_async.Array.codecs)
 
     read = _blocking(_async.Array.read)
     write = _blocking(_async.Array.write)
     resize = _blocking(_async.Array.resize)
 
+    __getitem__ = _blocking(_async.Array.__getitem__)
     __iter__ = None
-
-    def __getitem__(self, index: Index) -> Array:
-        return Array(self._awaited[index])
 
 
 class Snapshot(_Twin):
     """What a store holds as of one version."""
 
-    version: int = _same(_async.Snapshot, "version")
-    tags: dict[str, int] = _same(_async.Snapshot, "tags")
+    version = _blocking(_async.Snapshot.version)
+    tags = _blocking(_async.Snapshot.tags)
 
-    def paths(self) -> list[str]:
-        """The paths of all arrays, sorted."""
-        found: list[str] = self._awaited.paths()
-        return found
-
-    def attributes(self, path: str = "") -> dict[str, Any]:
-        """The attributes of the array or group at a path; empty for a group that has none."""
-        found: dict[str, Any] = self._awaited.attributes(path)
-        return found
-
-    def array(self, path: str) -> Array:
-        """The array at a path; `NotFound` names near paths where there is none."""
-        return Array(_loop.run(self._awaited.array(path)))
+    paths = _blocking(_async.Snapshot.paths)
+    attributes = _blocking(_async.Snapshot.attributes)
+    array = _blocking(_async.Snapshot.array)
 
 
 class Transaction(_Twin):
     """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
 
-    version: int | None = property(  # type: ignore[assignment]
-        lambda self: self._awaited.version, doc="The version it became, None before."
-    )
-    retries: list[Retry] = property(  # type: ignore[assignment]
-        lambda self: self._awaited.retries, doc="What came in the way of the commit and was overcome."
-    )
-    id: str = property(lambda self: self._awaited.id, doc="Its id in the log.")  # type: ignore[assignment]
+    @property
+    def id(self) -> str:
+        """Its id in the log."""
+        return self._awaited.id
 
+    @property
+    def version(self) -> int | None:
+        """The version it became, None before."""
+        return self._awaited.version
+
+    @property
+    def retries(self) -> list[Retry]:
+        """What came in the way of the commit and was overcome."""
+        return self._awaited.retries
+
+    create_array = _blocking(_async.Transaction.create_array)
     create_group = _blocking(_async.Transaction.create_group)
+    array = _blocking(_async.Transaction.array)
     paths = _blocking(_async.Transaction.paths)
     delete = _blocking(_async.Transaction.delete)
     commit = _blocking(_async.Transaction.commit)
     abort = _blocking(_async.Transaction.abort)
 
-    @functools.wraps(_async.Transaction.create_array)
-    def create_array(self, *args: Any, **kwargs: Any) -> Array:
-        """See `tstore.Transaction.create_array`."""
-        return Array(_loop.run(self._awaited.create_array(*args, **kwargs)))
-
-    def array(self, path: str) -> Array:
-        """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
-        return Array(_loop.run(self._awaited.array(path)))
-
     def __enter__(self) -> Transaction:
         _loop.run(self._awaited.__aenter__())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _loop.run(self._awaited.__aexit__(kind, error, trace))
+    __exit__ = _blocking(_async.Transaction.__aexit__)
 
 
 class Store(_Twin):
     """Everything under one URL. Readers never block; writers meet only in the commit."""
 
-    url: str = _same(_async.Store, "url")
-    traffic: Traffic | None = _same(_async.Store, "traffic")
-    mode: Mode = property(lambda self: self._awaited.mode, doc='"r", "r+", "a" or "x".')  # type: ignore[assignment]
-    uuid: str = property(lambda self: self._awaited.uuid, doc="Made with the store.")  # type: ignore[assignment]
+    @property
+    def mode(self) -> Mode:
+        """How the store was opened."""
+        return self._awaited.mode
 
+    @property
+    def uuid(self) -> str:
+        """The identity of the store, drawn when it was created."""
+        return self._awaited.uuid
+
+    url = _blocking(_async.Store.url)
+    traffic = _blocking(_async.Store.traffic)
+
+    transaction = _blocking(_async.Store.transaction)
+    snapshot = _blocking(_async.Store.snapshot)
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
     transactions = _blocking(_async.Store.transactions)
@@ -258,22 +258,10 @@ class Store(_Twin):
     diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)
     collect = _blocking(_async.Store.collect)
+    close = _blocking(_async.Store.close)
 
-    @functools.wraps(_async.Store.transaction)
-    def transaction(self, *args: Any, **kwargs: Any) -> Transaction:
-        """See `tstore.Store.transaction`."""
-        return Transaction(self._awaited.transaction(*args, **kwargs))
-
-    def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
-        """The state as of a version, a tag, or a time; by default the newest."""
-        return Snapshot(_loop.run(self._awaited.snapshot(at)))
-
-    def close(self) -> None:
-        """Releases open files; the store can still be used, and opens them again."""
-        _loop.run(self._awaited.close())
-
-    def history(self) -> Iterator[Commit]:
-        """Every commit, newest first."""
+    @functools.wraps(_async.Store.history)
+    def history(self) -> Iterator[Commit]:  # noqa: D102 - it has the docstring of the one it wraps
         commits = self._awaited.history()
 
         async def following() -> Commit | None:  # first run by the loop, which so closes an iteration left early
@@ -290,24 +278,17 @@ class Store(_Twin):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    __exit__ = _blocking(_async.Store.__aexit__)
 
 
-@functools.wraps(_async.open)
-def open(
-    url: str | os.PathLike[str] | Backend,
-    mode: Mode = "a",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Cache | str | os.PathLike[str] | None = None,
-) -> Store:
-    """The store at a URL, for blocking use."""
-    return Store(_loop.run(_async.open(url, mode, storage_options=storage_options, cache=cache)))
+_TWINS: dict[type, type[_Twin]] = {
+    _async.Array: Array,
+    _async.Snapshot: Snapshot,
+    _async.Store: Store,
+    _async.Transaction: Transaction,
+}
 
-
+open = _blocking(_async.open)
 save = _blocking(_async.save)
 restore = _blocking(_async.restore)
 steps = _blocking(_async.steps)

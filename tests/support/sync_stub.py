@@ -1,0 +1,108 @@
+"""Writes `tstore/sync.pyi`, the types of the blocking names, from the signatures of the awaited ones.
+
+Run `python tests/support/sync_stub.py` after a change of a signature or docstring; test_sync fails until then.
+The stub has the members of the module at run time: each is followed to the function that it wraps, for its
+parameters.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import tstore.sync
+
+STUB = Path(tstore.sync.__file__).with_suffix(".pyi")
+HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
+BLOCKING = {"AsyncIterator": "Iterator"}
+
+
+def sync_stub() -> str:
+    """Return the text of the stub, formatted."""
+    members = {name: getattr(tstore.sync, name) for name in tstore.sync.__all__}
+    own = {name for name, member in members.items() if getattr(member, "__module__", "") == "tstore.sync"}
+    definitions: list[ast.stmt] = []
+    origins: dict[str, ast.stmt] = {}
+    for name in sorted(own, key=lambda name: (not inspect.isclass(members[name]), name)):
+        if inspect.isclass(members[name]):
+            definitions.append(_class(members[name], origins))
+        else:
+            definitions.append(_function(name, members[name], origins))
+    imports = [origins[name] for name in sorted(origins)]
+    shared = ast.parse(f"from tstore import {', '.join(sorted(set(members) - own))}").body
+    listed = ast.parse(f"__all__ = {tstore.sync.__all__!r}").body
+    tree = ast.Module([*imports, *shared, *listed, *definitions], [])
+    return _formatted(HEADER + ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def _class(cls: type, origins: dict[str, ast.stmt]) -> ast.ClassDef:
+    """Return the class with its public members, and the special methods that it defines itself."""
+    body: list[ast.stmt] = [ast.Expr(ast.Constant(inspect.getdoc(cls)))]
+    for name, member in vars(cls).items():
+        if isinstance(member, property):
+            getter = _function(name, member.fget, origins)
+            getter.decorator_list = [ast.Name("property")]
+            body.append(getter)
+        elif isinstance(member, FunctionType):
+            body.append(_function(name, member, origins))
+        elif name == "__iter__":
+            body.append(ast.AnnAssign(ast.Name(name), ast.Constant(None), None, simple=1))
+    return ast.ClassDef(cls.__name__, [], [], body, [], type_params=[])  # type: ignore[call-arg,unused-ignore]
+
+
+def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.FunctionDef:
+    """Return the head and docstring of a function under its blocking name; `origins` gets what its types need."""
+    original: Callable[..., Any] = inspect.unwrap(function)
+    [head] = ast.parse(textwrap.dedent(inspect.getsource(original))).body
+    assert isinstance(head, ast.FunctionDef | ast.AsyncFunctionDef)
+    assert head.returns is not None
+    defined = _origins(inspect.getsourcefile(original) or "")
+    arguments = [*head.args.posonlyargs, *head.args.args, *head.args.kwonlyargs]
+    for annotation in [head.returns, *(a.annotation for a in arguments if a.annotation is not None)]:
+        for node in ast.walk(annotation):
+            if isinstance(node, ast.Name):
+                node.id = BLOCKING.get(node.id, node.id)
+                if node.id in defined and node.id not in tstore.sync.__all__:
+                    known = origins.setdefault(node.id, defined[node.id])
+                    assert ast.dump(known) == ast.dump(defined[node.id]), f"two things are called {node.id}"
+    for defaults in (head.args.defaults, head.args.kw_defaults):
+        defaults[:] = [d if d is None or isinstance(d, ast.Constant) else ast.Constant(...) for d in defaults]
+    text = inspect.getdoc(function)
+    body = ast.Expr(ast.Constant(... if text is None else text))
+    return ast.FunctionDef(name, head.args, [body], [], head.returns, type_params=[])  # type: ignore[call-arg,unused-ignore]
+
+
+def _origins(file: str) -> dict[str, ast.stmt]:
+    """Return, for each name at the top of a module, the statement that imports it from where it is defined."""
+    path = Path(file)
+    module = ".".join(("tstore", *path.relative_to(STUB.parent).with_suffix("").parts))
+    found: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
+    for statement in ast.parse(path.read_text()).body:
+        match statement:
+            case ast.Import(names):
+                for alias in names:
+                    found[alias.asname or alias.name] = ast.Import([alias])
+            case ast.ImportFrom(origin, names):
+                for alias in names:
+                    found[alias.asname or alias.name] = ast.ImportFrom(origin, [alias], 0)
+            case ast.ClassDef(name) | ast.Assign([ast.Name(name)]):
+                found[name] = ast.ImportFrom(module, [ast.alias(name)], 0)
+    return found
+
+
+def _formatted(text: str) -> str:
+    for command in (["check", "--select", "I", "--fix"], ["format"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", str(STUB), "-"]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
+    return text
+
+
+if __name__ == "__main__":
+    STUB.write_text(sync_stub())
