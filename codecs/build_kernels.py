@@ -1,0 +1,42 @@
+"""Build hook of the wheel: compile `exmy._kernels` where there is a C compiler."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from setuptools import Distribution, Extension
+from setuptools.command.build_ext import build_ext
+
+KERNELS = Extension(
+    "exmy._kernels",
+    sources=["codecs/exmy/_kernels.c"],
+    extra_compile_args=["-O3", "-ffp-contract=off"],  # a fused multiply-add would round other than the reference
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
+    optional=True,  # without a compiler `exmy.reference` serves
+)
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """Put the compiled module into the wheel, or beside its source for an editable install."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the wheel is written; without a result it remains a wheel of Python alone."""
+        self.scratch = tempfile.TemporaryDirectory()
+        command = build_ext(Distribution({"ext_modules": [KERNELS]}))
+        command.build_temp = self.scratch.name
+        command.build_lib = "codecs" if version == "editable" else self.scratch.name
+        command.ensure_finalized()
+        command.run()
+        compiled = Path(command.get_ext_fullpath(KERNELS.name))
+        if version != "editable" and compiled.exists():
+            build_data["force_include"][str(compiled)] = f"exmy/{compiled.name}"
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what the compiler left."""
+        self.scratch.cleanup()

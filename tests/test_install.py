@@ -1,0 +1,225 @@
+"""The README's `pip install -e .` in a clone, as its user's Python, type checkers and shell see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(300),  # compiles, and two type checkers read NumPy
+    pytest.mark.xdist_group("install"),  # one clone for all
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+UNTRACKED = shutil.ignore_patterns(
+    ".git", ".*_cache", ".hypothesis", ".venv", "__pycache__", "*.so", "build", "dist"
+)
+PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]  # hatchling comes from the environment of the tests
+
+USER = """
+import asyncio
+import datetime
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+import tstore
+import tstore.sync
+from tstore.sharding import Mesh, P
+
+
+async def awaited() -> None:
+    async with await tstore.open("s", "x", cache=tstore.Cache("c", size=1)) as store:
+        assert_type(store, tstore.Store)
+        assert_type(store.uuid, str)
+        async with store.transaction("m", tag="t", isolation="serializable", durability="none") as tx:
+            assert_type(tx, tstore.Transaction)
+            w = await tx.create_array("a", (10, 4), "f4", (5, 4), codecs="e4m3", attributes={"k": 1}, sparse=True)
+            assert_type(w, tstore.Array)
+            await w[0:10, ::2].write(np.ones((10, 2)))
+            await w[..., -1].write(1.5)
+            await (await tx.array("a")).resize((20, 4))
+        assert_type(tx.version, int | None)
+        assert_type(tx.retries, list[tstore.Retry])
+        snapshot = await store.snapshot(datetime.datetime.now())
+        y = await (await snapshot.array("a")).read()
+        assert_type(y, npt.NDArray[Any])
+        assert_type(store.history(), AsyncIterator[tstore.Commit])
+        async for c in store.history():
+            assert_type((c.version, c.tag, c.message, c.time), tuple[int, str | None, str, datetime.datetime])
+        keep = tstore.Keep(last=2, best=(1, "loss"), newer_than=datetime.timedelta(7))
+        assert_type(await store.collect(keep, dry_run=True), tstore.CollectReport)
+        part = tstore.Shards((4,), "f4", [((slice(0, 2),), np.ones(2))])
+        shards = tstore.Shards.of(np.ones(8), Mesh({"x": 2}), P("x"), 0)
+        rules = {"a": "e4m3", "**": {"format": "e3m2", "block": 32}, "**/norm": None}
+        version = await tstore.save(store, {"p": part, "q": [shards]}, 1, codecs=rules, metrics={"loss": 1})
+        assert_type(version, int)
+        assert_type(await tstore.restore(store, only=["a"]), Any)
+        assert_type(await tstore.steps(store), list[int])
+        assert_type(await tstore.quantize(store, bits=5, error="relative"), tstore.QuantizeReport)
+        assert_type(await tstore.copy(store, "d", at="t"), tstore.CopyReport)
+
+
+def blocking() -> None:
+    with tstore.sync.open("s") as store:
+        assert_type(store, tstore.sync.Store)
+        with store.transaction("m", move_tag="t", facts={"k": 1}) as tx:
+            assert_type(tx, tstore.sync.Transaction)
+            w = tx.create_array("a", shape=[10, 4], dtype=np.float32)
+            assert_type(w, tstore.sync.Array)
+            assert_type(w[0:10, ::2], tstore.sync.Array)
+            w[0:10, ::2].write(1)
+            tx.array("a").resize((20, 4))
+        assert_type(tx.commit(timeout=1), int)
+        snapshot = store.snapshot("t")
+        assert_type(snapshot, tstore.sync.Snapshot)
+        assert_type(snapshot.array("a"), tstore.sync.Array)
+        assert_type(snapshot.array("a").shape, tuple[int, ...])
+        assert_type(snapshot.array("a").read(), npt.NDArray[Any])
+        assert_type(store.history(), Iterator[tstore.sync.Commit])
+        assert_type(store.collect(tstore.sync.Keep(last=5)), tstore.sync.CollectReport)
+        assert_type(store.verify().ok, bool)
+        assert_type(store.transactions(), list[tstore.sync.PendingTransaction])
+        assert_type(tstore.sync.save(store, {}, step=1, codecs=tstore.sync.MinSqnr(30)), int)
+        assert_type(tstore.sync.restore(store, 1), Any)
+        assert_type(tstore.sync.steps(store), list[int])
+        assert_type(tstore.sync.copy(store, store), tstore.sync.CopyReport)
+        try:
+            tstore.sync.quantize(store)
+        except tstore.sync.errors.AlreadyExists:
+            pass
+"""
+
+MISUSE = """
+import tstore.sync as tstore
+store = tstore.open("s")
+store.transaction(1)
+store.transaction(tags="t")
+store.snapshot().version()
+store.snapshot().array("w").reed()
+[row for row in store.snapshot().array("w")]
+tstore.save(store, {})
+tstore.steps(tstore.open)
+"""
+
+
+class Clone:
+    """A clone that is installed in an environment of its own, in a folder where it lies as `tstore`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT, folder / "tstore", ignore=UNTRACKED)
+        environment = folder / "environment"
+        venv.create(environment, symlinks=True)
+        self.scripts = environment / "bin"
+        self.python = self.scripts / "python"
+        packages = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(self, *arguments: str | Path, cwd: Path | None = None, **more: str) -> str:
+        """What Python of the environment prints, as from a shell in the folder."""
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))} | more
+        command = [self.python, *arguments]
+        done = subprocess.run(
+            command, cwd=cwd or self.folder, env=environ, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    clone = Clone(tmp_path_factory.mktemp("clones"))
+    clone.run(*PIP, "install", "--ignore-installed", *OFFLINE, "-e", "./tstore")
+    return clone
+
+
+def places(clone: Clone) -> list[Path]:
+    """Folders from which to import: that of the clone, the clone, one inside of it, and one far away."""
+    return [clone.folder, clone.folder / "tstore", clone.folder / "tstore" / "tests", Path("/")]
+
+
+def test_it_is_imported_from_any_folder(clone: Clone) -> None:
+    for folder in places(clone):
+        code = "import exmy, tstore.sync; tstore.save, tstore.sync.save; print(tstore.__file__, exmy.__file__)"
+        found = clone.run("-c", code, cwd=folder).split()
+        assert found == [str(clone.folder / p / "__init__.py") for p in ("tstore/tstore", "tstore/codecs/exmy")]
+
+
+def test_the_command_line_runs_beside_the_clone_and_inside_of_it(clone: Clone) -> None:
+    script = clone.run(clone.scripts / "tstore", "--version")
+    assert re.fullmatch(r"tstore.* \d+\.\d+\.\d+\n", script)
+    assert clone.run("-m", "tstore", "--version") == script
+    assert clone.run("-m", "tstore", "--version", cwd=clone.folder / "tstore") == script
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_kernels_are_compiled(clone: Clone) -> None:
+    kernels = clone.run("-c", "import exmy._kernels; print(exmy._kernels.__file__)").strip()
+    assert Path(kernels).parent == clone.folder / "tstore" / "codecs" / "exmy"
+
+
+@pytest.fixture(scope="module")
+def user(clone: Clone) -> list[str]:
+    """Scripts beside the clone: every block of the README, and one that states the types it expects."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks
+    scripts = {"user.py": USER} | {f"readme_{number:02}.py": text for number, text in enumerate(blocks)}
+    for name, text in {**scripts, "misuse.py": MISUSE}.items():
+        (clone.folder / name).write_text(text)
+    return list(scripts)
+
+
+def judge(errors: set[tuple[str, int]]) -> None:
+    """All scripts are right, and each line of misuse is wrong."""
+    assert errors == {("misuse.py", line) for line in range(4, 1 + MISUSE.count("\n"))}
+
+
+def test_mypy_accepts_the_readme_and_a_users_script(clone: Clone, user: list[str]) -> None:
+    command = [sys.executable, "-m", "mypy", "--strict", "--output=json", f"--python-executable={clone.python}"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))}
+    done = subprocess.run(
+        [*command, *user, "misuse.py"], cwd=clone.folder, env=environ, capture_output=True, text=True, check=False
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found, done.stderr
+    judge({(e["file"], e["line"]) for e in found if e["severity"] == "error"})
+
+
+def test_pyright_accepts_the_readme_and_a_users_script(clone: Clone, user: list[str]) -> None:
+    project = {"typeCheckingMode": "standard", "include": [*user, "misuse.py"]}
+    (clone.folder / "pyrightconfig.json").write_text(json.dumps(project))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", f"--pythonpath={clone.python}"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(command, cwd=clone.folder, env=environ, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    judge({(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in found})
+
+
+def test_a_wheel_has_every_file_of_both_packages(clone: Clone) -> None:
+    """Without a compiler too, where it is a wheel for any machine."""
+    clone.run(*PIP, "wheel", *OFFLINE, "--wheel-dir", "wheels", "./tstore", CC=shutil.which("false") or "false")
+    [wheel] = (clone.folder / "wheels").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source = clone.folder / "tstore"
+    packages = {"tstore": source / "tstore", "exmy": source / "codecs" / "exmy"}
+    assert held == {
+        f"{name}/{path.relative_to(folder)}"
+        for name, folder in packages.items()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".so", ".pyc")
+    }
+    assert {"tstore/py.typed", "tstore/sync.pyi", "exmy/py.typed", "exmy/_kernels.c", "exmy/FORMAT.md"} <= held
