@@ -192,10 +192,10 @@ def test_any_tree_comes_back(tree: Any) -> None:
 @pytest.mark.parametrize(
     "tree",
     [
-        {"a": object()},
+        {"a": object},
         {"a": {1, 2}},
         {"a": np.array(["x"])},
-        {"a": np.array([object()])},
+        {"a": np.array([object])},
         {"a": np.array(1, "M8[s]")},
         {(1, 2): np.ones(1)},
         {"a": [lambda: 0]},

@@ -403,7 +403,7 @@ GOOD: dict[str, Any] = {"shape": (4, 4), "dtype": "uint8", "chunks": (2, 2)}
         {"fill_value": [1, 2]},
         {"fill_value": 1j},
         {"dtype": "float32", "fill_value": 1j},
-        {"attributes": {"a": object()}},
+        {"attributes": {"a": object}},
         {"codecs": "e99m99"},
         {"codecs": "zstd"},
         {"codecs": []},

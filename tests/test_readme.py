@@ -67,7 +67,7 @@ def test_install_blocks_are_the_two_that_ci_runs() -> None:
     assert [text.count("\n") for text in rest] == [1, 1]
     assert rest[0] == "pip install -e . && tstore demo\n"
     assert rest[1].startswith("pip install -e '.[test]' && ")
-    assert rest[1].endswith("&& pytest\n")
+    assert rest[1].endswith("&& pytest -n auto\n")
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
