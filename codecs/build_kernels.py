@@ -30,8 +30,9 @@ class KernelsHook(BuildHookInterface[Any]):
         command.build_temp = self.scratch.name
         command.build_lib = "codecs" if version == "editable" else self.scratch.name
         command.ensure_finalized()
-        command.run()
         compiled = Path(command.get_ext_fullpath(KERNELS.name))
+        compiled.unlink(missing_ok=True)  # of an earlier install, perhaps of another source
+        command.run()
         if version != "editable" and compiled.exists():
             build_data["force_include"][str(compiled)] = f"exmy/{compiled.name}"
             build_data["pure_python"] = False
