@@ -125,6 +125,10 @@ class Array:
     def write(self, values: npt.ArrayLike) -> None:
         """Stages values, broadcast to the view's shape; the caller may change them once this returns.
 
+        A chunk that is written in part keeps its other values bit for bit. Where a lossy codec can't do that,
+        because the values written need another shared offset, the commit (or a read before it) raises
+        `InvalidArgument`.
+
         Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
         on an array of a snapshot or of a transaction that has ended."""
 
@@ -190,7 +194,7 @@ class Store:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        facts: dict[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> Transaction:
         """A new transaction; `with` commits it on exit and aborts it on an exception.
 
@@ -214,7 +218,9 @@ class Store:
         """Every tag and the version it names."""
 
     def outcome(self, transaction: str) -> int | None:
-        """The version that a transaction became, None if it is not committed (and if voided never will be)."""
+        """The version that a transaction became, None if it is not committed (and if voided never will be).
+
+        A store that may be written makes that version durable before it tells of it."""
 
     def transactions(self) -> list[PendingTransaction]:
         """The cooperative transactions that are under way or were given up, with the hosts that are missing.
@@ -313,15 +319,18 @@ class Transaction:
         """Stages the removal of an array, or of a group with all below it; `NotFound` where nothing is."""
 
     def commit(self, timeout: float | None = None) -> int:
-        """The version that the transaction became; on return it is durable, or as durable as was asked.
+        """Commit and return the version that the transaction became; it is as durable as was asked for.
 
+        The commit waits for operations of this transaction that are under way, and includes what they do.
         `timeout` (seconds; a group's default is 300) bounds the wait for the other hosts of a group.
         Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
-        `CommitOutcomeUnknown`, `StorageFull`. After an error nothing of it is visible, unless the error says
-        that the outcome is unknown."""
+        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` where an operation that was under way failed. After an
+        error nothing of it is visible, unless the error says that the outcome is unknown."""
 
     def abort(self) -> None:
-        """Drops all that was staged; nothing of it will ever be visible."""
+        """Drop all that was staged, once operations under way have ended; nothing of it will ever be visible.
+
+        Does nothing after the end of the transaction; raises `Misuse` while a commit of it is under way."""
 
     def __enter__(self) -> Transaction: ...
     def __exit__(
@@ -355,7 +364,7 @@ def open(
 
     `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
     of this machine in which what is read is kept, under `Cache`'s limit of bytes.
-    Mode "r" reads only, "a" also writes and makes the store where nothing is, "x" makes a new one.
+    Mode "r" reads a store, "r+" reads and writes one, "a" also creates one if nothing is there, "x" a new one.
     Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
     which is put to the test where a store is made), `InvalidArgument`."""
@@ -386,8 +395,9 @@ def quantize(
     of under 64 values, and those with NaN or infinity stay as they are, and the report says so.
 
     `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`; by default the tensor.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step. `tag`
-    names the new commit, by default the source's tag (or v<version>) with the formats behind it.
+    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step (without
+    steps, the newest version that is no quantized copy). `tag` names the new commit, by default the source's tag
+    (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
     `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
     store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
     Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
@@ -439,7 +449,8 @@ def save(
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
     `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
     where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
-    `metrics` go into the history, `attributes` (JSON) into the root group.
+    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
+    go into the root group.
 
     Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
     (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an
