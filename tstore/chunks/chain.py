@@ -204,7 +204,9 @@ class Chain:
                 f"a chunk of {self._array.size} bytes is too long for blosc; expected at most {_BLOSC_LIMIT}: "
                 "choose smaller chunks"
             )
-        self.identity = self._array.identity and not self._compressors
+        self.plain = self._array.identity
+        """Whether a chunk's own bytes are stored, as they are or compressed."""
+        self.identity = self.plain and not self._compressors
         self.bound: int = self._array.size
         """The exact size of an encoded chunk; before compressors, where there are any."""
 
@@ -224,9 +226,13 @@ class Chain:
         return not self._compressors
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
-        """The encoded bytes of a C-contiguous chunk: a view of `out` (of `bound` bytes), or new memory."""
-        self._array.encode(chunk, out)
-        data: Any = out
+        """Return the encoded bytes of a C-contiguous chunk, in `out` (of `bound` bytes) or in new memory.
+
+        A `plain` chain needs no `out`. Nobody may change the chunk meanwhile.
+        """
+        data: Any = chunk.reshape(-1).view(np.uint8) if self.plain else out
+        if not self.plain:
+            self._array.encode(chunk, out)
         for compressor in self._compressors:
             data = compressor.encode(data)
         return memoryview(data).cast("B")

@@ -1,10 +1,13 @@
-"""The way of values into packs: gather, encode, checksum, compare with what is stored, write.
+"""From values to packs: copy, encode, checksum, compare with the previous version, write.
 
-A batch is a few MiB of chunks. One worker takes it through all steps while it is in the caches, and appends it
-to a pack of its own with one gathered write; a file system serialises writers of one file, so each worker has
-its own pack. A pack that takes no more is finished, and another begun. Chunks that lie contiguous in the caller's
-memory and are stored as they are get written straight from there; many small ones are gathered with one strided
-copy. A chunk whose checks equal those of the previous version becomes a reference to it and costs no bytes.
+What is written is what was hashed, even if the caller changes its arrays meanwhile: every byte is first copied
+into a worker's scratch memory, and only the copy is encoded, hashed and written, while it is in the caches. Short
+chunks travel in batches, many of them copied by one strided copy. A long chunk that lies contiguous in memory is
+copied, hashed and written block by block. A chunk whose checksums equal those of the previous version becomes a
+reference to it and costs no bytes.
+
+A file system serialises the writers of one file, so each worker has a pack of its own. A pack that takes no more
+is finished, and another begun.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ import numpy.typing as npt
 from tstore import world
 from tstore.chunks.grid import boxes, chunk_counts, chunk_number, chunk_numbers
 from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.table import BLOCK, ChunkSource, Run, block_checks, digest
+from tstore.chunks.table import BLOCK, CHECK_SIZE, ChunkSource, Run, block_checks, digest
 from tstore.errors import NotFinite
-from tstore.kv.base import Backend, Durability, PackWriter
+from tstore.kv.base import Backend, BufferStream, Durability, PackWriter
 from tstore.pool import WORKERS, each, scratch
 
 __all__ = ["PackSet", "WriteJob"]
@@ -126,7 +129,7 @@ class PackSet:
         packs, self._all, self._idle = self._all, [], []
         await each(lambda pack: pack.discard(), packs)
 
-    def _append(self, buffers: Sequence[memoryview], size: int) -> tuple[str, int]:
+    def _append(self, buffers: BufferStream, size: int) -> tuple[str, int]:
         """Puts the buffers into a pack; returns its key, and their offset in it."""
         while True:
             with self._lock:
@@ -156,6 +159,16 @@ class PackSet:
                 self.bytes_written += len(data)
 
     def _write_batch(self, batch: list[_Box]) -> None:
+        short = []
+        for box in batch:
+            if not _is_long(box):
+                short.append(box)
+            elif not _is_unchanged(box):
+                self._write_long(box)
+        if short:
+            self._write_short(short)
+
+    def _write_short(self, batch: list[_Box]) -> None:
         with _encoded_chunks(batch) as pieces:
             fresh = _fresh(pieces)
             if not fresh:
@@ -168,6 +181,23 @@ class PackSet:
             offset += len(piece.data)
         with self._lock:
             self.bytes_written += size
+
+    def _write_long(self, box: _Box) -> None:
+        data = _bytes_of(box.values)
+        checks: list[bytes] = []
+
+        def blocks(room: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+            for start in range(0, len(data), BLOCK):
+                block = room[: len(data) - start]
+                np.copyto(block, data[start : start + BLOCK])
+                checks.append(digest(block.data))
+                yield block.data
+
+        with scratch(BLOCK) as room:
+            key, offset = self._append(blocks(room), len(data))
+        box.job.runs.append(Run(_numbers(box), key, offset, len(data), b"".join(checks)))
+        with self._lock:
+            self.bytes_written += len(data)
 
 
 def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
@@ -219,36 +249,67 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         yield _Box(job, first, values[region], math.prod(len(r) for r in box))
 
 
+def _is_long(box: _Box) -> bool:
+    """Whether the box is one chunk of more than a block that lies in the caller's memory as it is stored."""
+    meta, values = box.job.meta, box.values
+    return (
+        meta.encoded_bound > BLOCK
+        and meta.chain.identity
+        and values.shape == meta.chunks
+        and values.dtype == meta.dtype
+        and values.flags.c_contiguous
+    )
+
+
+def _is_unchanged(box: _Box) -> bool:
+    """Whether the previous version has the bytes of a long chunk, which then becomes a reference to them.
+
+    Nothing is copied: the caller's bytes were equal when they were hashed, and they are not written.
+    """
+    numbers, data = _numbers(box), _bytes_of(box.values)
+    old = None if box.job.prior is None else box.job.prior.row(numbers[0])
+    if old is None or old.length != len(data):
+        return False
+    expected = iter(range(0, len(old.checks), CHECK_SIZE))
+    for start, at in zip(range(0, len(data), BLOCK), expected, strict=True):
+        if digest(data[start : start + BLOCK].data) != old.checks[at : at + CHECK_SIZE]:
+            return False
+    box.job.runs.append(Run(numbers, old.pack, old.offset, old.length, old.checks))
+    return True
+
+
+def _bytes_of(values: Values) -> npt.NDArray[np.uint8]:
+    """The bytes of a contiguous array, as a view."""
+    return values.reshape(-1).view(np.uint8)
+
+
 @contextlib.contextmanager
 def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
-    """The encoded chunks of a batch: views of the caller's memory, or of scratch while inside."""
-    gathered = [not _as_stored(box) for box in batch]
-    raw = sum(
-        box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
-        for box, g in zip(batch, gathered, strict=True)
-        if g
-    )
-    packed = sum(box.job.meta.encoded_bound * box.chunks for box in batch if not box.job.meta.chain.identity)
-    with scratch(raw + packed) as room:
-        plain, encoded = room[:raw], room[raw:]
+    """The encoded chunks of a batch, in scratch while inside."""
+    raw = sum(_raw_size(box) for box in batch)
+    encoded = sum(box.job.meta.encoded_bound * box.chunks for box in batch if not box.job.meta.chain.plain)
+    with scratch(raw + encoded) as room:
+        values, codes = room[:raw], room[raw:]
         pieces: list[_Encoded] = []
-        for box, gather in zip(batch, gathered, strict=True):
-            if gather:
-                size = box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
-                chunks, plain = _gather(box, plain[:size]), plain[size:]
-            else:
-                chunks = box.values.reshape(1, *box.job.meta.chunks)
-            if box.job.meta.chain.identity:
+        for box in batch:
+            meta = box.job.meta
+            chunks, values = _gather(box, values[: _raw_size(box)]), values[_raw_size(box) :]
+            if meta.chain.identity:
                 pieces += _stored_as_is(box, chunks)
             else:
-                size = box.job.meta.encoded_bound * box.chunks
-                pieces += _encode(box, chunks, encoded[:size])
-                encoded = encoded[size:]
+                size = 0 if meta.chain.plain else meta.encoded_bound * box.chunks
+                pieces += _encode(box, chunks, codes[:size])
+                codes = codes[size:]
         yield pieces
 
 
+def _raw_size(box: _Box) -> int:
+    """Bytes of the values of the box's chunks."""
+    return box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
+
+
 def _stored_as_is(box: _Box, chunks: Values) -> list[_Encoded]:
-    data, numbers, length = chunks.reshape(-1).view(np.uint8).data, _numbers(box), box.job.meta.encoded_bound
+    data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_bound
     if box.job.prior is None or len(numbers) == 1:
         return [_Encoded(box.job, numbers, data, length)]
     return [
@@ -261,7 +322,8 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
     meta, pieces = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
-            data = meta.chain.encode(chunk, out[i * meta.encoded_bound : (i + 1) * meta.encoded_bound])
+            room = out[i * meta.encoded_bound : (i + 1) * meta.encoded_bound]
+            data = meta.chain.encode(chunk, room)
         except NotFinite as error:
             at = tuple(int(k) for k in np.unravel_index(number, meta.counts)) if meta.counts else ()
             raise NotFinite(
@@ -272,16 +334,14 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
     return pieces
 
 
-def _as_stored(box: _Box) -> bool:
-    """Whether the box is one whole chunk that lies in memory as its codec reads it."""
-    meta, values = box.job.meta, box.values
-    return values.shape == meta.chunks and values.dtype == meta.dtype and values.flags.c_contiguous
-
-
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
     """The chunks of a box, each contiguous, in C order; chunks at the array's edge are filled up."""
     meta, values = box.job.meta, box.values
     chunks = meta.chunks
+    if values.shape == chunks:
+        target = buffer.view(meta.dtype).reshape(chunks)
+        np.copyto(target, values, casting="same_kind")
+        return target[np.newaxis]
     counts = chunk_counts(values.shape, chunks)
     target = buffer.view(meta.dtype).reshape((*counts, *chunks))
     if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):

@@ -18,6 +18,7 @@ from tstore.pool import WORKERS
 __all__ = [
     "LONGEST_KEY",
     "Backend",
+    "BufferStream",
     "Buffers",
     "Capabilities",
     "Durability",
@@ -32,6 +33,9 @@ __all__ = [
 
 Buffers = Sequence[Any]
 """Objects with the buffer protocol, C-contiguous, of bytes."""
+
+BufferStream = Iterable[Any]
+"""`Buffers`, all of them valid at once, or an iterator, each of whose buffers is valid until the next is drawn."""
 
 Keys = list[str]
 
@@ -123,10 +127,10 @@ class PackWriter(Protocol):
     def reserve(self, size: int) -> None:
         """Prepares room for that many more bytes; `StorageFull` where there is none."""
 
-    def append(self, buffers: Buffers, size: int) -> int | None:
-        """Takes the buffers (`size` bytes in all) one after the other and returns their offset.
+    def append(self, buffers: BufferStream, size: int) -> int | None:
+        """Append the buffers (`size` bytes in all) and return their offset.
 
-        None where the object is full and has taken nothing: finish it and begin another.
+        Return None, and draw nothing, where the object is full: finish it and begin another.
         """
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from tstore.errors import Corrupt, StorageFull
-from tstore.kv.base import Buffers, Durability
+from tstore.kv.base import Buffers, BufferStream, Durability
 from tstore.kv.newfile import IOV_MAX, explained, rest_of, start_writeback, write_all
 
 __all__ = ["LocalPack", "LocalReader"]
@@ -47,7 +47,7 @@ class LocalPack:
                     raise
         self._reserved = until
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int:
         """See `PackWriter.append`."""
         offset = self._end
         if offset + size > self._reserved:

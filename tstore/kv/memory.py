@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
+from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.kv.plain import Plain
 from tstore.pool import WORKERS
@@ -119,7 +119,7 @@ class _Growing:
     def reserve(self, size: int) -> None:
         return None
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int:
         offset = len(self._data)
         for buffer in buffers:
             self._data += buffer

@@ -23,7 +23,7 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tstore.errors import (
     AlreadyExists,
@@ -33,7 +33,7 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
-from tstore.kv.base import Buffers, Durability
+from tstore.kv.base import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
@@ -187,11 +187,14 @@ def remove_unfinished(folder: str, begin: str, before: float) -> None:
                 os.close(fd)
 
 
-def write_all(fd: int, buffers: Buffers, offset: int) -> int:
-    """Writes all buffers at the offset, however often the system writes less, and returns their size."""
+def write_all(fd: int, buffers: BufferStream, offset: int) -> int:
+    """Write all buffers at the offset and return their size."""
     end = offset
-    for i in range(0, len(buffers), IOV_MAX):
-        part = buffers[i : i + IOV_MAX]
+    if isinstance(buffers, Sequence):
+        parts: Iterable[Buffers] = (buffers[i : i + IOV_MAX] for i in range(0, len(buffers), IOV_MAX))
+    else:
+        parts = ([buffer] for buffer in buffers)
+    for part in parts:
         wanted = sum(len(b) for b in part)
         done = os.pwritev(fd, part, end)
         while done < wanted:
@@ -254,7 +257,7 @@ class NewFile:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int:
         """See `PackWriter.append`."""
         offset = self._end
         with explained("write", self._path):

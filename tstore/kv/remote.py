@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer, checked_key
+from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.limits import Limits
 from tstore.kv.objects import Entry, Objects, PutMode
 from tstore.kv.plain import Plain
@@ -200,7 +200,7 @@ class _RemotePack:
     def reserve(self, size: int) -> None:
         """See `PackWriter.reserve`: memory is drawn as it is filled."""
 
-    def append(self, buffers: Buffers, size: int) -> int | None:
+    def append(self, buffers: BufferStream, size: int) -> int | None:
         """See `PackWriter.append`."""
         if self.upload is not None or (self.size and self.size + size > PACK):
             return None

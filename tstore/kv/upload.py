@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 import numpy.typing as npt
 
-from tstore.kv.base import Buffers
+from tstore.kv.base import BufferStream
 from tstore.kv.newfile import explained
 from tstore.kv.objects import Objects, PutMode
 from tstore.pool import hold, let_go, wait_io
@@ -41,7 +41,7 @@ class Upload:
     def reserve(self, size: int) -> None:
         """See `PackWriter.reserve`: there is room for all of it."""
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int:
         """See `PackWriter.append`."""
         offset = self._end
         for buffer in buffers:

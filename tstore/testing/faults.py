@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import TStoreError, Unavailable
-from tstore.kv.base import Backend, Buffers, Durability, Keys, PackReader, PackWriter, Transfer
+from tstore.kv.base import Backend, Buffers, BufferStream, Durability, Keys, PackReader, PackWriter, Transfer
 from tstore.kv.plain import Plain
 from tstore.store import Mode, Store, open
 
@@ -250,7 +250,7 @@ class _FaultyWriter:
     def reserve(self, size: int) -> None:
         self._owner.blocking("reserve", self.key, lambda: self._inner.reserve(size))
 
-    def append(self, buffers: Buffers, size: int) -> int | None:
+    def append(self, buffers: BufferStream, size: int) -> int | None:
         return self._owner.blocking("append", self.key, lambda: self._inner.append(buffers, size))
 
     def finish(self) -> None:

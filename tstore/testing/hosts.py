@@ -30,7 +30,7 @@ from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
-from tstore.kv.base import Backend, Buffers, Durability, PackWriter
+from tstore.kv.base import Backend, BufferStream, Durability, PackWriter
 from tstore.sharding import Mesh, P
 from tstore.testing.model import spec_for
 
@@ -309,7 +309,7 @@ class _HaltingPack:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pack, name)
 
-    def append(self, buffers: Buffers, size: int) -> int | None:
+    def append(self, buffers: BufferStream, size: int) -> int | None:
         offset = self._pack.append(buffers, size)
         self._backend.wrote(size)
         return offset

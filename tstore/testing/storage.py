@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, Unavailable
-from tstore.kv.base import Buffers, Capabilities, Durability, Keys, Transfer
+from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer
 from tstore.kv.plain import Plain
 from tstore.world import World
 
@@ -308,7 +308,7 @@ class _SimulatedPack:
     def reserve(self, size: int) -> None:
         return None
 
-    def append(self, buffers: Buffers, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int:
         self._backend.fail(f"append {self.key}")
         offset = len(self._data)
         for buffer in buffers:
