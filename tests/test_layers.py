@@ -20,7 +20,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("arguments", "chunks", "chunks.grid", "chunks.table", "sharding", "pool", "turns", "world", "layout"),
+    ("arguments", "chunks", "chunks.grid", "chunks.table", "layout", "sharding", "threads", "turns", "world"),
+    ("pool",),
     ("chunks.chain",),
     ("chunks.metadata",),
     ("commits", "commits.manifest", "checkpoint", "checkpoint.shards"),
@@ -84,6 +85,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("server.storing",),
     ("server.app",),
     ("server.running",),
+    ("background",),
     ("sync", "server"),
     ("testing", "testing.model", "testing.hosts", "testing.faults", "testing.storage", "testing.virtual"),
     ("testing.history", "testing.racers", "testing.relay", "testing.benchmark"),

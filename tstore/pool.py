@@ -1,4 +1,4 @@
-"""The one place where tstore uses threads.
+"""Blocking work in threads, requests on the I/O loop, and the memory that both may hold.
 
 Blocking work (file calls, checksums, encoding) runs here as plain functions on buffers that release the GIL.
 A call crosses the event loop once: `each` starts a few workers, every worker draws items until none is left,
@@ -20,7 +20,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Misuse
+from tstore.threads import LoopThread, Workers
 
 __all__ = [
     "BUDGET",
@@ -114,12 +115,12 @@ class _Budget:
 
 
 class _Threads:
-    """The executors of this process, made at first use and again in a forked child."""
+    """The threads of this process, started when they are needed; a forked child has its own."""
 
     def __init__(self) -> None:
-        self.data = ThreadPoolExecutor(WORKERS, thread_name_prefix="tstore-data")
-        self.streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="tstore-stream")
-        self.control = ThreadPoolExecutor(16, thread_name_prefix="tstore-control")
+        self.data = Workers(WORKERS, "tstore-data")
+        self.streams = Workers(STREAMS, "tstore-stream")
+        self.control = Workers(16, "tstore-control")
         self.budget = _Budget(BUDGET)
         self.local = threading.local()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,8 +130,13 @@ class _Threads:
         """The I/O loop, started at its first use."""
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="tstore-io", daemon=True).start()
+                try:
+                    self._loop = LoopThread("tstore-io").loop
+                except RuntimeError as error:
+                    raise Misuse(
+                        f"no thread can be started for requests to a server ({error}); make the first use of "
+                        "tstore before the main thread of the program ends"
+                    ) from None
             return self._loop
 
 
@@ -168,7 +174,7 @@ async def run(call: Callable[..., T], *args: Any) -> T:
         await pause()
         return call(*args)
     made = _Made(call, args)
-    _threads.control.submit(made)
+    _threads.control.start(made)
     return await made.result()
 
 

@@ -2,7 +2,8 @@
 
 One event loop in one daemon thread serves all calls of a process, so they also work under a running loop, as in
 a notebook, and from many threads. A forked child gets a loop of its own. Ctrl-C cancels the call and waits until
-it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned.
+it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned. A process
+that ends waits for the calls that its threads have begun.
 
 The types are in `sync.pyi`, which `python tests/support/sync_stub.py` writes from the signatures of `tstore`:
 Python's types can't express "the same parameters, with a blocking store in place of an awaited one".
@@ -10,11 +11,9 @@ Python's types can't express "the same parameters, with a blocking store in plac
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import os
-import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -37,7 +36,7 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.errors import Misuse
+from tstore.background import BackgroundLoop
 from tstore.store import Mode
 
 __all__ = [
@@ -72,62 +71,10 @@ __all__ = [
 
 R = TypeVar("R")
 
-_THREAD = "tstore-loop"
-
-
-class _Loop:
-    """The event loop of this process, started at its first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, call: Coroutine[Any, Any, R]) -> R:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=_THREAD, daemon=True).start()
-            loop = self._loop
-        if threading.current_thread().name == _THREAD:
-            call.close()
-            raise Misuse("a blocking call of tstore.sync was made inside of its own loop; await tstore's instead")
-        ended = threading.Event()
-        tasks: list[asyncio.Task[R]] = []
-
-        def start() -> None:
-            task = loop.create_task(call)
-            tasks.append(task)
-            task.add_done_callback(lambda _: ended.set())
-
-        loop.call_soon_threadsafe(start)
-        try:
-            ended.wait()
-        except BaseException:
-            loop.call_soon_threadsafe(_cancel, tasks)
-            ended.wait()
-            if not tasks[0].cancelled():
-                tasks[0].exception()  # looked at, so that it is not reported as lost
-            raise
-        return tasks[0].result()
-
-
-def _cancel(tasks: list[asyncio.Task[R]]) -> None:
-    tasks[0].cancel()
-
-
-_loop = _Loop()
+_loop = BackgroundLoop()
 
 _iterations: set[AsyncIterator[Any]] = set()
 """Those under way, held so that a cyclic garbage collection does not close one together with those inside it."""
-
-
-def _after_fork() -> None:
-    global _loop  # noqa: PLW0603 - the parent's loop has no thread in the child
-    _loop = _Loop()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Twin:

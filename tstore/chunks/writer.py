@@ -32,7 +32,7 @@ from tstore.pool import WORKERS, each, scratch
 
 __all__ = ["PackSet", "WriteJob"]
 
-_BATCH = 8 << 20
+_BATCH = 1 << 20  # stays in a core's cache on its way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
@@ -106,7 +106,7 @@ class PackSet:
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Fills the `runs` of the jobs; on return their bytes are written, though durable only later."""
         batches, first = itertools.tee(_batches(jobs))
-        head = list(itertools.islice(first, 2))
+        head = list(itertools.islice(first, WORKERS * _WORKER_SHARE // _BATCH))
         del first
         size = sum(box.job.meta.encoded_bound * box.chunks for batch in head for box in batch)
         if not head:

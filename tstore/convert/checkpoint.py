@@ -9,7 +9,6 @@ Any other checkpoint is exported with the keys of its containers joined by ".", 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -25,6 +24,7 @@ from tstore.checkpoint.steps import chosen_snapshot
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import Spec, by_alignment
 from tstore.errors import InvalidArgument, listed
+from tstore.pool import run
 from tstore.quantization.policy import CodecRules
 from tstore.snapshot import Snapshot
 from tstore.store import Store, open
@@ -99,7 +99,7 @@ async def export_safetensors(
         async with _in_thread(Writer(out, specs, metadata)) as file:
             for name in specs:
                 async for slab in _slabs(arrays[name], buffer):
-                    await asyncio.to_thread(file.write, name, slab)
+                    await run(file.write, name, slab)
                     done += slab.nbytes
                     if progress is not None:
                         progress(done, total)
@@ -118,13 +118,13 @@ async def _opened(where: Path | Store) -> AsyncIterator[Store]:
 @contextlib.asynccontextmanager
 async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
     """The writer, entered and left in a thread: both wait for the disk."""
-    await asyncio.to_thread(writer.__enter__)
+    await run(writer.__enter__)
     try:
         yield writer
     except BaseException as error:
-        await asyncio.to_thread(writer.__exit__, type(error), error, error.__traceback__)
+        await run(writer.__exit__, type(error), error, error.__traceback__)
         raise
-    await asyncio.to_thread(writer.__exit__, None, None, None)
+    await run(writer.__exit__, None, None, None)
 
 
 async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[npt.NDArray[Any]]:
