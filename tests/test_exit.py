@@ -16,7 +16,7 @@ import served
 import tstore.sync as blocking
 
 BEGIN = """
-    import atexit, os, signal, sys, threading, time
+    import atexit, contextlib, os, signal, sys, threading, time
     from concurrent.futures import ThreadPoolExecutor
     import numpy as np
     import tstore.sync as tstore
@@ -185,6 +185,36 @@ def test_ctrl_c_at_exit_cancels_what_is_under_way_and_the_process_ends_by_it(tmp
     assert "Ctrl-C cancels 1 call" in told
     assert blocking.steps(url) == []
     assert blocking.save(url, {"w": np.zeros(1)}, 1) == 1
+
+
+NO_THREADS = """
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12 does from then on
+
+    def late():
+        threading.main_thread().join()
+        threading.Thread.start = refuse
+        with contextlib.suppress(Exception):  # as an executor's future does at which nobody looks
+            tstore.save(url, tree, 1)
+
+    threading.Thread(target=late).start()
+"""
+
+
+def test_a_first_save_when_no_thread_can_be_started_is_made_without(tmp_path: Path) -> None:
+    with stored(tmp_path / "s", "local") as url:
+        processes.python(program(NO_THREADS), url)
+    assert blocking.restore(tmp_path / "s", 1)["w"].tolist() == list(range(3_000_000))
+
+
+def test_a_first_save_that_cannot_be_made_without_a_thread_makes_the_process_fail(tmp_path: Path) -> None:
+    with stored(tmp_path / "s", "served") as url:
+        process = processes.start(program(NO_THREADS), url)
+        with processes.running(process):
+            _, told = process.communicate(timeout=processes.DEADLINE)
+    assert process.returncode == 1
+    assert "tstore: a call failed after the main thread had ended: no thread can be started" in told
+    assert blocking.steps(tmp_path / "s") == [0]
 
 
 TORN_DOWN = """

@@ -39,6 +39,7 @@ class BackgroundLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls = 0  # under way
         self._exiting = False
+        self._lost: Exception | None = None
 
     def run(self, call: Coroutine[Any, Any, R]) -> R:
         """Return the result of a coroutine; Ctrl-C cancels it and waits until it has ended."""
@@ -49,7 +50,7 @@ class BackgroundLoop:
             raise
         try:
             loop = self._started()
-            return asyncio.run(call) if loop is None else self._result(loop, call)
+            return self._run_late(call) if loop is None else self._result(loop, call)
         finally:
             with self._changed:
                 self._calls -= 1
@@ -104,19 +105,34 @@ class BackgroundLoop:
             raise
         return tasks[0].result()
 
+    def _run_late(self, call: Coroutine[Any, Any, R]) -> R:
+        """Make in this thread a first call that comes when no thread can be started any more."""
+        try:
+            return asyncio.run(call)
+        except Exception as error:
+            self._lost = error  # nobody may be left to look at it
+            raise
+
     def _finish(self) -> None:
         """Wait at exit until all calls have ended."""
         with self._changed:
             self._exiting = True
             try:
                 self._changed.wait_for(lambda: not self._calls)
-                return
             except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
-            print(f"tstore: Ctrl-C cancels {self._calls} calls that other threads have begun", file=sys.stderr)
-            if self._thread is not None:
-                self._thread.loop.call_soon_threadsafe(self._cancel)
-            self._changed.wait_for(lambda: not self._calls)
+                self._interrupt()
+        if self._lost is not None:
+            print(f"tstore: a call failed after the main thread had ended: {self._lost}", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _interrupt(self) -> None:
+        """Cancel all calls, wait for that, and end the process by Ctrl-C; a second one ends it at once."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print(f"tstore: Ctrl-C cancels {self._calls} calls that other threads have begun", file=sys.stderr)
+        if self._thread is not None:
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+        self._changed.wait_for(lambda: not self._calls)
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGINT)
 
