@@ -23,8 +23,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("arguments", "chunks", "chunks.grid", "chunks.table", "layout", "sharding", "threads", "turns", "world"),
     ("pool",),
     ("chunks.chain",),
-    ("chunks.metadata",),
-    ("commits", "commits.manifest", "checkpoint", "checkpoint.shards"),
+    ("chunks.metadata", "checkpoint", "checkpoint.leaves"),
+    ("commits", "commits.manifest", "checkpoint.shards"),
     (
         "commits.tree",
         "checkpoint.structure",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tstore.chunks.grid import Index, Selection, whole
 from tstore.chunks.metadata import ArrayMeta
-from tstore.errors import InvalidArgument
+from tstore.errors import InvalidArgument, Misuse
 
 __all__ = ["Array", "ArraySource"]
 
@@ -98,6 +98,10 @@ class Array:
         return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
 
     __iter__ = None  # rows one by one would be one read each: read a region, then iterate over that
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Raise `Misuse`: NumPy does not await; without this, it would take the array for one object."""
+        raise Misuse(f"{self.path}: NumPy can't read an array of tstore by itself; pass it `await array.read()`")
 
     def __repr__(self) -> str:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"

@@ -68,6 +68,11 @@ async def open(
         raise InvalidArgument(
             f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or 'x' (create)"
         )
+    if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
+        raise InvalidArgument(
+            f"a {type(url).__module__}.{type(url).__qualname__} is no store; expected a URL, a path or a Store as "
+            "the first argument, as in save(url, tree, step)"
+        )
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     early = asyncio.ensure_future(_early_hint(backend))
     try:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
 
 import tstore as _async
 from tstore import (
@@ -68,8 +69,6 @@ __all__ = [
     "sharding",
     "steps",
 ]
-
-R = TypeVar("R")
 
 _loop = BackgroundLoop()
 
@@ -134,6 +133,13 @@ class Array(_Twin):
 
     __getitem__ = _blocking(_async.Array.__getitem__)
     __iter__ = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Return the values that `read` returns, for `np.asarray(array)`."""
+        if copy is False:
+            raise ValueError(f"{self.path}: its values are read into new memory; leave out copy=False")
+        values: np.ndarray[Any, Any] = _loop.run(self._awaited.read())
+        return values if dtype is None else values.astype(dtype, copy=False)
 
 
 class Snapshot(_Twin):

@@ -142,6 +142,9 @@ class Array:
         """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
     __iter__: None
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Return the values that `read` returns, for `np.asarray(array)`."""
+
 class Snapshot:
     """What a store holds as of one version."""
 
@@ -442,9 +445,11 @@ def save(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
 ) -> int:
-    """The version of the one commit that holds the tree; it is durable on return.
+    """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    `tree` nests dicts, lists, tuples and dataclasses; its leaves are NumPy arrays, `Shards`, and scalars.
+    `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
+    arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
+    arrays that change meanwhile can be restored, but is a mix of their values before and after.
     Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
     `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import chosen_snapshot
 from tstore.checkpoint.structure import compile_patterns, flatten, paths_in, scalars_in, unflatten, unflatten_like
@@ -142,7 +143,7 @@ def _check_fit(
         if path not in leaves:
             continue
         meta, leaf = snapshot.tree.nodes[path].meta, leaves[path]
-        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype).newbyteorder("=")
+        shape, dtype = tuple(leaf.shape), dtype_of(path, leaf)
         if shape != meta.shape or dtype != meta.dtype:
             mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
     for path, value in asked.items():

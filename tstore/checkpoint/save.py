@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tstore.arguments import checked_attributes, checked_metrics, checked_step, checked_text
+from tstore.checkpoint.leaves import as_values
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import step_tag, steps_of
 from tstore.checkpoint.structure import flatten
-from tstore.chunks.grid import default_chunks
+from tstore.chunks.grid import chunk_counts, chunk_numbers, default_chunks
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.writer import WriteJob
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
@@ -27,6 +29,9 @@ from tstore.transactions.group import checked_timeout, detected_attempt
 from tstore.transactions.transaction import Transaction
 
 __all__ = ["save"]
+
+Piece = tuple[tuple[int, ...], npt.NDArray[Any]]
+"""The first chunk that a shard covers, and its values."""
 
 
 async def save(
@@ -44,9 +49,11 @@ async def save(
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
 ) -> int:
-    """The version of the one commit that holds the tree; it is durable on return.
+    """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    `tree` nests dicts, lists, tuples and dataclasses; its leaves are NumPy arrays, `Shards`, and scalars.
+    `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
+    arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
+    arrays that change meanwhile can be restored, but is a mix of their values before and after.
     Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
     own `host`; an array that is no `Shards` is the same on every host and written by one of them.
     `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
@@ -62,7 +69,9 @@ async def save(
     root = checked_attributes(attributes)
     checked_timeout(timeout)  # before any data is written
     document, leaves = flatten(tree)
+    leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
+    jobs = _jobs(leaves, rules.codecs, host, hosts)  # refuses what can't be saved before a store is made for it
     root["tstore"] = msgspec.Raw(msgspec.json.encode({"structure": document}))
     tag = step_tag(step)
 
@@ -82,11 +91,10 @@ async def save(
             if tag in base.tags:
                 return await _saved_already(store, step, base.tags[tag], tx.id, Durability(durability))
             prior = None if anew else await _newest_step(store, base.tags, base.version)
-            jobs = _jobs(leaves, rules.codecs, prior, host, hosts)
             await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(root)))
             if host == 0:
                 await tx.create_group("", root)
-            await tx.write_arrays(jobs)
+            await tx.write_arrays(_compared(jobs, prior))
             return await _committed(store, tx, step, timeout)
         except BaseException:
             await tx.abort()
@@ -111,7 +119,7 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
             f"codecs={codecs}: the choice depends on all values of an array, and a host of a group sees only its "
             "own; save with rules or without codecs, and then call tstore.quantize"
         )
-    return await rules_for(codecs, {path: np.asarray(leaf) for path, leaf in leaves.items()})
+    return await rules_for(codecs, dict(leaves))
 
 
 async def _committed(store: Store, tx: Transaction, step: int, timeout: float | None) -> int:
@@ -142,40 +150,36 @@ def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
 
 
 def _jobs(
-    leaves: Mapping[str, Any],
-    chosen: Callable[[str, np.dtype[Any]], Codecs],
-    prior: Snapshot | None,
-    host: int,
-    hosts: int,
+    leaves: Mapping[str, Any], chosen: Callable[[str, np.dtype[Any]], Codecs], host: int, hosts: int
 ) -> list[WriteJob]:
-    """What this host writes of every leaf, to be compared with the same arrays of the prior step."""
+    """What this host writes of every leaf."""
     metas: dict[Any, ArrayMeta] = {}
-    jobs = []
-    for path, leaf in leaves.items():
-        job = _job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts)
-        node = prior.tree.nodes.get(path) if prior is not None else None
-        if node is not None and node.document == job.meta.document and job.pieces:
-            job.prior = node
-        jobs.append(job)
-    return jobs
+    return [_job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
+
+
+def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
+    """The jobs anew, to be compared with the same arrays of a prior step."""
+    for job in jobs:
+        node = prior.tree.nodes.get(job.path) if prior is not None else None
+        same = node is not None and node.document == job.meta.document
+        yield WriteJob(job.path, job.meta, job.pieces, node if same else None)
 
 
 def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
     """What this host writes of a leaf."""
     if isinstance(leaf, Shards):
-        meta = _meta(metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
-        return WriteJob(path, meta, list(_shard_pieces(path, leaf, meta)))
-    values = np.asarray(leaf)
-    try:
-        meta = _meta(metas, values.shape, values.dtype, None, codecs)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}: {error}") from None
+        meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
+        pieces = list(_shard_pieces(path, leaf, meta))
+        _check_parts(path, meta, pieces, alone=hosts == 1)
+        return WriteJob(path, meta, pieces)
+    meta = _meta(path, metas, leaf.shape, leaf.dtype, None, codecs)
     owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
     mine = owner == host and meta.chunk_count > 0
-    return WriteJob(path, meta, [((0,) * values.ndim, values)] if mine else [])
+    return WriteJob(path, meta, [((0,) * leaf.ndim, leaf)] if mine else [])
 
 
 def _meta(
+    path: str,
     metas: dict[Any, ArrayMeta],
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -186,11 +190,14 @@ def _meta(
     found = metas.get(key)
     if found is None:
         chunks = default_chunks(shape, dtype.itemsize, shard_shape)
-        found = metas[key] = ArrayMeta.of(shape, dtype, chunks, codecs)
+        try:
+            found = metas[key] = ArrayMeta.of(shape, dtype, chunks, codecs)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{path}: {error}") from None
     return found
 
 
-def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Piece]:
     for index, values in leaf.parts:
         if values is None:
             raise InvalidArgument(f"{path}: the shard at {index} has no values; only a restore fills such")
@@ -203,6 +210,38 @@ def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[tuple[tu
                     "would write the same chunk; pass shard_shape=…, the shape of a full shard, on every host"
                 )
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
+
+
+def _check_parts(path: str, meta: ArrayMeta, pieces: Sequence[Piece], *, alone: bool) -> None:
+    """Raise `InvalidArgument` where parts overlap, or where the only host leaves out a part of the array."""
+    written = [
+        chunk_numbers(
+            [range(a, a + n) for a, n in zip(first, chunk_counts(values.shape, meta.chunks), strict=True)],
+            meta.counts,
+        )
+        for first, values in pieces
+    ]
+    numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *written]), return_counts=True)
+    if (times > 1).any():
+        number = numbers[times > 1][0]
+        both = [
+            _region(meta, first, v.shape) for (first, v), own in zip(pieces, written, strict=True) if number in own
+        ]
+        raise InvalidArgument(f"{path}: the shards at {both[0]} and {both[1]} overlap; pass each region once")
+    if alone and len(numbers) != meta.chunk_count:
+        absent = np.setdiff1d(np.arange(len(numbers) + 1), numbers)[0]
+        first = tuple(int(i) for i in np.unravel_index(absent, meta.counts))
+        raise InvalidArgument(
+            f"{path}: no shard covers {_region(meta, first, meta.chunks)} of shape {list(meta.shape)}; pass "
+            "shards for all of the array, or hosts=… where other hosts have the rest"
+        )
+
+
+def _region(meta: ArrayMeta, first: Sequence[int], shape: Sequence[int]) -> str:
+    """A region of an array from its first chunk on, as an index."""
+    starts = [i * c for i, c in zip(first, meta.chunks, strict=True)]
+    sides = zip(starts, shape, meta.shape, strict=True)
+    return "[" + ", ".join(f"{a}:{min(a + n, end)}" for a, n, end in sides) + "]"
 
 
 async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:

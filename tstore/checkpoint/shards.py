@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from tstore.checkpoint.leaves import as_values
 from tstore.chunks.metadata import dtype_named
 from tstore.errors import InvalidArgument
 from tstore.sharding import Mesh, P
@@ -34,7 +34,7 @@ class Shards:
         *,
         shard_shape: Sequence[int] | None = None,
     ) -> None:
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = _lengths("shape", shape)
         self.dtype = dtype_named(dtype)
         self._parts: dict[Bounds, npt.NDArray[Any] | None] = {}
         for index, values in parts.items() if isinstance(parts, Mapping) else parts:
@@ -45,7 +45,7 @@ class Shards:
         if shard_shape is None:
             sizes = [[b - a for a, b in bounds] for bounds in self._parts]
             shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else self.shape
-        self.shard_shape = tuple(int(n) for n in shard_shape)
+        self.shard_shape = _lengths("shard_shape", shard_shape)
         if len(self.shard_shape) != len(self.shape):
             raise InvalidArgument(f"shard_shape {self.shard_shape} does not fit shape {self.shape}")
 
@@ -84,16 +84,20 @@ class Shards:
             raise InvalidArgument(f"index {index!r} has {len(items)} axes, the array has {len(self.shape)}")
         bounds = []
         for item, n in zip(items, self.shape, strict=True):
-            if not isinstance(item, slice):
-                item = slice(*item)
-            start, stop, step = item.indices(n)
+            try:
+                item = item if isinstance(item, slice) else slice(*item)
+                start, stop, step = item.indices(n)
+            except TypeError:
+                raise InvalidArgument(
+                    f"index {index!r}: expected a slice, or (start, stop), for each axis"
+                ) from None
             if step != 1 or (item.stop is not None and item.stop > n):
                 raise InvalidArgument(f"index {index!r} is no box inside of shape {self.shape}")
             bounds.append((start, max(start, stop)))
         return tuple(bounds)
 
     def _checked(self, bounds: Bounds, values: Any) -> npt.NDArray[Any]:
-        array = np.asarray(values)
+        array = as_values(f"the part at {bounds}", values)
         shape = tuple(b - a for a, b in bounds)
         if array.shape != shape or array.dtype != self.dtype:
             raise InvalidArgument(
@@ -101,3 +105,10 @@ class Shards:
                 f"and {array.dtype}"
             )
         return array
+
+
+def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(int(n.__index__()) for n in values)
+    except (AttributeError, TypeError):
+        raise InvalidArgument(f"{what} {values!r} is no sequence of integers") from None

@@ -35,15 +35,19 @@ _SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 }
 _SCALAR_NAMES = {t.__name__: t for t in _SCALARS}
 _KEY_TYPES = (bool, int, float, str, bytes)
+_DEEPEST = 200  # levels; Python's own limit of recursion is at about 300
+_LONGEST_SHOWN = 200  # characters of a path in an error
 
 
 def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
-    """The document of a tree, and its arrays by path in the order of the tree.
+    """Return the document of a tree, and its arrays by path in the order of the tree.
 
-    Leaves are everything with `shape` and `dtype`; NumPy scalars become 0-d arrays. Raises
-    `InvalidArgument`, naming the path, for anything else that is no container or Python scalar.
+    Leaves are everything with `shape` and `dtype`; NumPy scalars become 0-d arrays. Raises `InvalidArgument`,
+    naming the path, for anything else that is no container or Python scalar, and for a tree that contains itself
+    or is too deep.
     """
     leaves: dict[str, Any] = {}
+    around: list[Any] = []  # the containers around the node
 
     def add(path: str, leaf: Any) -> str:
         path = path or "value"
@@ -59,12 +63,24 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             return ["scalar", add(path, np.asarray(value))]
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
             raise InvalidArgument(
-                f"{path or 'the tree'}: a masked array would lose its mask; store its data and its mask apart"
+                f"{_shown(path)}: a masked array would lose its mask; store its data and its mask apart"
             )
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
         if type(value) in _SCALARS:
             return _scalar(value, path)
+        if any(value is container for container in around):
+            raise InvalidArgument(f"{_shown(path)}: the tree contains itself there; pass a tree without cycles")
+        if len(around) == _DEEPEST:
+            raise InvalidArgument(
+                f"{_shown(path)}: the tree is more than {_DEEPEST} levels deep; pass a flatter one"
+            )
+        around.append(value)
+        document = container(value, path)
+        around.pop()
+        return document
+
+    def container(value: Any, path: str) -> Document:
         if isinstance(value, Mapping):
             return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named(value)]]
         fields = _fields(value)
@@ -75,8 +91,8 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             kind = "list" if isinstance(value, list) else "tuple"
             return [kind, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
-            f"{path or 'the tree'}: a {type(value).__name__} can't be stored; expected arrays, Python or NumPy "
-            "scalars, None, and dicts, lists, tuples and dataclasses of them"
+            f"{_shown(path)}: a {type(value).__name__} can't be stored; expected arrays, Python or NumPy scalars, "
+            "None, and dicts, lists, tuples and dataclasses of them"
         )
 
     return node(tree, ""), leaves
@@ -99,21 +115,28 @@ def _join(path: str, part: str) -> str:
     return f"{path}/{part}" if path else part
 
 
+def _shown(path: str) -> str:
+    """A path as errors name it."""
+    if not path:
+        return "the tree"
+    return path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
+
+
 def _key(key: Any, path: str) -> list[str]:
     if type(key) not in _KEY_TYPES:
         raise InvalidArgument(
-            f"{path or 'the tree'}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
+            f"{_shown(path)}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
             "float, bool or bytes"
         )
     return _scalar(key, path)
 
 
 def _scalar(value: Any, path: str) -> list[str]:
-    text = _SCALARS[type(value)][0](value)
     try:
+        text = _SCALARS[type(value)][0](value)
         text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{path or 'the tree'}: the text {value!r} can't be stored: {error}") from None
+    except ValueError as error:  # surrogates, or an int of more digits than Python converts
+        raise InvalidArgument(f"{_shown(path)}: a {type(value).__name__} there can't be stored: {error}") from None
     return [type(value).__name__, text]
 
 

@@ -1,0 +1,228 @@
+"""What `save` takes for a leaf; the rest is refused with its path, before anything is written."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tstore
+import tstore.sync as blocking
+from tstore import Shards
+from tstore.errors import InvalidArgument, Misuse
+
+
+def cycle() -> Any:
+    tree: dict[str, Any] = {}
+    tree["b"] = [tree]
+    return tree
+
+
+def nested(levels: int) -> Any:
+    tree: Any = np.ones(2)
+    for _ in range(levels):
+        tree = {"a": tree}
+    return tree
+
+
+class Described:
+    """What has a shape and a dtype, and no values."""
+
+    shape = (3,)
+    dtype = "float32"
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "objects": (lambda: np.array([1, None]), "dtype object"),
+    "text": (lambda: np.array(["x"]), "dtype <U1"),
+    "records": (lambda: np.zeros(3, [("x", "f4")]), "dtype"),
+    "times": (lambda: np.zeros(2, "M8[s]"), "datetime64"),
+    "long doubles": (lambda: np.zeros(2, np.longdouble), "use float64"),
+    "four bits": (lambda: np.zeros(2, ml_dtypes.int4), "int4"),
+    "a mask": (lambda: np.ma.masked_array([1, 2], [0, 1]), "mask"),
+    "a scalar of text": (lambda: np.str_("x"), "dtype <U1"),
+    "a set": (lambda: {1, 2}, "a set"),
+    "a generator": (lambda: (i for i in range(3)), "a generator"),
+    "a description": (Described, "Described holds no values"),
+    "a class": (lambda: np.float32, "holds no values"),
+    "a key of another type": (lambda: {np.int64(3): np.ones(1)}, "a dict key of type int64"),
+    "a surrogate": (lambda: "\ud800", "surrogates"),
+    "a surrogate in a key": (lambda: {"\ud800": np.ones(1)}, "surrogates"),
+    "a huge number": (lambda: 10**5000, "4300 digits"),
+    "a cycle": (cycle, "contains itself"),
+    "too many levels": (lambda: nested(5000), "more than 200 levels deep"),
+    "no values in a shard": (lambda: Shards((4,), "f4", [((slice(0, 4),), None)]), "has no values"),
+    "a gap at the end": (
+        lambda: Shards((4,), "f4", [((slice(0, 2),), np.ones(2, "f4"))]),
+        "covers [2:4] of shape [4]",
+    ),
+    "a gap in the middle": (
+        lambda: Shards((6, 2), "f4", [(((a, a + 2), (0, 2)), np.ones((2, 2), "f4")) for a in (0, 4)]),
+        "covers [2:4, 0:2] of shape [6, 2]",
+    ),
+    "no shards at all": (lambda: Shards((4,), "f4"), "covers [0:4] of shape [4]"),
+    "shards that overlap": (
+        lambda: Shards(
+            (6,), "f4", [((slice(0, 4),), np.ones(4, "f4")), ((slice(2, 6),), np.zeros(4, "f4"))], shard_shape=(2,)
+        ),
+        "the shards at [0:4] and [2:6] overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str
+) -> None:
+    make, reason = REFUSED[name]
+    tree = {"good": np.ones(3), "params": [np.ones(3), make()]}
+    with pytest.raises(InvalidArgument, match=re.escape(reason)) as caught:
+        await tstore.save(tmp_path / "s", tree, 0)
+    assert str(caught.value).startswith("params/1")
+    assert len(str(caught.value)) < 500
+    assert not (tmp_path / "s").exists()
+
+
+async def test_levels_that_are_not_too_many_come_back() -> None:
+    url = f"memory://{uuid.uuid4()}"
+    await tstore.save(url, nested(200), 0)
+    restored = await tstore.restore(url, target=nested(200))
+    for _ in range(200):
+        restored = restored["a"]
+    assert restored.tolist() == [1, 1]
+
+
+async def test_shards_of_one_host_of_a_group_may_not_overlap_either() -> None:
+    parts = [((slice(0, 4),), np.ones(4, "f4")), ((slice(2, 4),), np.ones(2, "f4"))]
+    with pytest.raises(InvalidArgument, match="overlap"):
+        await tstore.save(
+            f"memory://{uuid.uuid4()}", {"w": Shards((8,), "f4", parts, shard_shape=(2,))}, 0, hosts=2, attempt="a"
+        )
+
+
+async def test_shards_that_cover_an_array_of_any_shape_come_back() -> None:
+    tree = {
+        "uneven": Shards((5, 3), "f4", [((slice(0, 4), slice(0, 3)), np.ones((4, 3), "f4")),
+                                        ((slice(4, 5), slice(0, 3)), np.zeros((1, 3), "f4"))]),
+        "no axes": Shards((), "f4", [((), np.ones((), "f4"))]),
+        "no values": Shards((0, 3), "f4"),
+    }  # fmt: skip
+    url = f"memory://{uuid.uuid4()}"
+    await tstore.save(url, tree, 0)
+    restored = await tstore.restore(url)
+    assert restored["uneven"].sum() == 12
+    assert restored["no axes"] == 1
+    assert restored["no values"].shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Shards((2,), "f4", [(3, np.ones(1, "f4"))]),
+        lambda: Shards("ab", "f4"),  # type: ignore[arg-type]
+        lambda: Shards((2,), "f4", shard_shape=("x",)),  # type: ignore[arg-type]
+        lambda: Shards((2,), "f4", [((slice("a"),), np.ones(1, "f4"))]),
+    ],
+)
+def test_shards_of_wrong_arguments(make: Callable[[], Shards]) -> None:
+    with pytest.raises(InvalidArgument):
+        make()
+
+
+@pytest.mark.parametrize("place", [{"w": np.ones(2)}, 7, b"/tmp/s", None])
+async def test_what_is_no_store_is_named(place: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{type(place).__name__} is no store; .* save\(url, tree, step\)"):
+        await tstore.save(place, "memory://x", 3)
+    with pytest.raises(InvalidArgument, match="is no store"):
+        await tstore.restore(place)
+
+
+def test_numpy_reads_a_blocking_array_and_not_one_that_must_be_awaited(tmp_path: Path) -> None:
+    with blocking.open(tmp_path / "s").transaction() as tx:
+        tx.create_array("w", (4,), "f4", (2,)).write(np.arange(4))
+        w = tx.array("w")
+        assert np.asarray(w[1:]).tolist() == [1, 2, 3]
+        assert np.array(w, dtype="i2").dtype == np.int16
+        assert np.add(w, w).tolist() == [0, 2, 4, 6]
+        with pytest.raises(ValueError, match="copy=False"):
+            np.array(w, copy=False)
+        with pytest.raises(Misuse, match=r"w: .* `await array.read\(\)`"):
+            np.asarray(w._awaited)
+    with pytest.raises(InvalidArgument, match=r"^a/w: a tstore.array.Array .* array.read\(\)"):
+        blocking.save(tmp_path / "t", {"a": {"w": w._awaited}}, 0)
+    assert not (tmp_path / "t").exists()
+
+
+TORCH: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "bfloat16": (lambda torch: torch.ones(3, dtype=torch.bfloat16), "BFloat16"),
+    "float8": (lambda torch: torch.ones(3).to(torch.float8_e4m3fn), "Float8_e4m3fn"),
+    "conjugated": (lambda torch: torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
+    "sparse": (lambda torch: torch.eye(3).to_sparse(), "to_dense"),
+    "meta": (lambda torch: torch.ones(3, device="meta"), "meta"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_tensors_that_numpy_cannot_take(tmp_path: Path, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    make, reason = TORCH[name]
+    with pytest.raises(InvalidArgument, match=rf"^m/w: a torch.Tensor .*{reason}.*tensor.detach\(\)") as caught:
+        blocking.save(tmp_path / "s", {"m": {"w": make(torch)}}, 0)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "s").exists()
+    with pytest.raises(InvalidArgument, match="the part at"):
+        Shards((3,), "f4", [((slice(0, 3),), make(torch))])
+
+
+def test_tensors_come_back_as_arrays_and_as_a_target_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    url = f"memory://{uuid.uuid4()}"
+    model = torch.nn.Linear(2, 3)
+    tree = {"parameters": dict(model.named_parameters()), "state": model.state_dict(), "counts": torch.arange(3)}
+    blocking.save(url, tree, 0)
+    restored = blocking.restore(url)
+    assert restored["counts"].tolist() == [0, 1, 2]
+    assert restored["parameters"]["weight"].tolist() == model.weight.tolist()
+    assert list(restored["state"]) == ["weight", "bias"]
+    with pytest.raises(
+        InvalidArgument, match=r"^parameters/weight: the target is a torch.* of dtype torch.float32"
+    ):
+        blocking.restore(url, target=tree)
+
+
+def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(InvalidArgument, match=r"^w: a torch.*DTensor"):
+            blocking.save(tmp_path / "s", {"w": tensor}, 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_jax_arrays_and_what_numpy_cannot_take_of_them(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    url = f"memory://{uuid.uuid4()}"
+    blocking.save(url, {"w": jax.numpy.ones(3, "bfloat16"), "key": jax.random.PRNGKey(0)}, 0)
+    assert blocking.restore(url)["w"].dtype == ml_dtypes.bfloat16
+    described = {"w": jax.ShapeDtypeStruct((3,), "bfloat16"), "key": jax.ShapeDtypeStruct((2,), "uint32")}
+    assert blocking.restore(url, target=described)["w"].tolist() == [1, 1, 1]
+    with pytest.raises(InvalidArgument, match=r"^key: the target is a jax.* of dtype key<fry>"):
+        blocking.restore(url, target={**described, "key": jax.random.key(0)})
+    deleted = jax.numpy.ones(3)
+    deleted.delete()
+    for leaf, reason in ((jax.random.key(0), "key_data"), (described["w"], "no values"), (deleted, "deleted")):
+        with pytest.raises(InvalidArgument, match=f"^a/0: a jax.*{reason}"):
+            blocking.save(tmp_path / "s", {"a": [leaf]}, 0)
+    assert not (tmp_path / "s").exists()

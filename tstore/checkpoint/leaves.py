@@ -1,0 +1,63 @@
+"""The leaves of a tree as NumPy arrays, whichever library made them; pure, no I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import InvalidArgument
+
+__all__ = ["as_values", "dtype_of"]
+
+_ADVICE = {
+    "torch": "tensor.detach().cpu().float().numpy(), or full_tensor() first where it is distributed",
+    "jax": "jax.random.key_data(key) for a key; where an array spans processes, pass each one's Shards",
+    "jaxlib": "jax.random.key_data(key) for a key; where an array spans processes, pass each one's Shards",
+    "tstore": "array.read()",
+}
+_LONGEST_REASON = 200
+
+
+def as_values(where: str, leaf: Any) -> npt.NDArray[Any]:
+    """Return a leaf as an array, without a copy where NumPy needs none; `where` names it in errors.
+
+    A tensor of torch loses its gradient. Raises `InvalidArgument` where NumPy does not get the values.
+    """
+    if type(leaf) is np.ndarray:
+        return leaf
+    try:
+        values = np.asarray(leaf.detach() if getattr(leaf, "requires_grad", False) is True else leaf)
+    except MemoryError:
+        raise
+    except Exception as error:  # each library has its own
+        reason = (str(error) or repr(error)).splitlines()[0][:_LONGEST_REASON].rstrip(" .")
+        raise InvalidArgument(
+            f"{where}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
+        ) from error
+    if values.dtype == object and not isinstance(leaf, np.ndarray):
+        raise InvalidArgument(f"{where}: a {_type_name(leaf)} holds no values for NumPy; {_advice(leaf)}")
+    return values
+
+
+def dtype_of(where: str, leaf: Any) -> np.dtype[Any]:
+    """Return the dtype of a leaf of a target; `InvalidArgument` where it is none of NumPy's."""
+    try:
+        dtype: np.dtype[Any] = np.dtype(leaf.dtype).newbyteorder("=")
+    except TypeError:
+        raise InvalidArgument(
+            f"{where}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which NumPy does not have; "
+            "leave out target or pass NumPy arrays in it, and convert the NumPy arrays that come back"
+        ) from None
+    return dtype
+
+
+def _type_name(leaf: Any) -> str:
+    kind = type(leaf)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(leaf: Any) -> str:
+    form = _ADVICE.get(type(leaf).__module__.partition(".")[0])
+    return "convert it to one first" + (f", with {form}" if form else "")
