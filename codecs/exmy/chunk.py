@@ -23,7 +23,7 @@ from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.packing import packed_size
-from exmy.quantized import Quantized
+from exmy.quantized import Quantized, are_scales
 from exmy.quantizer import Scale, quantize
 from exmy.reference import TILE
 
@@ -198,26 +198,23 @@ class ChunkCodec:
         (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
-        offsets, scales = np.zeros(groups.counts, np.int16), None
-        end = _HEADER.size
+        deltas, scales, end = np.zeros(groups.counts, np.int32), None, _HEADER.size
         if self.scale == "float":
             end += 4 * count
             scales = head[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
-            possible = bias == f.bias and bool(np.isfinite(scales).all())
+            possible = bias == f.bias and are_scales(scales)
         elif groups.axis is None:
-            offsets[...] = bias - f.bias
             possible = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
         else:
             end += count
             deltas = head[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
-            most = int(deltas.max()) if count else 0
-            possible = -BIAS_LIMIT <= bias <= bias + most <= BIAS_LIMIT
-            offsets = np.asarray(deltas + (bias - f.bias), np.int16)
+            possible = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
         if not possible or head[2 : _HEADER.size].any() or head[end:].any():
             raise FormatError(
                 f"these bytes are no chunk in {self}: the header has bias {bias} and {head[2:8].tobytes().hex()}; "
                 "check that the configuration is the one that encoded"
             )
+        offsets = np.asarray(deltas + (bias - f.bias), np.int16)
         return Quantized(f, groups, offsets, scales, packed, dtype)
 
 

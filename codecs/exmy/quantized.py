@@ -11,20 +11,23 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
-from exmy.elements import Array, Kind, as_flat, kind_of, output_dtype, plain
+from exmy.elements import Array, Kind, Layout, as_flat, kind_of, output_dtype, plain
 from exmy.errors import DtypeError, FormatError, SizeError
+from exmy.fit import BIAS_LIMIT
 from exmy.format import Format
 from exmy.groups import Granularity, Groups
 from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
 from exmy.threads import check_threads, run_parts, whole_tiles
 
-__all__ = ["Quantized"]
+__all__ = ["Quantized", "are_scales"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
 _VERSION = 1
 _COLUMNS = 1 << 16  # of a long group that are looked at together
+_DIMENSIONS = 64  # that NumPy's arrays have at most
+_SIZE = 1 << 60  # elements, below which an array of float64 can be made, zero lengths left out
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
@@ -122,7 +125,7 @@ class Quantized:
         if self.scales is None and self.offsets.ndim == 0:
             layout = layout._replace(bias=layout.bias + int(self.offsets))
         elif self.size:
-            scales = self._decoding_scales(kind)
+            layout, scales = self._decoding_scales(kind)
         run_parts(part, whole_tiles(self.size, threads), threads)
         return out
 
@@ -148,19 +151,24 @@ class Quantized:
                 found += int((part > limits[low:high, None]).sum())
         return found
 
-    def _decoding_scales(self, kind: Kind) -> Array:
-        """Return the factors of values, as `kernels.decode_groups` takes them."""
-        x, y, bias = self.format.layout
-        exact = x < 8 and abs(bias) < 100  # every value is a float32, far from its ends
+    def _decoding_scales(self, kind: Kind) -> tuple[Layout, Array]:
+        """Return a layout, and the factors of its values, as `kernels.decode_groups` takes them.
+
+        The layout has its standard bias where offsets allow that, which keeps values and factors near 1: with any
+        bias and offset, both and their product are then float64, exactly.
+        """
+        layout = self.format.layout
         if self.scales is not None:
-            narrow = exact and kind is Kind.FLOAT32
-            return self.scales.reshape(-1).astype(np.float32 if narrow else np.float64)
-        offsets = self.offsets.reshape(-1).astype(np.int32)
+            narrow = kind is Kind.FLOAT32 and _is_float32(layout)
+            return layout, self.scales.reshape(-1).astype(np.float32 if narrow else np.float64)
+        standard = self.format.standard.layout
+        offsets = self.offsets.reshape(-1).astype(np.int32) + (layout.bias - standard.bias)
         low, high = int(offsets.min()), int(offsets.max())
-        narrow = exact and low >= -126 and high <= 126
-        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:
+        x, y, bias = standard
+        narrow = kind is not Kind.FLOAT64 and _is_float32(standard) and -126 <= low <= high <= 126
+        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:  # the kernels round a float32 product again
             narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
-        return np.ldexp(1.0, -offsets).astype(np.float32 if narrow and kind is not Kind.FLOAT64 else np.float64)
+        return standard, np.ldexp(1.0, -offsets).astype(np.float32 if narrow else np.float64)
 
     def _codes_at(self) -> int:
         """Return where in the bytes the packed codes begin."""
@@ -196,8 +204,8 @@ class Quantized:
     def from_bytes(data: Any) -> Quantized:
         """Return what `to_bytes` was called on; the packed codes stay in the memory of data, uncopied.
 
-        data: bytes-like.  FormatError where it is not a quantized array or of a newer version, SizeError
-        where it is truncated or too long.
+        data: bytes-like.  FormatError where the header is not that of a quantized array, or is of a newer version;
+        SizeError where the bytes are truncated or too long, or axis and block do not fit the shape.
         """
         try:
             view = memoryview(data).cast("B").toreadonly()
@@ -216,11 +224,13 @@ class Quantized:
             )
         if kind > Kind.FLOAT64 or floats > 1 or any(view[18:24]):
             raise FormatError("the header of this quantized array holds what version 1 does not know")
+        if ndim > _DIMENSIONS:
+            raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_DIMENSIONS}")
         at = _HEADER.size + 8 * ndim
         if len(view) < at:
             raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {at} or more")
         shape = struct.unpack(f"<{ndim}Q", view[_HEADER.size : at])
-        if math.prod(n or 1 for n in shape) >= 1 << 60 or axis < -1:
+        if math.prod(n or 1 for n in shape) >= _SIZE or axis < -1:
             raise FormatError(f"the shape {shape} or the axis {axis} of this quantized array is out of range")
         groups = Groups.of(shape, None if axis < 0 else axis, block or None)
         if (axis < 0) != (groups.axis is None):
@@ -232,13 +242,22 @@ class Quantized:
         if len(view) != start + size:
             fault = "truncated" if len(view) < start + size else "too long"
             raise SizeError(f"a quantized array is {fault}: {len(view)} bytes, expected {start + size}")
+        if any(view[end:start]):
+            raise FormatError("the padding behind the offsets or scales of this quantized array is not zero")
+        offsets, scales = np.zeros(groups.counts, np.int16), None
         if floats:
             scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
-            offsets = np.zeros(groups.counts, np.int16)
+            if base or not are_scales(scales):
+                raise FormatError("the scales of this quantized array are not all finite and positive, with base 0")
         else:
-            scales = None
             deltas = np.frombuffer(view, np.uint8, count, at).astype(np.int32)
-            offsets = (deltas + base).astype(np.int16).reshape(groups.counts)
+            most = int(deltas.max(initial=0))
+            if count and not -BIAS_LIMIT <= bias + base <= bias + base + most <= BIAS_LIMIT:
+                raise FormatError(
+                    f"the bias {bias} and the offsets {base} to {base + most} of this quantized array add up to "
+                    f"less than -{BIAS_LIMIT} or more than {BIAS_LIMIT}"
+                )
+            offsets[...] = (deltas + base).reshape(groups.counts)
         packed = as_bytes(view[start:], f.bits, math.prod(shape))
         return Quantized(f, groups, offsets, scales, packed, Kind(kind).name.lower())
 
@@ -248,3 +267,14 @@ class Quantized:
             shared = f"block of {self.block} along axis {self.axis}"
         what = "offset" if self.scales is None else "scale"
         return f"<Quantized {self.format} {self.dtype} {self.shape}, one {what} per {shared}, {self.nbytes} bytes>"
+
+
+def are_scales(scales: NDArray[np.float32]) -> bool:
+    """Return whether all of these can be float scales: finite and positive."""
+    return bool(np.all((scales > 0) & np.isfinite(scales)))
+
+
+def _is_float32(layout: Layout) -> bool:
+    """Return whether every value of a layout is a float32, as the kernels decide it."""
+    x, _, bias = layout
+    return bias <= 127 and max((1 << x) - 1, 1) - bias <= 127
