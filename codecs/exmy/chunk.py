@@ -17,13 +17,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
 from exmy.codes import encode_packed
-from exmy.elements import Array, Kind, kind_of, output_dtype, plain
+from exmy.elements import Array, Kind, kind_of, output_dtype, plain, without_infinity
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.packing import packed_size
-from exmy.quantized import Quantized, are_scales
+from exmy.quantized import Quantized, are_scales, may_overflow
 from exmy.quantizer import Scale, quantize
 from exmy.reference import TILE
 
@@ -263,6 +263,8 @@ class ChunkSlice:
                 np.ldexp(1.0, -q.offsets.astype(np.int32)) if q.scales is None else q.scales.astype(np.float64)
             )
             kernels.decode_groups(kind, layout, q.groups, self.start, scales.reshape(-1), codes, target)
+        if may_overflow(q, kind):
+            without_infinity(target, kind)
         return out
 
 

@@ -17,7 +17,19 @@ except ImportError:  # bfloat16 arrays cannot exist without it
 else:
     _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-__all__ = ["Array", "Kind", "Layout", "NonFinite", "as_flat", "kind_of", "output_dtype", "plain", "saturates"]
+__all__ = [
+    "TOP",
+    "Array",
+    "Kind",
+    "Layout",
+    "NonFinite",
+    "as_flat",
+    "kind_of",
+    "output_dtype",
+    "plain",
+    "saturates",
+    "without_infinity",
+]
 
 Array: TypeAlias = NDArray[Any]
 NonFinite: TypeAlias = Literal["error", "saturate"]
@@ -45,6 +57,15 @@ class Kind(IntEnum):
     FLOAT64 = 3
 
 
+TOP = {Kind.FLOAT16: 16, Kind.BFLOAT16: 128, Kind.FLOAT32: 128, Kind.FLOAT64: 1024}
+"""Each kind holds magnitudes below 2 to this power."""
+
+_INFINITY = {
+    Kind.FLOAT16: np.uint16(0x7C00),
+    Kind.BFLOAT16: np.uint16(0x7F80),
+    Kind.FLOAT32: np.uint32(0x7F800000),
+    Kind.FLOAT64: np.uint64(0x7FF0000000000000),
+}
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 _SEEN: dict[np.dtype[Any], Kind] = {}
 
@@ -92,6 +113,13 @@ def as_flat(x: Any) -> tuple[Array, Kind, tuple[int, ...]]:
 def plain(array: Array, kind: Kind) -> Array:
     """Return the same memory as a dtype of NumPy's own (bfloat16 as uint16 bits)."""
     return array.view(np.uint16) if kind is Kind.BFLOAT16 else array
+
+
+def without_infinity(array: Array, kind: Kind) -> None:
+    """Replace the infinities of a plain array by the largest finite values of their sign, in place."""
+    infinity = _INFINITY[kind]
+    words = array.view(infinity.dtype)
+    words -= (words << 1) == infinity << 1
 
 
 def saturates(nonfinite: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
-from exmy.elements import Array, Kind, Layout, as_flat, kind_of, output_dtype, plain
+from exmy.elements import TOP, Array, Kind, Layout, as_flat, kind_of, output_dtype, plain, without_infinity
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format
@@ -20,7 +20,7 @@ from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
 from exmy.threads import check_threads, run_parts, whole_tiles
 
-__all__ = ["Quantized", "are_scales"]
+__all__ = ["Quantized", "are_scales", "may_overflow"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
@@ -99,6 +99,8 @@ class Quantized:
     def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
         """Return the values in float16, bfloat16, float32 or float64: the exact ones, rounded once.
 
+        What rounds beyond the largest value of dtype is infinite, but in the dtype that was quantized, whose values
+        were finite, it is that largest value.
         out: a writable, C-contiguous array of that dtype and the shape, to write to and return (DtypeError,
         SizeError otherwise).  threads: how many may share the work on a big array; the result is the same for all.
         """
@@ -119,6 +121,8 @@ class Quantized:
                 kernels.decode(kind, layout, data, target[low:high], packed=True)
             else:
                 kernels.decode_groups(kind, layout, self.groups, low, scales, data, target[low:high])
+            if saturating:
+                without_infinity(target[low:high], kind)
 
         layout = self.format.layout
         scales = None
@@ -126,6 +130,7 @@ class Quantized:
             layout = layout._replace(bias=layout.bias + int(self.offsets))
         elif self.size:
             layout, scales = self._decoding_scales(kind)
+        saturating = may_overflow(self, kind)
         run_parts(part, whole_tiles(self.size, threads), threads)
         return out
 
@@ -272,6 +277,15 @@ class Quantized:
 def are_scales(scales: NDArray[np.float32]) -> bool:
     """Return whether all of these can be float scales: finite and positive."""
     return bool(np.all((scales > 0) & np.isfinite(scales)))
+
+
+def may_overflow(q: Quantized, kind: Kind) -> bool:
+    """Return whether a kind is what was quantized, and some code is worth more than its largest value."""
+    if q.dtype != kind.name.lower() or not q.offsets.size:
+        return False
+    x, _, bias = q.format.layout
+    beyond = -int(q.offsets.min()) if q.scales is None else math.frexp(float(q.scales.max()))[1]
+    return max(1 << x, 2) - bias + beyond >= TOP[kind]
 
 
 def _is_float32(layout: Layout) -> bool:

@@ -45,13 +45,15 @@ def rounded(value, dtype):
 
 
 def check_exact(q, factor_of):
-    """Every value of q, in every dtype, is the exact one, rounded once."""
+    """Every value of q is the exact one, rounded once; finite in the dtype that was quantized."""
     x, y, bias = q.format.layout
     codes = q.codes().reshape(-1).tolist()
     true = [exact(code, x, y, bias) * factor_of(i) for i, code in enumerate(codes)]
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         found = q.dequantize(dtype).reshape(-1).astype(np.float64)
-        np.testing.assert_array_equal(found, [rounded(value, dtype) for value in true], err_msg=f"{q!r} {dtype}")
+        largest = float(ml_dtypes.finfo(dtype).max) if dtype == q.dtype else math.inf
+        wanted = np.clip([rounded(value, dtype) for value in true], -largest, largest)
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{q!r} {dtype}")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,36 @@ def test_mutated_chunks_are_refused_or_decode_to_finite_values(seed):
         accepted += 1
         assert np.isfinite(y).all()
     assert accepted > 0 or not math.prod(shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2", "e5m10", "e8m7"])
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"scale": "max"}, {"axis": 1}, {"axis": 0, "scale": "max"}, {"block": 16}, {"block": 16, "scale": "float"}],
+    ids=str,
+)
+def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
+    """The largest values of a dtype, as masks have them, round to a value of the format that it does not hold."""
+    info = ml_dtypes.finfo(exmy.elements.output_dtype(dtype))
+    x = np.full((2, 512), info.min, info.dtype)
+    x[:, ::3] = 1
+    x[0, 7] = info.max
+    if case.get("scale") == "float" and (dtype != "float16" and name == "e2m1"):
+        pytest.skip("needs a scale that is no float32")
+    q = exmy.quantize(x, name, **case)
+    y = q.dequantize(dtype)
+    assert np.isfinite(y.astype(np.float64)).all()
+    assert np.abs(y[0, 1].astype(np.float64)) >= 0.7 * float(info.max)
+    assert (y[0, 1] < 0) == (x[0, 1] < 0)
+    codec = exmy.ChunkCodec.of({"format": name, **case})
+    data = codec.encode(x)
+    assert codec.decode(data, x.shape, dtype).tobytes() == y.tobytes()
+    part = codec.slice(x.shape, 256, 1024)
+    got = part.decode(data[: part.head], data[part.first : part.end], dtype)
+    assert got.tobytes() == y.reshape(-1)[256:].tobytes()
+    if dtype == "float16" and name == "e4m3" and not case:
+        assert (q.dequantize("float32")[0, 1], y[0, 1]) == (-65536, -65504)
 
 
 def test_dtypes_of_ml_dtypes_round_as_the_specification(level):
