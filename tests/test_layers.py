@@ -64,6 +64,7 @@ LAYERS: list[tuple[str, ...]] = [
         "quantization.allocation",
         "quantization.regrid",
         "quantization.report",
+        "quantization.request",
         "quantization.values",
     ),
     ("quantization.study",),

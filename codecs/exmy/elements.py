@@ -60,7 +60,7 @@ class Kind(IntEnum):
 TOP = {Kind.FLOAT16: 16, Kind.BFLOAT16: 128, Kind.FLOAT32: 128, Kind.FLOAT64: 1024}
 """Each kind holds magnitudes below 2 to this power."""
 
-_INFINITY = {
+_INFINITY: dict[Kind, np.unsignedinteger[Any]] = {
     Kind.FLOAT16: np.uint16(0x7C00),
     Kind.BFLOAT16: np.uint16(0x7F80),
     Kind.FLOAT32: np.uint32(0x7F800000),

@@ -37,6 +37,8 @@ class Difference:
     @property
     def sqnr(self) -> float:
         """The signal-to-quantization-noise ratio in dB: see `exmy.sqnr`."""
+        if self.noise == 0 and self.largest_error > 0:
+            return math.nan  # the squares are below the smallest float64
         return decibels(self.signal, self.noise)
 
     def __add__(self, other: Difference) -> Difference:
@@ -106,6 +108,7 @@ def sqnr(x: Any, y: Any) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum x^2 / sum (x-y)^2) in dB.
 
     x: the original, y: the approximation, as for `compare`.  Infinity where x equals y, also when both are
-    empty; -infinity where x is all zero and y is not; NaN where a NaN is met.
+    empty; -infinity where x is all zero and y is not; NaN where a NaN is met, and where the squares lie outside of
+    float64 (magnitudes beyond 1e154, errors below 1e-162).
     """
     return compare(x, y).sqnr

@@ -99,8 +99,8 @@ class Quantized:
     def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
         """Return the values in float16, bfloat16, float32 or float64: the exact ones, rounded once.
 
-        What rounds beyond the largest value of dtype is infinite, but in the dtype that was quantized, whose values
-        were finite, it is that largest value.
+        What rounds beyond the largest value of dtype is infinite, but in the dtype that was quantized, whose
+        values were finite, it is that largest value.
         out: a writable, C-contiguous array of that dtype and the shape, to write to and return (DtypeError,
         SizeError otherwise).  threads: how many may share the work on a big array; the result is the same for all.
         """
@@ -253,7 +253,9 @@ class Quantized:
         if floats:
             scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
             if base or not are_scales(scales):
-                raise FormatError("the scales of this quantized array are not all finite and positive, with base 0")
+                raise FormatError(
+                    "the scales of this quantized array are not all finite and positive, with base 0"
+                )
         else:
             deltas = np.frombuffer(view, np.uint8, count, at).astype(np.int32)
             most = int(deltas.max(initial=0))

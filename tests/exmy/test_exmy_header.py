@@ -1,4 +1,4 @@
-"""Headers of quantized arrays and of chunks: every one that is accepted decodes exactly, all others are refused."""
+"""Headers of quantized arrays and of chunks: what is accepted decodes exactly, all else is refused."""
 
 import math
 import random
@@ -149,7 +149,27 @@ SOURCES = [
     ("e5m2", {"scale": "float", "axis": 0}, (4, 6)),
     ("e4m3b-3", {"scale": "none"}, (2, 0, 3)),
 ]
-EDGES = [0, 1, 2, 4, 15, 16, 32, 64, 127, 128, 255, 256, 512, 0x7FFF, 0x8000, 0xFFFF, 1 << 31, (1 << 63) - 1, 1 << 63]
+EDGES = [
+    0,
+    1,
+    2,
+    4,
+    15,
+    16,
+    32,
+    64,
+    127,
+    128,
+    255,
+    256,
+    512,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+    1 << 31,
+    (1 << 63) - 1,
+    1 << 63,
+]
 
 
 def mutated(data, rng, most):
@@ -208,7 +228,14 @@ def test_mutated_chunks_are_refused_or_decode_to_finite_values(seed):
 @pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2", "e5m10", "e8m7"])
 @pytest.mark.parametrize(
     "case",
-    [{}, {"scale": "max"}, {"axis": 1}, {"axis": 0, "scale": "max"}, {"block": 16}, {"block": 16, "scale": "float"}],
+    [
+        {},
+        {"scale": "max"},
+        {"axis": 1},
+        {"axis": 0, "scale": "max"},
+        {"block": 16},
+        {"block": 16, "scale": "float"},
+    ],
     ids=str,
 )
 def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):

@@ -22,7 +22,16 @@ from numcodecs import Zstd
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
-__all__ = ["FLOATS", "Chain", "Codecs", "as_configuration", "chain_documents", "is_exmy", "without_clipping"]
+__all__ = [
+    "FLOATS",
+    "Chain",
+    "Codecs",
+    "as_configuration",
+    "chain_documents",
+    "is_exmy",
+    "with_configuration",
+    "without_clipping",
+]
 
 Buffer = memoryview
 Bytes = npt.NDArray[np.uint8]
@@ -212,8 +221,8 @@ class Chain:
 
     @property
     def packed(self) -> exmy.ChunkCodec | None:
-        """How the chunks lie packed, where they are eXmY and nothing else."""
-        return self._array.codec if isinstance(self._array, _Exmy) and not self._compressors else None
+        """The eXmY codec of the chunks, compressed or not; None where they are not in an eXmY format."""
+        return self._array.codec if isinstance(self._array, _Exmy) else None
 
     @property
     def lossless(self) -> bool:
@@ -288,11 +297,27 @@ def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def is_exmy(codecs: Codecs) -> bool:
-    """Whether `codecs` names an eXmY format, which has no codes for integers."""
-    return isinstance(codecs, Mapping) or (isinstance(codecs, str) and codecs != LOSSLESS)
+    """Return whether an eXmY format comes first, which has no codes for integers."""
+    if isinstance(codecs, str):
+        return codecs != LOSSLESS
+    if isinstance(codecs, Mapping):
+        return True
+    return bool(codecs) and isinstance(codecs[0], Mapping) and codecs[0].get("name") == "exmy"  # type: ignore[index]
 
 
 def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
-    """The configuration of the codecs of an eXmY format, which may be given by its name alone."""
-    assert isinstance(codecs, str | Mapping)
-    return {"format": codecs} if isinstance(codecs, str) else codecs
+    """Return the configuration of the eXmY format that comes first in `codecs`."""
+    if isinstance(codecs, str):
+        return {"format": codecs}
+    if isinstance(codecs, Mapping):
+        return codecs
+    assert codecs is not None
+    configuration: Mapping[str, Any] = codecs[0].get("configuration") or {}
+    return configuration
+
+
+def with_configuration(codecs: Codecs, configuration: Mapping[str, Any]) -> Codecs:
+    """Return the codecs with another configuration of their eXmY format, and the same compressors behind it."""
+    if codecs is None or isinstance(codecs, str | Mapping):
+        return configuration
+    return [{"name": "exmy", "configuration": dict(configuration)}, *codecs[1:]]

@@ -1,4 +1,4 @@
-"""Arrays that are stored in eXmY, as they are stored: `exmy.Quantized` without decoding a value.
+"""The stored codes of arrays in eXmY formats, compressed or not: `exmy.Quantized` without decoding a value.
 
 Each chunk has offsets of its own. Chunks that share one offset, or whose offsets can be told by rows or blocks of
 the whole array, are joined into one `Quantized`; the codes are moved, never changed.
@@ -27,7 +27,7 @@ Region = tuple[slice, ...]
 
 
 def is_packed(meta: ArrayMeta) -> bool:
-    """Whether the chunks of an array are eXmY and nothing else."""
+    """Return whether the chunks of an array are in an eXmY format, compressed or not."""
     return meta.chain.packed is not None
 
 
@@ -46,8 +46,9 @@ async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> lis
     for path, meta, source, numbers in wanted:
         size = meta.encoded_bound
         out = np.empty((len(numbers), size), np.uint8)
-        # To the reader they are the chunks of an array of bytes.
-        stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,))
+        # To the reader they are the chunks of an array of bytes, compressed as they are.
+        compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
+        stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,), compressed)
         region = Selection((range(numbers.start * size, numbers.stop * size),))
         jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))
         payloads.append(out)
@@ -64,9 +65,9 @@ async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> lis
 
 
 async def read_packed(backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
-    """The whole array as it is stored; `InvalidArgument` where it is in no eXmY format, or compressed too."""
+    """Return the codes of a whole array, decompressed; `InvalidArgument` where it is in no eXmY format."""
     if not is_packed(meta):
-        raise InvalidArgument(f"{path} is not stored in an eXmY format alone; read it decoded")
+        raise InvalidArgument(f"{path} is not stored in an eXmY format; read it decoded")
     [parts] = await packed_chunks(backend, [PackedChunks(path, meta, source, range(meta.chunk_count))])
     return join_chunks(path, meta, parts)
 

@@ -5,5 +5,5 @@
    in every format; `allocation`: the least error of many arrays within a budget of bytes.
 3. `encoding`: arrays fitted, written, read back and measured; `values`: their values, in threads; `regrid`: their
    chunks, cut anew where they must be; `work`: many of them at once, here or on the workers of an executor.
-4. `report`: what it cost, as data; `plot`: as pictures.
+4. `request`: what was asked, in words. `report`: what it cost, as data; `plot`: as pictures.
 """

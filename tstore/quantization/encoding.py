@@ -22,12 +22,14 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.chain import Codecs, as_configuration, is_exmy
-from tstore.chunks.grid import boxes, part_of
+from tstore.chunks.chain import Codecs, as_configuration, is_exmy, with_configuration
+from tstore.chunks.grid import Selection, boxes, part_of
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.packed import PackedChunks, is_packed, packed_chunks
+from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkTable, Run
 from tstore.chunks.writer import PackSet, WriteJob
+from tstore.errors import Corrupt
 from tstore.kv.base import Backend
 from tstore.pool import each
 from tstore.quantization.regrid import encoded_meta
@@ -39,6 +41,9 @@ __all__ = ["SMALLEST", "Choice", "Encoded", "encode_batch"]
 
 SMALLEST = 64
 """Arrays of fewer values stay as they are: the header alone would take over one bit a value."""
+
+_HIGHEST = 511
+"""The exponent of the largest values that every format holds with some bias."""
 
 
 class Choice(NamedTuple):
@@ -95,6 +100,10 @@ class _Box(NamedTuple):
     numbers: range
 
 
+_Entry = tuple[_Box, WriteJob, npt.NDArray[Any]]
+"""A box, the job that wrote it, and the values that it was made of."""
+
+
 async def encode_batch(
     backend: Backend, packs: PackSet, snapshot: Snapshot, batch: Sequence[str], choices: Mapping[str, Choice]
 ) -> list[Encoded]:
@@ -107,11 +116,14 @@ async def encode_batch(
         exponents[v.path] = found
         if found.count < v.meta.size:
             done[v.path] = Encoded(v.path, reason=nonfinite_reason(v.meta.size - found.count, v.meta.size))
+        elif found.highest > _HIGHEST:
+            done[v.path] = Encoded(v.path, reason=f"values of 2^{found.highest} are beyond every eXmY format")
     for i in range(max(len(choices[path].codecs) for path in batch)):
         open_ = [v for v in values if v.path not in done and i < len(choices[v.path].codecs)]
         for w in await _write(backend, packs, [(v, choices[v.path].codecs[i]) for v in open_]):
             encoded = w.encoded(exponents.get(w.values.path))
-            if encoded.difference is None or encoded.difference.sqnr >= choices[encoded.path].floor:
+            floor, lost = choices[encoded.path].floor, encoded.difference
+            if lost is None or floor == -math.inf or lost.sqnr >= floor:  # an SQNR beyond float64 is NaN
                 done[encoded.path] = encoded
     return [done.get(p) or Encoded(p, reason=f"no smaller format keeps {choices[p].floor:g} dB") for p in batch]
 
@@ -133,7 +145,11 @@ async def _write(backend: Backend, packs: PackSet, todo: Sequence[tuple[Values, 
         for box, job in zip(some, jobs, strict=True):
             box.written.runs += job.runs
         entries = zip(some, jobs, parts, strict=True)
-        await _measure(backend, [(box, job, x) for box, job, x in entries if is_packed(job.meta)])
+        encoded, lossless = list[_Entry](), list[_Entry]()
+        for entry in entries:
+            (encoded if is_packed(entry[1].meta) else lossless).append(entry)
+        await _measure(backend, encoded)
+        await _check_lossless(backend, lossless)
     return written
 
 
@@ -144,17 +160,14 @@ def _fitted(values: Values, codecs: Codecs) -> Codecs:
     asked: Configuration = as_configuration(codecs)
     scale = asked.get("scale", "search")
     if asked.get("axis") is not None or asked.get("block") is not None or scale not in ("search", "max"):
-        return asked
+        return with_configuration(codecs, asked)
     [fit] = fit_tensor(values, [asked["format"]], scale)
-    return {"format": fit.format.name, "scale": "none"}
+    return with_configuration(codecs, {"format": fit.format.name, "scale": "none"})
 
 
-async def _measure(backend: Backend, entries: Sequence[tuple[_Box, WriteJob, npt.NDArray[Any]]]) -> None:
-    """Notes how far each stored chunk lies from the values that it was made of, and how many it clips."""
-    wanted = [
-        PackedChunks(job.path, job.meta, ChunkTable.overlay([ChunkTable.of(job.runs)]), box.numbers)
-        for box, job, _ in entries
-    ]
+async def _measure(backend: Backend, entries: Sequence[_Entry]) -> None:
+    """Note how far each stored chunk lies from the values that it was made of, and how many it clips."""
+    wanted = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
     stored = await packed_chunks(backend, wanted)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
@@ -176,3 +189,25 @@ async def _measure(backend: Backend, entries: Sequence[tuple[_Box, WriteJob, npt
         box.written.lost[number] = (exmy.compare(given, decoded), q.clipped(full))
 
     await each(measure, chunks)
+
+
+async def _check_lossless(backend: Backend, entries: Sequence[_Entry]) -> None:
+    """Raise `Corrupt` where stored chunks do not read back bit for bit: the report calls them exact."""
+    copies = [np.empty(x.shape, x.dtype) for _, _, x in entries]
+    jobs = []
+    for (box, job, _), copy in zip(entries, copies, strict=True):
+        region = Selection(tuple(range(s.start, s.stop) for s in box.region))
+        jobs.append(ReadJob(job.path, job.meta, _stored(job), region, copy))
+    await read_chunks(backend, jobs)
+
+    def check(item: tuple[_Entry, npt.NDArray[Any]]) -> None:
+        (_, job, x), copy = item
+        if np.ascontiguousarray(x).tobytes() != copy.tobytes():
+            raise Corrupt(f"{job.path}: lossless chunks read back other values than were written; try again")
+
+    await each(check, list(zip(entries, copies, strict=True)))
+
+
+def _stored(job: WriteJob) -> ChunkTable:
+    """Return where the chunks of a job lie."""
+    return ChunkTable.overlay([ChunkTable.of(job.runs)])

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +15,18 @@ from tstore.checkpoint.structure import compile_patterns
 from tstore.chunks.chain import FLOATS, Codecs, is_exmy
 from tstore.errors import InvalidArgument, listed
 
-__all__ = ["Bits", "CodecRules", "MinSqnr", "Rules", "Target", "parse_policy"]
+__all__ = [
+    "DEFAULT",
+    "ONE_DIMENSIONAL",
+    "Bits",
+    "CodecRules",
+    "Default",
+    "Match",
+    "MinSqnr",
+    "Rules",
+    "Target",
+    "parse_policy",
+]
 
 CodecRules = Codecs | Mapping[str, Codecs]
 """Codecs for all arrays, or by path pattern, first match first."""
@@ -36,14 +47,14 @@ class MinSqnr:
 class Bits:
     """The eXmY formats of all arrays together: the least error at `average` stored bits a value or less.
 
-    `error` says what is added up over the arrays: "absolute", the squared errors as they are; or "relative", each
-    array's squared error over its squared values, times the square root of its number of values. The weights of
-    a model are better served by "relative": its layers rescale what comes in, and large tables of small
-    influence do not take all bits (see examples/minilm.py).
+    `error` says what is added up over the arrays: "relative", each array's squared error over its squared values,
+    times the square root of its number of values; or "absolute", the squared errors themselves. "relative" serves
+    the weights of a model far better: its layers rescale what comes in, and large tables of small influence do not
+    take all bits (`examples/minilm.py --defaults` measures both).
     """
 
     average: float
-    error: Literal["absolute", "relative"] = "absolute"
+    error: Literal["absolute", "relative"] = "relative"
 
     def __post_init__(self) -> None:
         if not 0 < _number("bits", self.average) < math.inf:
@@ -58,7 +69,26 @@ class Bits:
         return math.sqrt(values) / signal
 
 
+@dataclass(frozen=True)
+class Default:
+    """Each array gets 8 bits a value: e2m5 where blocks or rows share an offset, e3m4 where the whole array does.
+
+    Of all formats of 8 bits these have the least error on the weights of a model: the values of a block lie within
+    the few powers of two that e2m5 tells apart, those of a whole array need the wider range of e3m4.
+    """
+
+
+DEFAULT = Default()
+
 Target = MinSqnr | Bits
+"""What the data of an array decides by, where no rule matches its path."""
+
+
+class Match(NamedTuple):
+    """What the first rule that matches an array gives it: codecs, or None, and why it gets none after all."""
+
+    codecs: Codecs
+    reason: str = ""
 
 
 def _number(what: str, value: Any) -> float:
@@ -67,10 +97,18 @@ def _number(what: str, value: Any) -> float:
     return float(value)
 
 
+ONE_DIMENSIONAL = "one-dimensional; a rule with its name encodes it"
+"""Why vectors keep their bits: those of a model are few and decide much (biases, the gains of normalisations)."""
+
+
 class Rules:
     """Codecs by path pattern. One codec alone stands for the rule "**".
 
     A mapping with the key "format" is no set of rules but the configuration of one eXmY codec.
+
+    An eXmY format in a rule is for floats of two dimensions or more. One-dimensional arrays get it only from a
+    rule that names them: one whose last part has other characters than wildcards, as "layers/0/bias", "**/bias"
+    and "**/norm*" have, and "**", "layers/**" and "layers/*" have not.
     """
 
     def __init__(self, rules: CodecRules) -> None:
@@ -82,42 +120,48 @@ class Rules:
                     f"the rule {pattern!r}: {codecs!r} can't be read; expected a path pattern, and None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
                 )
-        self._tests = [(pattern, compile_patterns(pattern), codecs) for pattern, codecs in listed.items()]
+        self._tests = [(p, compile_patterns(p), codecs, _names(p)) for p, codecs in listed.items()]
 
     @staticmethod
     def exact(codecs: Mapping[str, Codecs]) -> Rules:
-        """The rules that give these paths, taken letter by letter, these codecs."""
+        """Return the rules that give these paths, taken letter by letter, these codecs."""
         rules = Rules({})
-        rules._tests = [(path, path.__eq__, chosen) for path, chosen in codecs.items()]
+        rules._tests = [(path, path.__eq__, chosen, True) for path, chosen in codecs.items()]
         return rules
 
-    def match(self, path: str, dtype: np.dtype[Any]) -> tuple[Codecs] | None:
-        """The codecs of the first rule that matches, None where none does.
-
-        Rules that name an eXmY format leave all but floats as they are.
-        """
-        for _, matches, codecs in self._tests:
+    def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
+        """Return what the first rule that matches gives an array, None where none does."""
+        for _, matches, codecs, names in self._tests:
             if matches(path):
-                return (None,) if is_exmy(codecs) and dtype.name not in FLOATS else (codecs,)
+                if is_exmy(codecs) and dtype.name not in FLOATS:
+                    return Match(None, f"{dtype} is not encoded")
+                if is_exmy(codecs) and dimensions == 1 and not names:
+                    return Match(None, ONE_DIMENSIONAL)
+                return Match(codecs)
         return None
 
-    def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """The codecs of an array; None, "as it is", where no rule matches."""
-        found = self.match(path, dtype)
-        return None if found is None else found[0]
+    def codecs(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Codecs:
+        """Return the codecs of an array; None, all its bits, where no rule matches."""
+        matched = self.match(path, dtype, dimensions)
+        return None if matched is None else matched.codecs
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises `InvalidArgument` for patterns that match none of the paths, with the nearest paths."""
         there = list(paths)
         if not self._given:
             return
-        idle = [pattern for pattern, matches, _ in self._tests if not any(map(matches, there))]
+        idle = [pattern for pattern, matches, _, _ in self._tests if not any(map(matches, there))]
         if idle:
             lines = [f"{p!r}; near it are: {', '.join(_near(p, there)) or 'none'}" for p in idle]
             raise InvalidArgument(
                 f"{len(idle)} of {len(self._tests)} patterns match no array of this checkpoint; mend or remove "
                 f"them ('**/' stands for any folders above, also none):{listed(lines)}"
             )
+
+
+def _names(pattern: str) -> bool:
+    """Return whether a pattern names arrays: whether its last part has more than wildcards."""
+    return bool(pattern.rpartition("/")[2].strip("*?"))
 
 
 def _near(pattern: str, paths: list[str]) -> list[str]:

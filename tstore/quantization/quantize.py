@@ -16,14 +16,16 @@ from concurrent.futures import Executor
 from typing import Any, Literal
 
 from tstore.checkpoint.steps import QUANTIZED, source_snapshot, steps_of
+from tstore.chunks.chain import as_configuration, is_exmy
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.table import ChunkTable
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.kv.base import Durability
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
-from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSqnr, Rules, Target
 from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_form, stored_report
+from tstore.quantization.request import describe_request
 from tstore.quantization.work import Progress, Work
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
@@ -40,29 +42,37 @@ async def quantize(
     *,
     min_sqnr: float | None = None,
     bits: float | None = None,
-    error: Literal["absolute", "relative"] = "absolute",
+    error: Literal["absolute", "relative"] | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
     axis: int | None = None,
-    block: int | None = None,
+    block: int | Literal["auto"] | None = "auto",
     scale: Literal["search", "max", "none", "float"] = "search",
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """The report of a new commit in which float arrays are stored in low-bit formats; the source stays.
+    """Commit a copy of a version with its float arrays in low-bit formats, and return what it cost.
 
-    `formats` is one eXmY format, or rules by path pattern, first match first, None for "as it is"; where all is
-    left out it is "e4m3". What no rule matches is decided by the data: with `min_sqnr` (dB) each array gets the
-    fewest bits that keep its SQNR there; with `bits` the arrays get the formats that have the least squared error
-    together at that many stored bits a value, all arrays of the checkpoint counted. `error="relative"` weighs
-    that error by the size of the values, which suits the weights of a model better (see `Bits`). Integers, arrays
-    of under 64 values, and those with NaN or infinity stay as they are, and the report says so.
+    The source stays as it is.
 
-    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`; by default the tensor.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step (without
-    steps, the newest version that is no quantized copy). `tag` names the new commit, by default the source's tag
-    (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
+    `formats` is one eXmY format, or rules by path pattern, first match first, None for "keep all bits". What no
+    rule matches is decided by the data: with `min_sqnr` (dB) each array gets the fewest bits that keep its SQNR,
+    the ratio 10·log10(Σx² / Σ(x−y)²) of values x and their stored forms y; with `bits` the arrays get the formats
+    that have the least error together at that many stored bits a value, all arrays of the checkpoint counted
+    (`Bits` says what `error` means; it is "relative" by default). Without `formats`, `min_sqnr` and `bits` each
+    array gets 8 bits a value: e2m5 in blocks.
+
+    Integers, arrays of under 64 values, and those with NaN or infinity keep their bits, and the report says so; so
+    do one-dimensional arrays unless a rule names them, that is, unless the last part of its pattern is more than
+    wildcards ("**/bias" names, "**" and "layers/*" do not).
+
+    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`. With block="auto" and no
+    `axis`, arrays in `formats` have one offset, as block=None says, and arrays that the data decides have blocks
+    of 128 along their last axis, or of 64 or 32 where those divide it and 128 does not, or else one offset.
+    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step
+    (without steps, the newest version that is no quantized copy). `tag` names the new commit, by default the
+    source's tag (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
     `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
     store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
     Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
@@ -74,12 +84,18 @@ async def quantize(
             f"tag={tag!r} would make a lossy copy step {named[0]}; only save makes steps, so pass another name, "
             f"as 'quantized/{named[0]}'"
         )
-    target = _target(min_sqnr, bits, error)
+    target: Target | Default | None = _target(min_sqnr, bits, error)
     if formats is None and target is None:
-        formats = "e4m3"
+        target = DEFAULT
     rules = None if formats is None else Rules(formats)
-    given: dict[str, Any] = {"axis": axis, "block": block, "scale": None if scale == "search" else scale}
+    automatic = block == "auto" and axis is None and scale != "none"
+    given: dict[str, Any] = {
+        "axis": axis,
+        "block": None if block == "auto" else block,
+        "scale": None if scale == "search" else scale,
+    }
     recipe = {key: value for key, value in given.items() if value is not None}
+    request = describe_request(formats, target, recipe, automatic=automatic)
 
     async def once(store: Store) -> QuantizeReport:
         source = await source_snapshot(store, at)
@@ -88,15 +104,16 @@ async def quantize(
         if rules is not None:
             rules.check(arrays)
         name = tag or _default_tag(source, formats, target)
-        text = message or f"quantized from version {source.version}"
+        text = message or f"quantized from version {source.version}: {request}"
         async with store.transaction(text, name, facts={QUANTIZED: source.version}) as tx:
             if name in (await tx.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
             await tx.replace_all(b"")
             work = Work(store, source, tx.id, Durability.FSYNC, executor, progress)
-            plan = plan_by_rules(arrays, rules, recipe, data=target is not None)
+            plan = plan_by_rules(arrays, rules, recipe, data=target is not None, automatic=automatic)
             if target is not None:
-                plan = plan_for(target, plan, await work.study(plan.left, WIDTHS), arrays)
+                studies = [] if target is DEFAULT else await work.study(plan.left, WIDTHS)
+                plan = plan_for(target, plan, studies, arrays)
             encoded = {e.path: e for e in await work.encode(plan.choices)}
             rows = []
             for path, node in nodes.items():
@@ -110,7 +127,7 @@ async def quantize(
                         await tx.adopt_array(path, ArrayMeta.parse(found.document), chunks)
                 elif path:
                     await tx.create_group(path, node.attributes)
-            report = QuantizeReport(0, name, source.version, rows)
+            report = QuantizeReport(0, name, source.version, rows, request)
             await tx.create_group("", _with_report(source, report))
         assert tx.version is not None
         return report._replace(version=tx.version)
@@ -132,17 +149,19 @@ async def quantize_report(where: str | os.PathLike[str] | Store, at: int | str |
         return stored_report(await store.snapshot(at))
 
 
-def _target(min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"]) -> Target | None:
+def _target(
+    min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"] | None
+) -> Target | None:
     if min_sqnr is not None and bits is not None:
         raise InvalidArgument("min_sqnr=… and bits=… exclude each other; pass one of them")
     if bits is not None:
-        return Bits(bits, error)
-    if error != "absolute":
+        return Bits(bits) if error is None else Bits(bits, error)
+    if error is not None:
         raise InvalidArgument(f"error={error!r} says what a budget keeps low; pass bits=… too")
     return None if min_sqnr is None else MinSqnr(min_sqnr)
 
 
-def _default_tag(source: Snapshot, formats: CodecRules, target: Target | None) -> str:
+def _default_tag(source: Snapshot, formats: CodecRules, target: Target | Default | None) -> str:
     names = [t for t, v in source.tags.items() if v == source.version] or [f"v{source.version}"]
     used = formats.values() if isinstance(formats, Mapping) and "format" not in formats else [formats]
     parts = [_named(u) for u in used if u is not None]
@@ -151,13 +170,17 @@ def _default_tag(source: Snapshot, formats: CodecRules, target: Target | None) -
             parts.append(f"{decibel:g}dB")
         case Bits(average, _):
             parts.append(f"{average:g}bits")
+        case Default():
+            parts.append("e2m5")
     return "/".join([names[0], "-".join(dict.fromkeys(parts)) or "copy"])
 
 
 def _named(codecs: Codecs) -> str:
     if isinstance(codecs, Mapping):
         return str(codecs["format"])
-    return codecs if isinstance(codecs, str) else "custom"
+    if isinstance(codecs, str):
+        return codecs
+    return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
 
 
 def _row(path: str, given: Given, plan: Plan, found: Encoded | None) -> QuantizedArray:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from tstore.chunks.chain import Codecs
+from tstore.chunks.chain import Codecs, as_configuration, is_exmy
 from tstore.chunks.grid import default_chunks
 from tstore.chunks.metadata import ArrayMeta
 
@@ -14,8 +12,9 @@ __all__ = ["encoded_meta", "stored_bytes"]
 def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
     """The metadata of the same array in other codecs; `InvalidArgument` where they do not fit it."""
     chunks = old.chunks
-    if isinstance(codecs, Mapping) and old.shape:
-        axis, block = codecs.get("axis"), codecs.get("block")
+    if is_exmy(codecs) and old.shape:
+        settings = as_configuration(codecs)
+        axis, block = settings.get("axis"), settings.get("block")
         if axis is not None or block is not None:
             chunks = _holding(old, -1 if axis is None else axis, block)
     same = (old.fill_value, old.attributes, old.dimension_names)

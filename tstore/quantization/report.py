@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import exmy
+
 from tstore.errors import NotFound
 from tstore.snapshot import Snapshot
 
@@ -13,6 +15,8 @@ __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
 
 _HISTOGRAMS = 8
 """Arrays, those of the least SQNR, whose exponent histogram is kept with the commit."""
+
+_NOTHING = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
@@ -38,10 +42,19 @@ class QuantizedArray(NamedTuple):
     clipped: float = 0.0
     exponents: tuple[int, list[int]] | None = None
 
+    def __repr__(self) -> str:
+        """One line, without the histogram."""
+        what = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "kept"
+        return f"<QuantizedArray {self.path}: {what}, {self.bits_per_value:.2f} bits/value>"
+
     @property
     def sqnr(self) -> float:
-        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy."""
-        return _decibel(self.signal, self.noise)
+        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy, NaN where a sum lies outside of float64."""
+        return self._difference.sqnr
+
+    @property
+    def _difference(self) -> exmy.Difference:
+        return exmy.Difference(self.values, self.signal, self.noise, self.largest_error, self.largest_relative)
 
     @property
     def bits_per_value(self) -> float:
@@ -50,12 +63,24 @@ class QuantizedArray(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """The commit that holds the quantized arrays, and what became of each."""
+    """The commit that holds the quantized arrays, what was asked for, and what became of each array.
+
+    All is measured against version `source` on what was stored, read back and decoded.
+    """
 
     version: int
     tag: str
     source: int
     arrays: list[QuantizedArray]
+    request: str = ""
+
+    def __repr__(self) -> str:
+        """One line: the commit and the totals; `arrays`, `worst` and `document()` have the rest."""
+        return (
+            f"<QuantizeReport version {self.version} ({self.tag}), from version {self.source}: "
+            f"{len(self.encoded)} of {len(self.arrays)} arrays encoded, "
+            f"{self.bits_per_value:.2f} bits/value, SQNR {self.sqnr:.1f} dB>"
+        )
 
     @property
     def encoded(self) -> list[QuantizedArray]:
@@ -64,13 +89,13 @@ class QuantizeReport(NamedTuple):
 
     @property
     def worst(self) -> list[QuantizedArray]:
-        """The encoded arrays, those of the least SQNR first."""
-        return sorted(self.encoded, key=lambda a: a.sqnr)
+        """The encoded arrays, those of the least SQNR first, and before them those whose SQNR is not known."""
+        return sorted(self.encoded, key=lambda a: -math.inf if math.isnan(a.sqnr) else a.sqnr)
 
     @property
     def sqnr(self) -> float:
         """Over all encoded arrays together, in dB."""
-        return _decibel(sum(a.signal for a in self.encoded), sum(a.noise for a in self.encoded))
+        return sum((a._difference for a in self.encoded), _NOTHING).sqnr
 
     @property
     def bits_per_value(self) -> float:
@@ -110,6 +135,7 @@ class QuantizeReport(NamedTuple):
             "version": self.version,
             "tag": self.tag,
             "source": self.source,
+            "request": self.request,
             "total": {
                 "values": sum(a.values for a in self.arrays),
                 "bytes_before": self.bytes_before,
@@ -154,7 +180,11 @@ def stored_report(snapshot: Snapshot) -> QuantizeReport:
             "which are, pass the version or the tag of one"
         )
     return QuantizeReport(
-        snapshot.version, found["tag"], found["source"], [_array(row) for row in found["arrays"]]
+        snapshot.version,
+        found["tag"],
+        found["source"],
+        [_array(row) for row in found["arrays"]],
+        found["request"],
     )
 
 
@@ -166,12 +196,6 @@ def _array(row: Mapping[str, Any]) -> QuantizedArray:
         lowest, counts = fields["exponents"]
         fields["exponents"] = (lowest, list(counts))
     return QuantizedArray(**fields)
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _finite(value: float) -> float | None:
