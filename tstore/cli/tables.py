@@ -252,7 +252,7 @@ def show_quantized(report: Document) -> None:
         row = [a["path"], a["format"] or "kept", a["granularity"]]
         row += [sized(a["bytes_before"]), sized(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
         if a["format"]:
-            row += [_decibel(a["sqnr_db"]), _number(a["largest_error"]), _percent(a["clipped"])]
+            row += [_measured(a), _number(a["largest_error"]), _percent(a["clipped"])]
         rows.append([*row, *[""] * (9 - len(row))])
     columns = [
         _PATH,
@@ -278,10 +278,12 @@ def show_quantized(report: Document) -> None:
         plain(
             f"version {report['version']} ({report['tag']}), from version {report['source']}: "
             f"{sized(total['bytes_before'])} → {sized(total['bytes_after'])}, "
-            f"{total['bits_per_value']:.2f} bits/value, SQNR {_decibel(total['sqnr_db'])}, "
+            f"{total['bits_per_value']:.2f} bits/value, SQNR {_measured(total)}, "
             f"max error {_number(total['largest_error'])}, {_percent(total['clipped'])} clipped"
         )
     )
+    if report["plot"]:
+        print(plain(f"wrote {report['plot']}"))
 
 
 def show_demo(report: Document) -> None:
@@ -326,6 +328,13 @@ def _tensors(report: Document) -> str:
 
 def _decibel(sqnr: float | None) -> str:
     return "exact" if sqnr is None else f"{sqnr:.1f} dB"
+
+
+def _measured(row: Document) -> str:
+    """Return the SQNR of a row of a quantization report: JSON has no number for one without error."""
+    if row["sqnr_db"] is None:
+        return "exact" if row["largest_error"] == 0 else "unknown"
+    return f"{row['sqnr_db']:.1f} dB"
 
 
 def _ratio(array: Document) -> str:

@@ -15,6 +15,9 @@ __all__ = ["check_plot", "plot_report"]
 
 _WORST = 6
 
+_LOOKS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
+"""Colours and markers, one pair for each format: there are 107 of 2 to 16 bits."""
+
 
 def check_plot(file: str | os.PathLike[str]) -> None:
     """Raises `InvalidArgument` where no plot can be written to the file: before work, not after it."""
@@ -54,12 +57,21 @@ def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
 
 
 def _errors(axes: Any, report: QuantizeReport) -> None:
-    """A point for each encoded array, its area by the number of its values, its colour by its format."""
+    """Draw a point for each encoded array, its area by the number of its values, its look by its format."""
     most = max((a.values for a in report.encoded), default=1)
-    for name in sorted({a.format for a in report.encoded if a.format}, key=lambda n: (exmy.Format(n).bits, n)):
+    names = sorted({a.format for a in report.encoded if a.format}, key=lambda n: (exmy.Format(n).bits, n))
+    for (color, marker), name in zip(_LOOKS, names, strict=False):
         arrays = [a for a in report.encoded if a.format == name]
         sizes = [12 + 240 * a.values / most for a in arrays]
-        axes.scatter([a.bits_per_value for a in arrays], [a.sqnr for a in arrays], s=sizes, alpha=0.6, label=name)
+        axes.scatter(
+            [a.bits_per_value for a in arrays],
+            [a.sqnr for a in arrays],
+            s=sizes,
+            alpha=0.6,
+            label=name,
+            color=color,
+            marker=marker,
+        )
     kept = len(report.arrays) - len(report.encoded)
     axes.set_title(
         f"{report.tag}: {report.bits_per_value:.2f} bits a value, {report.sqnr:.1f} dB, "
@@ -69,7 +81,15 @@ def _errors(axes: Any, report: QuantizeReport) -> None:
     axes.set_ylabel("SQNR, dB")
     axes.grid(alpha=0.3)
     if report.encoded:
-        axes.legend(title="format (area: values)", fontsize="small")
+        columns = -(-len(names) // 16)
+        axes.legend(
+            title="format (area: values)",
+            fontsize="small",
+            markerscale=0.7,
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+            ncols=columns,
+        )
 
 
 def _exponents(axes: Any, array: QuantizedArray) -> None:
