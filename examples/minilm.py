@@ -324,7 +324,8 @@ def main(every: bool, compared: bool, image: Path | None, figures: Path | None) 
     formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(defaults(folder) if compared else contest(folder, formats))
-    Console().print(table(found))
+    console = Console()
+    (console if console.is_terminal else Console(width=100)).print(table(found))
     contests = [] if compared else [contestants for contestants in found if "block" in contestants[-1].name]
     for *uniform, _, budgeted in contests:
         assert budgeted.mean > max(u.mean for u in uniform), budgeted.name

@@ -151,16 +151,13 @@ def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
 
 def _jobs(
     leaves: Mapping[str, Any],
-    chosen: Callable[[str, np.dtype[Any], int], Codecs],
+    chosen: Callable[[str, np.dtype[Any]], Codecs],
     host: int,
     hosts: int,
 ) -> list[WriteJob]:
     """What this host writes of every leaf."""
     metas: dict[Any, ArrayMeta] = {}
-    return [
-        _job(path, leaf, chosen(path, leaf.dtype, len(leaf.shape)), metas, host, hosts)
-        for path, leaf in leaves.items()
-    ]
+    return [_job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
 
 
 def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:

@@ -106,8 +106,8 @@ class Rules:
 
     A mapping with the key "format" is no set of rules but the configuration of one eXmY codec.
 
-    An eXmY format in a rule is for floats of two dimensions or more. One-dimensional arrays get it only from a
-    rule that names them: one whose last part has other characters than wildcards, as "layers/0/bias", "**/bias"
+    An eXmY format is for floats only. Where a version is quantized, one-dimensional arrays get it only from a rule
+    that names them: one whose last part has other characters than wildcards, as "layers/0/bias", "**/bias"
     and "**/norm*" have, and "**", "layers/**" and "layers/*" have not.
     """
 
@@ -130,7 +130,7 @@ class Rules:
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
-        """Return what the first rule that matches gives an array, None where none does."""
+        """Return what the first rule that matches gives an array that is quantized, None where none does."""
         for _, matches, codecs, names in self._tests:
             if matches(path):
                 if is_exmy(codecs) and dtype.name not in FLOATS:
@@ -140,10 +140,10 @@ class Rules:
                 return Match(codecs)
         return None
 
-    def codecs(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Codecs:
-        """Return the codecs of an array; None, all its bits, where no rule matches."""
-        matched = self.match(path, dtype, dimensions)
-        return None if matched is None else matched.codecs
+    def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
+        """Return the codecs that an array is saved in; None, which keeps all bits, where no rule matches."""
+        codecs = next((codecs for _, matches, codecs, _ in self._tests if matches(path)), None)
+        return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises `InvalidArgument` for patterns that match none of the paths, with the nearest paths."""
