@@ -283,11 +283,14 @@ def are_scales(scales: NDArray[np.float32]) -> bool:
 
 def may_overflow(q: Quantized, kind: Kind) -> bool:
     """Return whether a kind is what was quantized, and some code is worth more than its largest value."""
-    if q.dtype != kind.name.lower() or not q.offsets.size:
+    if _KINDS[q.dtype] is not kind or not q.offsets.size:
         return False
-    x, _, bias = q.format.layout
-    beyond = -int(q.offsets.min()) if q.scales is None else math.frexp(float(q.scales.max()))[1]
-    return max(1 << x, 2) - bias + beyond >= TOP[kind]
+    f = q.format
+    if q.scales is not None:
+        beyond = math.frexp(q.scales.max())[1]
+    else:
+        beyond = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
+    return max(1 << f.exponent_bits, 2) - f.bias + beyond >= TOP[kind]
 
 
 def _is_float32(layout: Layout) -> bool:
