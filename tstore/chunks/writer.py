@@ -34,6 +34,7 @@ __all__ = ["PackSet", "WriteJob"]
 
 _BATCH = 1 << 20  # stays in a core's cache on its way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
+_ALIGNMENT = 64
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
 """Encoded bytes of a transaction that travel in its manifest rather than in a pack."""
@@ -65,12 +66,16 @@ class WriteJob:
 
 
 class _Box(NamedTuple):
-    """Some chunks of a job that are next to each other: `values` begin at chunk `first`."""
+    """Some chunks of a job that are next to each other: `values` begin at chunk `first`.
+
+    `room` is how much scratch their values need, up to where the next box may begin.
+    """
 
     job: WriteJob
     first: tuple[int, ...]
     values: Values
     chunks: int
+    room: int
 
 
 class _Encoded(NamedTuple):
@@ -108,12 +113,12 @@ class PackSet:
         batches, first = itertools.tee(_batches(jobs))
         head = list(itertools.islice(first, WORKERS * _WORKER_SHARE // _BATCH))
         del first
-        size = sum(box.job.meta.encoded_bound * box.chunks for batch in head for box in batch)
         if not head:
             return
-        if len(head) == 1 and size + self._inline <= INLINE:
+        if len(head) == 1 and self._inline + _encoded_size(head[0]) <= INLINE:
             self._write_inline(head[0])  # so little takes less time than the way to a thread
             return
+        size = sum(box.room for batch in head for box in batch)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         await each(self._write_batch, batches, workers)
 
@@ -217,18 +222,17 @@ def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
-    """Boxes of chunks in batches of about `_BATCH` encoded bytes; a longer chunk is a batch of its own."""
+    """Boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch of its own."""
     batch: list[_Box] = []
     size = chunks = 0
     for job in jobs:
         for origin, values in job.pieces:
             for box in _boxes(job, origin, values):
-                encoded = box.job.meta.encoded_bound * box.chunks
-                if batch and (size + encoded > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
+                if batch and (size + box.room > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
                     yield batch
                     batch, size, chunks = [], 0, 0
                 batch.append(box)
-                size += encoded
+                size += box.room
                 chunks += box.chunks
     if batch:
         yield batch
@@ -237,16 +241,18 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
 def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_Box]:
     meta = job.meta
     if values.shape == meta.chunks:
-        yield _Box(job, origin, values, 1)
+        yield _Box(job, origin, values, 1, _aligned(values.size * meta.dtype.itemsize))
         return
     counts = chunk_counts(values.shape, meta.chunks)
-    most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, meta.chunk_size * meta.dtype.itemsize)))
+    size = meta.chunk_size * meta.dtype.itemsize
+    most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, size)))
     for box in boxes(counts, most):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
-        yield _Box(job, first, values[region], math.prod(len(r) for r in box))
+        chunks = math.prod(len(r) for r in box)
+        yield _Box(job, first, values[region], chunks, _aligned(chunks * size))
 
 
 def _is_long(box: _Box) -> bool:
@@ -270,9 +276,8 @@ def _is_unchanged(box: _Box) -> bool:
     old = None if box.job.prior is None else box.job.prior.row(numbers[0])
     if old is None or old.length != len(data):
         return False
-    expected = iter(range(0, len(old.checks), CHECK_SIZE))
-    for start, at in zip(range(0, len(data), BLOCK), expected, strict=True):
-        if digest(data[start : start + BLOCK].data) != old.checks[at : at + CHECK_SIZE]:
+    for i, start in enumerate(range(0, len(data), BLOCK)):
+        if digest(data[start : start + BLOCK].data) != old.checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE]:
             return False
     box.job.runs.append(Run(numbers, old.pack, old.offset, old.length, old.checks))
     return True
@@ -283,17 +288,22 @@ def _bytes_of(values: Values) -> npt.NDArray[np.uint8]:
     return values.reshape(-1).view(np.uint8)
 
 
+def _encoded_size(batch: list[_Box]) -> int:
+    """Bytes that the chunks of a batch have at most once they are encoded."""
+    return sum(box.job.meta.encoded_bound * box.chunks for box in batch)
+
+
 @contextlib.contextmanager
 def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
     """The encoded chunks of a batch, in scratch while inside."""
-    raw = sum(_raw_size(box) for box in batch)
-    encoded = sum(box.job.meta.encoded_bound * box.chunks for box in batch if not box.job.meta.chain.plain)
+    raw = sum(box.room for box in batch)
+    encoded = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
     with scratch(raw + encoded) as room:
         values, codes = room[:raw], room[raw:]
         pieces: list[_Encoded] = []
         for box in batch:
             meta = box.job.meta
-            chunks, values = _gather(box, values[: _raw_size(box)]), values[_raw_size(box) :]
+            chunks, values = _gather(box, values), values[box.room :]
             if meta.chain.identity:
                 pieces += _stored_as_is(box, chunks)
             else:
@@ -303,9 +313,9 @@ def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
         yield pieces
 
 
-def _raw_size(box: _Box) -> int:
-    """Bytes of the values of the box's chunks."""
-    return box.job.meta.chunk_size * box.job.meta.dtype.itemsize * box.chunks
+def _aligned(size: int) -> int:
+    """The first offset behind that many bytes at which values of any dtype are aligned."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _stored_as_is(box: _Box, chunks: Values) -> list[_Encoded]:
@@ -335,9 +345,10 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
 
 
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
-    """The chunks of a box, each contiguous, in C order; chunks at the array's edge are filled up."""
+    """A copy of the chunks of a box at the front of a buffer, in C order; those at the edge are filled up."""
     meta, values = box.job.meta, box.values
     chunks = meta.chunks
+    buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunks]
     if values.shape == chunks:
         target = buffer.view(meta.dtype).reshape(chunks)
         np.copyto(target, values, casting="same_kind")
