@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -126,7 +125,8 @@ class Clone:
         self.scripts = environment / "bin"
         self.python = self.scripts / "python"
         packages = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-        (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        (Path(packages) / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
 
     def run(self, *arguments: str | Path, cwd: Path | None = None, **more: str) -> str:
         """What Python of the environment prints, as from a shell in the folder."""
