@@ -301,15 +301,16 @@ def layered(spans: tuple[Span, ...], newest: Span) -> tuple[Span, ...]:
     So a row is copied a few times however many commits follow, and about fifteen spans are left for each power.
     """
     joined = (*spans, newest)
-    while True:
+    while len(joined) >= _MERGED:
         level = joined[-1].level
         first = len(joined) - 1
         while first and joined[first - 1].level <= level:
             first -= 1
         if len(joined) - first < _MERGED:
-            return joined
+            break
         table = ChunkTable.overlay([span.chunks() for span in joined[first:]]).compact()
         joined = (*joined[:first], Span(table, 0, len(table)))
+    return joined
 
 
 def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
