@@ -378,29 +378,37 @@ def quantize(
     *,
     min_sqnr: float | None = None,
     bits: float | None = None,
-    error: Literal["absolute", "relative"] = "absolute",
+    error: Literal["absolute", "relative"] | None = None,
     at: int | str | None = None,
     tag: str | None = None,
     message: str = "",
     axis: int | None = None,
-    block: int | None = None,
+    block: int | Literal["auto"] | None = "auto",
     scale: Literal["search", "max", "none", "float"] = "search",
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """The report of a new commit in which float arrays are stored in low-bit formats; the source stays.
+    """Commit a copy of a version with its float arrays in low-bit formats, and return what it cost.
 
-    `formats` is one eXmY format, or rules by path pattern, first match first, None for "as it is"; where all is
-    left out it is "e4m3". What no rule matches is decided by the data: with `min_sqnr` (dB) each array gets the
-    fewest bits that keep its SQNR there; with `bits` the arrays get the formats that have the least squared error
-    together at that many stored bits a value, all arrays of the checkpoint counted. `error="relative"` weighs
-    that error by the size of the values, which suits the weights of a model better (see `Bits`). Integers, arrays
-    of under 64 values, and those with NaN or infinity stay as they are, and the report says so.
+    The source stays as it is.
 
-    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`; by default the tensor.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step (without
-    steps, the newest version that is no quantized copy). `tag` names the new commit, by default the source's tag
-    (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
+    `formats` is one eXmY format, or rules by path pattern, first match first, None for "keep all bits". What no
+    rule matches is decided by the data: with `min_sqnr` (dB) each array gets the fewest bits that keep its SQNR,
+    the ratio 10·log10(Σx² / Σ(x−y)²) of values x and their stored forms y; with `bits` the arrays get the formats
+    that have the least error together at that many stored bits a value, all arrays of the checkpoint counted
+    (`Bits` says what `error` means; it is "relative" by default). Without `formats`, `min_sqnr` and `bits` each
+    array gets 8 bits a value: e2m5 in blocks.
+
+    Integers, arrays of under 64 values, and those with NaN or infinity keep their bits, and the report says so; so
+    do one-dimensional arrays unless a rule names them, that is, unless the last part of its pattern is more than
+    wildcards ("**/bias" names, "**" and "layers/*" do not).
+
+    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`. With block="auto" and no
+    `axis`, arrays in `formats` have one offset, as block=None says, and arrays that the data decides have blocks
+    of 128 along their last axis, or of 64 or 32 where those divide it and 128 does not, or else one offset.
+    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step
+    (without steps, the newest version that is no quantized copy). `tag` names the new commit, by default the
+    source's tag (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
     `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
     store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
     Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
