@@ -92,7 +92,7 @@ async def test_a_create_that_fails_its_condition() -> None:
             await asked(server, "put", "k", [b"x"], PutMode.CREATE)
         assert server.asked[0].fields["If-None-Match"] == "*"
     async with serving(taken, ok(b"", status="404 Not Found")) as server:
-        with pytest.raises(Unavailable, match="then was not"):
+        with pytest.raises(Unavailable, match="existed, and then it did not"):
             await asked(server, "put", "k", [b"x"], PutMode.CREATE)
 
 
