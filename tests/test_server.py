@@ -24,7 +24,7 @@ from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybod
 
 import tstore
 from tstore.cli import main
-from tstore.commits.manifest import Manifest, Record, encode
+from tstore.commits.manifest import Manifest, Record, Root, encode
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
 
@@ -209,6 +209,16 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
     ):
         assert (await client.create(path, body)).status == 422, path
         assert (await client("GET", path)).status == 404
+
+
+async def test_a_root_of_another_record_is_refused(client: Client) -> None:
+    for version in range(1, 65):
+        assert (await client.create(commit(version), record())).status == 201
+    key = "/roots/00000000000000000064"
+    answer = await client.create(key, encode(Root(64, bytes(16), {}, NO_CHUNKS)))
+    assert answer.status == 422
+    assert "the root of another record" in json.loads(answer.body)["error"]
+    assert (await client.create(key, encode(Root(64, record()[-16:], {}, NO_CHUNKS)))).status == 201
 
 
 async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:

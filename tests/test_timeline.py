@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 import tstore
 from tstore import Keep
 from tstore.commits.manifest import Root, decode, encode
+from tstore.commits.recent import Recent
 from tstore.commits.records import commit_key, root_key
 from tstore.errors import Conflict, TimelineChanged
 from tstore.kv.base import Backend, Durability
@@ -248,6 +250,35 @@ async def test_a_store_serves_the_event_loops_of_several_threads(tmp_path: Path)
         await asyncio.to_thread(each.join)
     assert failures == []
     assert (await (await tstore.open(tmp_path, "r")).snapshot()).version == 316
+
+
+def test_what_is_kept_of_records_is_shared_by_threads() -> None:
+    recent: Recent[int] = Recent(4)
+    failures = list[BaseException]()
+    before = sys.getswitchinterval()
+
+    def work(number: int) -> None:
+        try:
+            for i in range(20_000):
+                version = (number * 7919 + i * 31) % 97
+                recent.put(version, version)
+                assert recent.get(version) in (version, None)
+                assert all(0 <= v < 97 for v in recent.versions())
+        except Exception as error:
+            failures.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
+    recent.put(1, 1)
+    assert len(recent.versions()) <= 4
 
 
 async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path) -> None:
