@@ -86,7 +86,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "no answer taken for a failure": [Edit(LOG + "_race", DECIDE, "raise")],
     "void record left out": [
-        Edit(LOG + "_race", DECIDE, "if await self._record_or_none(asked) is None: raise"),
+        Edit(LOG + "_race", DECIDE, "if await self._stored_or_none(asked) is None: raise"),
     ],
     "next number without a void record": [Edit(LOG + "_race", DECIDE, "seen += 1")],
     "outcome unknown told as a failure": [Edit(LOG + "_above", "if version < asked:", "if False:")],
