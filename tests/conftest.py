@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("long", max_examples=20_000)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell without job control starts what it puts into the background so, and children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["local", "memory"])

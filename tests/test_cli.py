@@ -288,8 +288,8 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
 
 def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:
     out = call("quantize", "--help")[1]
-    assert "10 log10(sum x^2 / sum (x-y)^2)" in " ".join(out.split())
-    assert "SQNR is the signal-to-quantization-noise ratio" in call("report", "--help")[1]
+    assert "SQNR is the signal-to-quantization-noise ratio" in out
+    assert "SQNR is the signal-to-quantization-noise ratio" in " ".join(call("report", "--help")[1].split())
     examples = [line.strip() for line in out.splitlines() if line.strip().startswith("{")]
     assert len(examples) == 2
     tree = {name: np.ones((rows, 64), np.float32) for name, rows in (("embed", 64), ("head", 8), ("w", 999))}

@@ -17,7 +17,7 @@ from tstore import cli
 from tstore.commits.manifest import Record
 from tstore.commits.queue import Newer
 from tstore.commits.tree import Changes
-from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound
+from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
 from tstore.kv.base import Durability
 from tstore.testing.faults import FaultyBackend, open_faulty
 
@@ -268,7 +268,7 @@ async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) 
     gate.release()
     found = await asyncio.gather(first, *tasks, return_exceptions=True)
     assert [found[0], found[1], found[4]] == [2, 3, 3]
-    assert isinstance(found[2], TypeError)
+    assert isinstance(found[2], InvalidArgument)
     assert isinstance(found[3], TypeError)
     assert await store.tags() == {"fine": 3}
 

@@ -160,7 +160,8 @@ def show_verified(report: Document) -> None:
     for fault in report["faults"]:
         print(plain(" ".join(fault.split())))
     if report["foreign"]:
-        print(plain(f"{report['store']} holds files that are not tstore's: {shortened(report['foreign'])}"))
+        names = shortened(report["foreign"], 5)
+        print(plain(f"{report['store']} holds files that are not tstore's, which nothing reads: {names}"))
     counts = ", ".join(counted(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
     checked = f"{counts}, {sized(report['bytes'])} read and checked"
     verdict = "is intact" if report["ok"] else f"has {counted(len(report['faults']), 'fault')}"
