@@ -38,6 +38,15 @@ the edits); those that it would not meet, or seldom, are in `test_mutations.py`:
     gc does not spare what came meanwhile        commits whose data is deleted
     gc forgets what the next version needs       commits whose data is deleted
     gc lets the newest version expire            nothing left to read
+    a tag keeps nothing                          a version that a rule names expires
+    the best by a metric are the second best     a step that a rule keeps expires
+    dropped tags go out in a group commit        a tag that was dropped still names its version
+    deletions of the first host only             an array that a host of a group has deleted
+    a waiting host forces no folder              an acknowledged commit that a power failure takes away
+    a redelivered fragment is not forced         a group that can't be finished after a power failure
+    an own commit met again is not forced        an acknowledged commit that a power failure takes away
+    the commit below is not forced               an acknowledged commit behind a hole, after a power failure
+    packs are not forced                         commits whose data a power failure takes away
 """
 
 from __future__ import annotations
@@ -45,6 +54,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import subprocess
 import sys
 
@@ -54,9 +64,15 @@ from mutation import Edit
 
 import tstore
 from tstore import pool
+from tstore.commits import log, records
+from tstore.kv.base import Durability
 from tstore.testing import simulation
+from tstore.testing.miniature import reduced
 from tstore.testing.simulation import simulate, simulate_many
+from tstore.testing.storage import HostBackend, Storage
 from tstore.testing.virtual import Stuck, VirtualLoop
+from tstore.testing.weather import CALM, Host
+from tstore.transactions.group import Membership
 
 RUNS = 2000
 PART = 250
@@ -164,6 +180,35 @@ MUTATIONS: dict[str, list[Edit]] = {
     "gc lets the newest version expire": [
         Edit("tstore.commits.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
     ],
+    "a tag keeps nothing": [Edit("tstore.commits.retention:Keep.chosen", "kept.add(named[tag])", "pass")],
+    "the best by a metric are the second best": [
+        Edit("tstore.commits.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
+    ],
+    "dropped tags go out in a group commit": [Edit(QUEUE + "Entry.__init__", " or changes.dropped", "")],
+    "deletions of the first host only": [
+        Edit(
+            "tstore.transactions.fragments:merged",
+            "tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
+            "first.deleted",
+        )
+    ],
+    "a waiting host forces no folder": [
+        Edit(GROUP + "commit_group", 'await log.backend.settle("commits", durability)', "pass")
+    ],
+    "a redelivered fragment is not forced": [
+        Edit(GROUP + "_deliver", 'await log.backend.settle(f"txn/{member.transaction}", durability)', "pass")
+    ],
+    "an own commit met again is not forced": [
+        Edit(LOG + "_race", "await self._settle(version, record.transaction, offer.durability)", "pass")
+    ],
+    "the commit below is not forced": [Edit(LOG + "_race", "await self.backend.flush()", "pass")],
+    "packs are not forced": [
+        Edit(
+            "tstore.chunks.writer:PackSet.settle",
+            "await self._backend.settle(self._folder, self._durability)",
+            "pass",
+        )
+    ],
 }
 
 
@@ -246,7 +291,24 @@ def test_the_command_names_the_seeds_that_broke_a_promise(
 def test_the_runs_meet_all_that_may_go_wrong() -> None:
     faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "stands still"}
     ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
-    missing = faults | ends
+    places = {
+        "roots='missing'",
+        "roots='damaged'",
+        "roots='foreign'",
+        "roots='ahead'",
+        "cached=True",
+        "strict=True",
+    }
+    works = {
+        "finishes",
+        "quantized version",
+        "copies up to",
+        "failover",
+        "merge-2",
+        "gc by Keep",
+        "has its clock set",
+    }
+    missing = faults | ends | places | works
     for seed in range(MOST):
         told = "\n".join(simulate(seed).story)
         missing = {what for what in missing if what not in told}
@@ -256,6 +318,40 @@ def test_the_runs_meet_all_that_may_go_wrong() -> None:
 
 
 # ---- what it stands on
+
+
+def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
+    before = records.ROOT_EVERY
+    with reduced(ROOT_EVERY=8, FAN=2):
+        assert records.ROOT_EVERY == log.ROOT_EVERY == 8
+        assert Membership.of("x", 0, 6, "a").top == 2
+    assert records.ROOT_EVERY == log.ROOT_EVERY == before
+    with pytest.raises(LookupError, match="NO_SUCH"), reduced(ROOT_EVERY=8, NO_SUCH=1):
+        pass
+    assert before == records.ROOT_EVERY
+
+
+async def test_a_power_failure_takes_what_was_not_forced() -> None:
+    storage = Storage({})
+    host = Host("a", "a", CALM, 0, lambda _who, _what: None)
+    backend = HostBackend(storage, host)
+    await backend.create("commits/1", b"forced", Durability.FSYNC)
+    storage.create("commits/2", b"its creator died before it had forced the folder")
+    await backend.create("txn/a/pack-1", b"scratch", Durability.NONE)
+    pack = backend.writer("txn/b/pack-1", Durability.FSYNC)
+    pack.append([b"data"], 4)
+    pack.finish()
+    chances = [storage.photograph().after_power_failure(random.Random(seed)).objects for seed in range(20)]
+    assert {frozenset(objects) for objects in chances} == {
+        frozenset({"commits/1"}),
+        frozenset({"commits/1", "commits/2"}),
+    }
+    await backend.settle("txn/b", Durability.FSYNC)
+    await backend.settle("commits", Durability.FSYNC)
+    left = storage.after_power_failure(random.Random(0)).objects
+    assert left.keys() == {"commits/1", "commits/2", "txn/b/pack-1"}
+    await backend.flush()
+    assert storage.after_power_failure(random.Random(0)).objects == storage.objects
 
 
 def test_virtual_time_passes_at_once_and_in_order() -> None:

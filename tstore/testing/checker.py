@@ -11,8 +11,8 @@
     readers        what was read is the state of the version that was read, and that was not older than what
                    anybody had been told before
     once           a step is saved by one attempt at most, unless it has expired in between
-    collected      what a gc left alive is whole, the newest version is among it, and what expired says so
-    told alike     `outcome` agrees with the log
+    collected      what a gc left alive is whole, and is just what its rule keeps (`retained`)
+    told alike     `outcome` agrees with the log, and the history tells each transaction's message and facts
 
 The model is `tstore.testing.history`; it knows nothing of chunks in packs, of records or of requests.
 """
@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tstore.commits.history import Commit
 from tstore.commits.manifest import Record
 from tstore.errors import CommitOutcomeUnknown
 from tstore.testing.history import (
     Attempt,
+    Copied,
     Create,
     Delete,
     History,
@@ -38,6 +40,7 @@ from tstore.testing.history import (
     State,
     apply,
 )
+from tstore.testing.retained import retention_faults
 
 __all__ = ["Committed", "violations"]
 
@@ -59,7 +62,7 @@ class _Touched(NamedTuple):
 
     @staticmethod
     def by(ops: Iterable[Op]) -> _Touched:
-        touched = _Touched({}, {}, set(), set(), any(isinstance(op, Replace) for op in ops))
+        touched = _Touched({}, {}, set(), set(), any(isinstance(op, Replace | Copied) for op in ops))
         for op in ops:
             match op:
                 case Create(path):
@@ -97,14 +100,19 @@ class _Touched(NamedTuple):
         return None
 
 
-def violations(first: Committed, log: Mapping[int, Committed], history: History) -> list[str]:
+def violations(
+    first: Committed, log: Mapping[int, Committed], told: Sequence[Commit], history: History
+) -> list[str]:
     """One sentence for each promise that was broken; `first` is the version from which the run began.
 
-    `log` holds every version above it, in order.
+    `log` holds every version above it, in order, `told` what the history tells of them.
     """
     found = list(history.faults)
     by_transaction = _committed(log, history, found)
     states, tags = _replayed(first, log, history, found)
+    attempts = {version: _attempts(commit, history) for version, commit in log.items()}
+    found += retention_faults(log, attempts, tags, history)
+    _check_history(told, history, found)
     _check_told(by_transaction, history, found)
     _check_isolation(log, history, found)
     _check_steps(log, found)
@@ -123,7 +131,8 @@ def _committed(log: Mapping[int, Committed], history: History, found: list[str])
         for name in commit.record.transactions:
             if name in by_transaction:
                 found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
-            if name not in history.attempts and commit.record.collection is None:
+            ours = name in history.attempts or commit.record.message in history.unnamed
+            if not ours and commit.record.collection is None:
                 found.append(f"version {version} is of transaction {name}, which nobody began")
             by_transaction.setdefault(name, version)
     return by_transaction
@@ -131,6 +140,8 @@ def _committed(log: Mapping[int, Committed], history: History, found: list[str])
 
 def _attempts(commit: Committed, history: History) -> list[Attempt]:
     """The attempts that became a version: one as a rule, or several that were committed together."""
+    if commit.record.message in history.unnamed:
+        return [history.unnamed[commit.record.message]]
     names = () if commit.record.void else commit.record.transactions
     return [history.attempts[name] for name in names if name in history.attempts]
 
@@ -149,7 +160,7 @@ def _replayed(
             wrong += [f"dropped the tag {t}, which was not there" for t in attempt.dropped if t not in names]
             if attempt.serializable or not attempt.dropped:  # two may drop one tag at once
                 found += [f"version {version} {what}" for what in wrong]
-            state = apply(state, attempt.all_ops)
+            state = apply(state, attempt.all_ops, states)
             names = {t: v for t, v in names.items() if t not in attempt.dropped}
             names.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
@@ -189,6 +200,19 @@ def _check_told(by_transaction: Mapping[str, int], history: History, found: list
         for told in history.told.get(name, ()):
             if told != by_transaction.get(name):
                 found.append(f"the outcome of {name} was told as {told}, and is {by_transaction.get(name)}")
+
+
+def _check_history(told: Sequence[Commit], history: History, found: list[str]) -> None:
+    for commit in told:
+        attempt = history.attempts.get(commit.transaction)
+        if attempt is None:
+            continue
+        facts = {key: commit.facts.get(key) for key in attempt.facts}
+        if (commit.message, facts) != (attempt.message, attempt.facts):
+            found.append(
+                f"the history tells of {commit.transaction} {commit.message!r} with {facts}, "
+                f"and it was {attempt.message!r} with {attempt.facts}"
+            )
 
 
 def _check_isolation(log: Mapping[int, Committed], history: History, found: list[str]) -> None:

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from tstore.commits.retention import Keep
+
 __all__ = [
     "CELLS",
     "PER_CHUNK",
     "Attempt",
+    "Collected",
+    "Copied",
     "Create",
     "Delete",
     "History",
@@ -84,7 +88,13 @@ class Replace(NamedTuple):
     """Nothing stays of what was there."""
 
 
-Op = Create | Put | Delete | Resize | Replace
+class Copied(NamedTuple):
+    """Everything becomes as it was at an earlier version."""
+
+    version: int
+
+
+Op = Create | Put | Delete | Resize | Replace | Copied
 
 
 def width_of(path: str) -> int:
@@ -102,8 +112,8 @@ def cells_of(path: str, values: npt.NDArray[Any]) -> Cells:
     return tuple(v if ok else -1 for v, ok in zip(firsts, whole.tolist(), strict=True))
 
 
-def apply(state: State, ops: Iterable[Op]) -> dict[str, Cells]:
-    """The state after the operations, one after the other."""
+def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None = None) -> dict[str, Cells]:
+    """The state after the operations, one after the other; `earlier` has those of the versions before."""
     arrays = dict(state)
     for op in ops:
         match op:
@@ -118,6 +128,8 @@ def apply(state: State, ops: Iterable[Op]) -> dict[str, Cells]:
                 arrays[path] = (*arrays.get(path, ())[:count], *(0,) * (count - len(arrays.get(path, ()))))
             case Replace():
                 arrays.clear()
+            case Copied(version):
+                arrays = dict((earlier or {}).get(version, {}))
     return arrays
 
 
@@ -134,6 +146,7 @@ class Attempt:
 
     The outcomes are the versions and the errors that its hosts were told; who crashed was told nothing.
     `tags` name the version it becomes, of which `created` were free before; `dropped` name none any more.
+    The history must tell its `message`, and among its facts those of `facts`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -142,6 +155,9 @@ class Attempt:
         self.tags = tags
         self.created: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
+        self.message = ""
+        self.facts: dict[str, Any] = {}
+        self.durable = True
         self.serializable = False
         self.seen: list[Seen] = []
         self.hosts = hosts
@@ -186,6 +202,13 @@ class Look(NamedTuple):
     paths: frozenset[str]
 
 
+class Collected(NamedTuple):
+    """A gc that came to its end: the version it became, and the rule by which it collected."""
+
+    version: int
+    keep: Keep
+
+
 class History:
     """Everything that was observed in one run."""
 
@@ -194,15 +217,26 @@ class History:
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []
         self.told: dict[str, list[int | None]] = {}
+        self.collected: list[Collected] = []
         self.faults: list[str] = []
         self.looks: list[Look] = []
         self.start = 0  # the version from which the run began
+        self.unnamed: dict[str, Attempt] = {}  # by their message, as their ids are not told
+        self.lagging = False  # whether who looks for the newest version may find an older one
         self._values = 0
 
     def value(self) -> int:
         """A number that was never written before."""
         self._values += 1
         return self._values
+
+    def skip_values(self) -> None:
+        """Begin to count at numbers that no other history of the run comes to."""
+        self._values = 500_000
+
+    def note(self, what: str) -> None:
+        """Note a promise that was broken."""
+        self.faults.append(what)
 
     def begin(self, transactions: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
         """The attempt of these ids, of which one may be committed; the hosts of a group share it."""

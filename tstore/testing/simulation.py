@@ -15,31 +15,35 @@ import argparse
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tstore.commits.records import commit_key
-from tstore.errors import SnapshotExpired, TStoreError
+import tstore
+from tstore.errors import TStoreError
+from tstore.kv.cache import Cache
 from tstore.pool import inline
-from tstore.store import Store
-from tstore.testing.checker import Committed, violations
-from tstore.testing.history import CELLS, History
-from tstore.testing.storage import CALM, Host, HostBackend, Storage, Weather
+from tstore.testing.groups import GroupPlan, cooperate
+from tstore.testing.history import History
+from tstore.testing.judge import committed, judge_copy, judge_power_failure, judge_store
+from tstore.testing.miniature import reduced
+from tstore.testing.scenario import Scenario
+from tstore.testing.site import Darkroom, Site
+from tstore.testing.storage import HostBackend, Storage
 from tstore.testing.virtual import Stuck, VirtualLoop
-from tstore.testing.workload import PATHS, GroupPlan, Site, create, read_state
+from tstore.testing.weather import CALM, Host, Weather
+from tstore.testing.workload import live
 from tstore.world import inhabited
 
 __all__ = ["Outcome", "Tally", "main", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds in which every host must come to its end
 _PART = 25  # runs that a process makes at a time
-_BEFORE = (0, 0, 0, 59)  # commits before the run begins: the 64th writes a root and the hint
 _LATEST = 60.0  # virtual seconds after which no request is under way any more
 
 
@@ -52,52 +56,65 @@ class Outcome(NamedTuple):
     commits: int
 
 
+class _Place:
+    """A storage, and what hosts do and see there."""
+
+    def __init__(self, storage: Storage, start: int) -> None:
+        self.storage = storage
+        self.history = History()
+        self.history.start = start
+        self.darkroom = Darkroom()
+
+
 class _Run:
     """One run of one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, choice: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
-        self.choice = random.Random(f"run {seed}")
-        self.history = History()
+        self.choice = choice
+        self.scenario = scenario
         self.story: list[str] = []
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.storage = Storage({})
+        self.start = sum(k.startswith("commits/") for k in objects)
+        self.place = _Place(Storage(objects, strict=scenario.strict), self.start)
+        self.mirror = _Place(Storage({}, "mirror", strict=scenario.strict), self.start)
+        self.mirror.history.skip_values()
+        for place in (self.place, self.mirror):
+            place.history.lagging = scenario.weather.blind > 0
+        self.caches = contextlib.ExitStack()
 
     async def run(self) -> tuple[list[str], int]:
-        """Lets all hosts live, and then checks what is left; the violations and the number of commits."""
-        loop = asyncio.get_running_loop()
-        objects = _made(self.choice.choice(_BEFORE))
-        self.storage = Storage(objects)
-        self.history.start = start = sum(k.startswith("commits/") for k in objects)
-        with self._born("witness", CALM) as host:
-            first = await self._committed(Store(HostBackend(self.storage, host), "simulated", "a"), start)
+        """Let all hosts live, and then check what is left; the violations and the number of commits."""
+        loop, scenario = asyncio.get_running_loop(), self.scenario
+        start, storage = self.start, self.place.storage
+        with self._born("witness") as host:
+            first = await committed(await tstore.open(HostBackend(storage, host)), start)
         if self.choice.random() < 0.5:
             hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
-            self.storage.objects["latest"] = hint
-        weather = self._weather()
-        self._tell("run", f"starts at version {start}, {weather}")
+            storage.objects["latest"] = hint
+        self._tell("run", f"starts at version {start}, {scenario}")
         for number in range(self.choice.randint(2, 4)):
-            self._start(self._host_life(f"host{number}", weather, self.choice.randint(3, 7)))
+            self._start(self._host_life(f"host{number}", self.place, self.choice.randint(3, 7)))
         for number in range(self.choice.choice((0, 1, 1, 2))):
-            self._start(self._group_life(number, weather))
+            self._start(self._group_life(number))
+        if scenario.mirrored and self.choice.random() < 0.6:
+            self._start(self._failover())
         while pending := [t for t in self.tasks if not t.done()]:
             if loop.time() > _DEADLINE:
-                self.history.faults.append(f"{len(pending)} hosts had not come to an end after {_DEADLINE:g} s")
+                self.place.history.note(f"{len(pending)} hosts had not come to an end after {_DEADLINE:g} s")
                 break
             await asyncio.wait(pending, timeout=60)
-        for task in self.tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                self.history.faults.append(f"a host ended with {type(error).__name__}: {error}")
+        await self._ended([task for task in self.tasks if task.done()])
         await self._bury()
         await asyncio.sleep(_LATEST)
-        return await self._judge(start, first)
-
-    def _weather(self) -> Weather:
-        bad = self.choice.choice((0, 0.01, 0.05, 0.15))
-        return Weather(
-            bad, self.choice.choice((0, 0, 0.005)), self.choice.choice((0, 0.003)), self.choice.choice((0, 0.2))
-        )
+        found, log = await judge_store(self._born, storage, first, self.place.history)
+        if not found and self.place.darkroom.photograph is not None:
+            found = await judge_power_failure(self._born, self.place.darkroom, log, self.choice)
+        if not found and scenario.mirrored:
+            source = storage, self.place.history, log
+            found = await judge_copy(self._born, self.mirror.storage, first, source, self.mirror.history)
+        return found, len(log)
 
     def _tell(self, who: str, what: str) -> None:
         self.story.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
@@ -106,7 +123,7 @@ class _Run:
         self.tasks.append(asyncio.get_running_loop().create_task(life))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _born(self, name: str, weather: Weather) -> Iterator[Host]:
+    def _born(self, name: str, weather: Weather = CALM) -> Iterator[Host]:
         """A new run of a host, in whose world the running task lives from then on."""
         skew = self.choice.choice((0, 0, -3_600, 86_400))
         host = Host(name, f"{self.seed} {name}", weather, skew, self._tell)
@@ -114,45 +131,67 @@ class _Run:
         with inhabited(host), inline(host.step):
             yield host
 
-    async def _host_life(self, name: str, weather: Weather, rounds: int) -> None:
+    async def _site(self, host: Host, place: _Place) -> Site:
+        """The host with the storage open, perhaps with a cache in front."""
+        cache = None
+        if self.scenario.cached:
+            cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))
+        return await Site.of(host, place.storage, place.history, place.darkroom, cache)
+
+    async def _host_life(self, name: str, place: _Place, rounds: int) -> None:
         """A host that works, and is started again after each crash."""
-        for life in range(4):
-            with self._born(f"{name}.{life}", weather) as host:
-                site = Site(host, self.storage, self.history)
-                if await _survived(host, asyncio.create_task(site.live(rounds))):
+        mirror = self.mirror.storage if self.scenario.mirrored and place is self.place else None
+        for run in range(4):
+            with self._born(f"{name}.{run}", self.scenario.weather) as host:
+                site = await self._site(host, place)
+                if await _survived(host, asyncio.create_task(live(site, rounds, self.scenario.mood, mirror))):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
 
-    async def _group_life(self, number: int, weather: Weather) -> None:
+    async def _failover(self) -> None:
+        """A host that goes on with the copy, once that is a store, while others still copy to it perhaps."""
+        for _ in range(100):
+            await asyncio.sleep(self.choice.uniform(0, 3))
+            if "tstore.json" in self.mirror.storage.objects:
+                await self._host_life("failover", self.mirror, 4)
+                return
+
+    async def _group_life(self, number: int) -> None:
         """A group whose attempts follow each other, or run at once, until one has committed or all are spent."""
         choice = random.Random(f"group {self.seed} {number}")
-        hosts = choice.choice((2, 2, 3))
+        hosts = choice.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
         step = number + 1 if choice.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = choice.randint(1, 3)
         together = choice.random() < 0.5
+        durable = choice.random() < 0.8
         lives = []
         for attempt in range(attempts):
-            plan = GroupPlan(name, f"a{attempt}", hosts, tuple(self.history.value() for _ in range(hosts)), step)
+            values = tuple(self.place.history.value() for _ in range(hosts))
+            deleting = tuple(h for h in range(hosts) if choice.random() < 0.4)
+            plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting)
             twice = step is not None and choice.random() < 0.2  # there, what it writes does not hang on its base
             timeout = choice.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([choice.randrange(hosts)] if twice else [])]:
                 delay = choice.expovariate(1) if choice.random() < 0.8 else choice.uniform(0, 30)
-                lives.append(asyncio.create_task(self._member_life(plan, host, timeout, delay, weather)))
+                lives.append(asyncio.create_task(self._member_life(plan, host, timeout, delay)))
             if not together:
-                await asyncio.wait(lives)
+                await self._ended(lives)
                 lives = []
-        if lives:
-            await asyncio.wait(lives)
+        await self._ended(lives)
 
-    async def _member_life(
-        self, plan: GroupPlan, number: int, timeout: float, delay: float, weather: Weather
-    ) -> None:
+    async def _ended(self, lives: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the end of hosts; none of them may end with an error."""
+        for error in await asyncio.gather(*lives, return_exceptions=True):
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                self.place.history.note(f"a host ended with {type(error).__name__}: {error}")
+
+    async def _member_life(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
-        with self._born(name, weather) as host:
-            site = Site(host, self.storage, self.history)
-            await _survived(host, asyncio.create_task(site.cooperate(plan, number, timeout)))
+        with self._born(name, self.scenario.weather) as host:
+            site = await self._site(host, self.place)
+            await _survived(host, asyncio.create_task(cooperate(site, plan, number, timeout)))
 
     async def _bury(self) -> None:
         """Ends what dead and stuck hosts were about, so that none of it runs on."""
@@ -167,45 +206,6 @@ class _Run:
                 if not task.cancelled():
                     task.exception()
 
-    async def _judge(self, start: int, first: Committed) -> tuple[list[str], int]:
-        """What a host finds that knows nothing, once all is calm."""
-        found: list[str] = []
-        log: dict[int, Committed] = {}
-        with self._born("judge", CALM) as host:
-            store = Store(HostBackend(self.storage, host), "simulated", "a")
-            keys = sorted(k for k in self.storage.objects if k.startswith("commits/"))
-            newest = len(keys)
-            if keys != [commit_key(v) for v in range(1, newest + 1)]:
-                return [*self.history.faults, f"the versions are not dense: {keys}"], 0
-            try:
-                if (seen := await store.log.newest()) != newest:
-                    found.append(f"the newest version is {newest}, and {seen} was found")
-                for version in range(start + 1, newest + 1):
-                    log[version] = await self._committed(store, version)
-                if newest > start and log[newest].state is None:
-                    found.append(f"the newest version {newest} has expired")
-                report = await store.verify()
-                found += report.faults
-                for name in self.history.attempts:
-                    self.history.told.setdefault(name, []).append(await store.outcome(name))
-                async with store.transaction("after") as tx:
-                    await create(tx, "after", None)
-                if tx.version != newest + 1:
-                    found.append(f"the next commit became version {tx.version}, and not {newest + 1}")
-            except TStoreError as error:
-                found.append(f"in the end: {type(error).__name__}: {error}")
-                return [*self.history.faults, *found], len(log)
-        return [*found, *violations(first, log, self.history)], len(log)
-
-    @staticmethod
-    async def _committed(store: Store, version: int) -> Committed:
-        record = await store.log.record(version)
-        try:
-            snapshot = await store.snapshot(version)
-        except SnapshotExpired:
-            return Committed(record, None, {})
-        return Committed(record, await read_state(snapshot), snapshot.tags)
-
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
     """Whether the work came to its end before the host crashed; its error is raised."""
@@ -217,44 +217,23 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
     return work.done()
 
 
-@functools.cache
-def _made(commits: int) -> dict[str, bytes]:
-    """The objects of a store with arrays and that many more small commits."""
-
-    async def make() -> dict[str, bytes]:
-        storage = Storage({})
-        host = Host("maker", "maker", CALM, 0, lambda _who, _what: None)
-        with inhabited(host), inline(host.step):
-            store = Store(HostBackend(storage, host), "simulated", "a")
-            async with store.transaction("begin") as tx:
-                for path in PATHS[::2]:
-                    await create(tx, path, None)
-            for number in range(commits):
-                async with store.transaction("more") as tx:
-                    await (await tx.array(PATHS[2]))[number % CELLS].write(0)
-        return storage.objects
-
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(make())
-    finally:
-        loop.close()
-
-
 def simulate(seed: int) -> Outcome:
     """The outcome of the run of a seed; the same seed gives the same, in any process."""
-    for commits in _BEFORE:
-        _made(commits)  # on a loop of its own, before there is another
+    choice = random.Random(f"run {seed}")
+    scenario = Scenario.of(choice)
+    objects = scenario.objects()  # on a loop of its own, before there is another
     loop = VirtualLoop()
     run: _Run | None = None
 
     async def whole() -> tuple[list[str], int]:
         nonlocal run
-        run = _Run(seed)
-        return await run.run()
+        run = _Run(seed, choice, scenario, objects)
+        with run.caches:
+            return await run.run()
 
     try:
-        found, commits = loop.run_until_complete(whole())
+        with reduced(**scenario.constants):
+            found, commits = loop.run_until_complete(whole())
     except Stuck as error:
         found, commits = [f"the run is stuck: {error}"], 0
     except TStoreError as error:

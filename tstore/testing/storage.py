@@ -10,136 +10,115 @@ Every request takes a while, drawn from the host's own random numbers; then one 
     retried      it is done, the answer lost, and asked again below the protocol: the host learns that its own
                  new object exists already
 
-After such a fault a host may get no answer to anything for a while. Listings may be old. A pack appears to
-others when it is finished, or never. `latest` may be lost or be put in place late. A host may crash before, during
-or after any request, and then does nothing more for ever; or stand still, longer than others wait for it.
+After such a fault a host may get no answer to anything for a while. Listings may be old: they lack what is new
+and still show what was deleted; so may sizes. A pack appears to others when it is finished, or never, and takes
+only so many bytes. `latest` may be lost or be put in place late. A host may crash before, during or after any
+request, and then does nothing more for ever; or stand still, longer than others wait for it.
+
+What is visible need not be durable: a name is once its folder was forced, which a create does last, and the
+bytes of a pack are once its writer has settled it. A power failure (`Storage.after_power_failure`) takes the
+rest away. A `strict` storage is one behind a server: it takes no record before the one below it is there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from tstore.errors import AlreadyExists, Corrupt, NotFound, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
 from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer
 from tstore.kv.plain import Plain
-from tstore.world import World
+from tstore.testing.weather import Host
 
-__all__ = ["CALM", "Host", "HostBackend", "Storage", "Weather"]
+__all__ = ["HostBackend", "Storage"]
 
 _CREATED_WRONG = ("refused", "lost", "unanswered", "late", "repeated", "retried")
 _PATIENCE = 2.0  # seconds that a host waits for an answer
-
-
-class Weather(NamedTuple):
-    """How likely it is that one request, or one host at a request, meets with a fault."""
-
-    faults: float
-    crashes: float
-    pauses: float
-    stale: float
-
-
-CALM = Weather(0, 0, 0, 0)
-
-
-class Host(World):
-    """One run of one host: its clock, its random numbers, and whether it still lives.
-
-    `tell` takes one line of the story; `skew` is what its clock is wrong by.
-    """
-
-    def __init__(
-        self, name: str, seed: str, weather: Weather, skew: float, tell: Callable[[str, str], None]
-    ) -> None:
-        self.name = name
-        self.random = random.Random(seed)
-        self.weather = weather
-        self.crashed = asyncio.Event()
-        self.ended = False
-        self._skew = skew
-        self._tell = tell
-        self.cut_off_until = 0.0
-        self._still_until = 0.0
-        self._graves: list[asyncio.Future[None]] = []
-        self._loop = asyncio.get_running_loop()
-
-    def now(self) -> float:
-        """Its own clock, wrong by its skew."""
-        return 1.7e9 + self._loop.time() + self._skew
-
-    def token(self, size: int) -> str:
-        """Random digits of its own."""
-        return self.random.randbytes(size).hex()
-
-    def uniform(self, low: float, high: float) -> float:
-        """A random number of its own."""
-        return self.random.uniform(low, high)
-
-    def tell(self, text: str) -> None:
-        """Adds a line to the story."""
-        self._tell(self.name, text)
-
-    def chance(self, likelihood: float) -> bool:
-        """True that often."""
-        return likelihood > 0 and self.random.random() < likelihood
-
-    def delay(self) -> float:
-        """Seconds that a request is under way: 10 ms or so, now and then much longer."""
-        draw = self.random.random()
-        if draw < 0.9:
-            return self.random.expovariate(100)
-        return self.random.uniform(0, 1 if draw < 0.99 else 5)
-
-    async def step(self) -> None:
-        """One stretch of a request's way; here a host may crash or stand still. A dead host never returns."""
-        if self.ended:
-            raise asyncio.CancelledError
-        if not self.crashed.is_set() and self.chance(self.weather.crashes):
-            self.tell("crashes")
-            self.crashed.set()
-        elif self.chance(self.weather.pauses):
-            still = self.random.uniform(1, 60)
-            self.tell(f"stands still for {still:.1f} s")
-            self._still_until = max(self._still_until, self._loop.time() + still)
-        await asyncio.sleep(self.delay())
-        if (still := self._still_until - self._loop.time()) > 0:
-            await asyncio.sleep(still)
-        if self.crashed.is_set():
-            grave = self._loop.create_future()
-            self._graves.append(grave)  # a task that nothing refers to would be collected, and its `finally` run
-            await grave
+_OLD = 2.0  # seconds by which listings and sizes may be late
+_CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # bytes that one pack of a host takes
 
 
 class Storage:
     """The objects that all hosts share."""
 
-    def __init__(self, objects: dict[str, bytes]) -> None:
+    def __init__(self, objects: Mapping[str, bytes], name: str = "storage", *, strict: bool = False) -> None:
+        self.name = name
         self.objects = dict(objects)
         self.born: dict[str, float] = {}
+        self.deleted: dict[str, tuple[float, bytes]] = {}  # when, and what it was
+        self.volatile: set[str] = set()  # names, or bytes, that a power failure takes away
+        self.loose: set[str] = set()  # of these the ones whose bytes are not durable either
+        self.strict = strict
 
-    def create(self, key: str, data: bytes) -> None:
-        """The one primitive, at the moment when the server does it."""
+    def create(self, key: str, data: bytes, *, forced: bool = True) -> None:
+        """The one primitive, at the moment when the server does it. `forced`: its bytes are durable.
+
+        Raises AlreadyExists where the key is taken.
+        """
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
+        folder, _, number = key.partition("/")
+        below = f"{folder}/{int(number) - 1:020d}" if self.strict and folder == "commits" else ""
+        if below and int(number) > 1 and below not in self.objects:
+            raise InvalidArgument(f"simulated: {key} can't be created before the one below it")
         self.objects[key] = data
         self.born[key] = asyncio.get_running_loop().time()
+        self.volatile.add(key)
+        if not forced:
+            self.loose.add(key)
+
+    def force(self, folder: str) -> None:
+        """Make the names durable of all objects below the folder whose bytes are."""
+        self.volatile -= {key for key in self.volatile - self.loose if key.startswith(f"{folder}/")}
+
+    def flush(self) -> None:
+        """Make everything durable."""
+        self.volatile.clear()
+        self.loose.clear()
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        if key in self.objects:
+            self.deleted[key] = asyncio.get_running_loop().time(), self.objects.pop(key)
+        self.volatile.discard(key)
+        self.loose.discard(key)
+
+    def photograph(self) -> Storage:
+        """A copy of it as of now."""
+        copied = Storage(self.objects, self.name, strict=self.strict)
+        copied.born, copied.deleted = dict(self.born), dict(self.deleted)
+        copied.volatile, copied.loose = set(self.volatile), set(self.loose)
+        return copied
+
+    def after_power_failure(self, chance: random.Random) -> Storage:
+        """What a power failure leaves: names that were not durable may be lost, what was deleted may be back.
+
+        All whose bytes are not durable goes, since of transactions that asked for no more parts may survive.
+        """
+        lost = {key for key in sorted(self.volatile) if key in self.loose or chance.random() < 0.8}
+        back = {key: data for key, (_, data) in self.deleted.items() if chance.random() < 0.2}
+        kept = {key: data for key, data in self.objects.items() if key not in lost}
+        if chance.random() < 0.5:
+            kept.pop("latest", None)
+        return Storage({**back, **kept}, self.name, strict=self.strict)
 
 
 class HostBackend(Plain):
     """What one host sees of the storage."""
 
-    url = "simulated://storage"
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
 
     def __init__(self, storage: Storage, host: Host) -> None:
+        self.url = f"simulated://{storage.name}"
         self.storage = storage
         self.host = host
+        self.capacity = host.random.choice(_CAPACITIES)
         streams = 1 if host.random.random() < 0.5 else 64  # one request after the other, or many at once
         self.transfer = Transfer(streams, batch=1 << 20, piece=1 << 20, gap=0)
         self._open: dict[str, bytearray] = {}  # packs of this host that are not finished
+        self._unsettled: set[str] = set()  # packs of this host that are to become durable
         self._loop = asyncio.get_running_loop()
 
     async def get(self, key: str) -> bytes:
@@ -152,30 +131,36 @@ class HostBackend(Plain):
         return found
 
     async def size(self, key: str) -> int | None:
-        """The object's length."""
+        """The object's length, or what it was a moment ago."""
         await self.host.step()
         found = self.storage.objects.get(key)
+        if self.host.chance(self.host.weather.blind):
+            then = self._loop.time() - self.host.random.uniform(0, _OLD)
+            when, before = self.storage.deleted.get(key, (-math.inf, None))
+            found = before if when > then else None if self.storage.born.get(key, 0) > then else found
         await self._answer(f"size {key}")
         return None if found is None else len(found)
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
         """Makes the object, and answers truly or not at all, but for its own repetition."""
-        host, storage = self.host, self.storage
+        host, storage, forced = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         cut_off = self._loop.time() < host.cut_off_until
         if not cut_off and not host.chance(host.weather.faults):
-            storage.create(key, data)
+            storage.create(key, data, forced=forced)
             host.tell(f"creates {key}")
             await host.step()
+            if forced:
+                storage.force(key.rpartition("/")[0])
             return
         fate = "lost" if cut_off else host.random.choice(_CREATED_WRONG)
         if not cut_off and host.chance(0.3):
             host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _PATIENCE)
         host.tell(f"create {key}: {fate}")
         if fate in ("unanswered", "retried", "repeated"):
-            storage.create(key, data)
+            storage.create(key, data, forced=forced)
         if fate in ("late", "repeated"):
-            self._loop.call_later(host.random.uniform(0, 3 * _PATIENCE), self._land, key, data)
+            self._loop.call_later(host.random.uniform(0, 3 * _PATIENCE), self._land, key, data, forced)
         if fate in ("unanswered", "lost", "late"):
             await asyncio.sleep(_PATIENCE if fate != "late" else host.random.uniform(0, _PATIENCE))
         await host.step()
@@ -183,6 +168,8 @@ class HostBackend(Plain):
             raise AlreadyExists(f"simulated: {key} exists already")
         if fate != "repeated":
             raise Unavailable(f"simulated: create {key} was {fate}")
+        if forced:
+            storage.force(key.rpartition("/")[0])
 
     async def hint(self, key: str, data: bytes) -> None:
         """Replaces the object, at once, later or never."""
@@ -201,14 +188,16 @@ class HostBackend(Plain):
         return not self.storage.objects
 
     async def list(self, prefix: str) -> Keys:
-        """The keys, at times without the newest."""
+        """The keys, at times without the newest, or with those that were deleted last."""
         await self.host.step()
-        born, latest = self.storage.born, self._loop.time()
+        storage, latest = self.storage, self._loop.time()
         if self.host.chance(self.host.weather.stale):
-            latest -= self.host.random.uniform(0, 2)
-        keys = sorted(k for k in self.storage.objects if k.startswith(prefix) and born.get(k, 0) <= latest)
+            latest -= self.host.random.uniform(0, _OLD)
+        keys = {k for k in storage.objects if k.startswith(prefix) and storage.born.get(k, 0) <= latest}
+        keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > latest}
+        answer = sorted(keys)
         await self._answer(f"list {prefix}")
-        return keys
+        return answer
 
     async def folders(self, prefix: str) -> Keys:
         """The names in front of the next slash, at times without the newest."""
@@ -227,26 +216,32 @@ class HostBackend(Plain):
         await self.host.step()
         if self.host.chance(self.host.weather.faults):
             if self.host.chance(0.5):
-                self.storage.objects.pop(key, None)
+                self.storage.delete(key)
             raise Unavailable(f"simulated: delete {key} got no answer")
-        self.storage.objects.pop(key, None)
+        self.storage.delete(key)
         self.host.tell(f"deletes {key}")
         await self.host.step()
 
     async def settle(self, prefix: str, durability: Durability) -> None:
-        """Asks; there is nothing to do."""
+        """Make the names below the folder durable, and the bytes of this host's packs there."""
+        own = {key for key in self._unsettled if key.startswith(f"{prefix}/")}
         await self._answer(f"settle {prefix}")
+        if durability is Durability.FSYNC:
+            self._unsettled -= own
+            self.storage.loose -= own
+            self.storage.force(prefix)
 
     async def flush(self) -> None:
-        """Asks; there is nothing to do."""
+        """Make everything durable."""
         await self._answer("flush")
+        self.storage.flush()
 
     def writer(self, key: str, durability: Durability) -> _SimulatedPack:
         """A pack that nobody else sees before it is finished."""
         if key in self.storage.objects or key in self._open:
             raise AlreadyExists(f"simulated: {key} exists already")
         data = self._open[key] = bytearray()
-        return _SimulatedPack(self, key, data)
+        return _SimulatedPack(self, key, data, durability)
 
     def upload(self, key: str, size: int, durability: Durability) -> _SimulatedPack:
         """The same: here every pack appears when it is finished."""
@@ -266,12 +261,14 @@ class HostBackend(Plain):
             self.host.tell(f"{what}: no answer")
             raise Unavailable(f"simulated: {what} got no answer")
 
-    def finish(self, key: str, data: bytearray) -> None:
+    def finish(self, key: str, data: bytearray, durability: Durability) -> None:
         """Lets a pack appear, with or without an answer, or not at all."""
         wrong = self.host.chance(self.host.weather.faults)
         if not wrong or self.host.chance(0.5):
-            self.storage.create(key, bytes(data))
+            self.storage.create(key, bytes(data), forced=False)
             del self._open[key]
+            if durability is Durability.FSYNC:
+                self._unsettled.add(key)
         if wrong:
             self.host.tell(f"finish {key}: no answer, {'torn' if key in self._open else 'done'}")
             raise Unavailable(f"simulated: finish {key} got no answer")
@@ -291,32 +288,35 @@ class HostBackend(Plain):
         except KeyError:
             raise NotFound(f"simulated: there is no object {key}") from None
 
-    def _land(self, key: str, data: bytes) -> None:
+    def _land(self, key: str, data: bytes, forced: bool) -> None:
         try:
-            self.storage.create(key, data)
-        except AlreadyExists:
+            self.storage.create(key, data, forced=forced)
+        except (AlreadyExists, InvalidArgument):
             return
         self.host.tell(f"late: {key} appears")
 
 
 class _SimulatedPack:
-    def __init__(self, backend: HostBackend, key: str, data: bytearray) -> None:
+    def __init__(self, backend: HostBackend, key: str, data: bytearray, durability: Durability) -> None:
         self.key = key
+        self._durability = durability
         self._backend = backend
         self._data = data
 
     def reserve(self, size: int) -> None:
         return None
 
-    def append(self, buffers: BufferStream, size: int) -> int:
+    def append(self, buffers: BufferStream, size: int) -> int | None:
         self._backend.fail(f"append {self.key}")
         offset = len(self._data)
+        if offset and offset + size > self._backend.capacity:
+            return None
         for buffer in buffers:
             self._data += buffer
         return offset
 
     def finish(self) -> None:
-        self._backend.finish(self.key, self._data)
+        self._backend.finish(self.key, self._data, self._durability)
 
     def discard(self) -> None:
         self._backend.discard(self.key)
