@@ -1,4 +1,4 @@
-"""Random work on a store, by hypothesis, beside a trivial model of it (`support/store_model.py`).
+"""Random work on a store, by hypothesis, beside a trivial model of it (`tstore.testing.store_model`).
 
     pytest tests/test_stateful.py                                 # a hundred runs
     pytest tests/test_stateful.py --hypothesis-profile=long        # twenty thousand
@@ -26,7 +26,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
 
 import tstore
 from tstore import Keep, pool, world
@@ -40,6 +39,7 @@ from tstore.errors import (
     TStoreError,
 )
 from tstore.kv.base import Backend
+from tstore.testing.store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
 from tstore.testing.virtual import VirtualLoop
 from tstore.world import World, inhabited
 

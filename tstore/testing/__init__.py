@@ -8,5 +8,6 @@
    host has its `weather`. `scenario`: the circumstances of a run; `miniature`: large numbers made small.
    `workload`: what a host does at its `site`: `edits`, `groups`, `upkeep`; `history`: what hosts saw; `judge`:
    what is found in the end; `checker`, `retained`: whether that could be.
-4. `faults`: a backend that fails where it is told to.
+4. `fuzz`: random operations on real stores beside a plain model, the `store_model`.
+5. `faults`: a backend that fails where it is told to.
 """

@@ -1,4 +1,4 @@
-"""A store as a trivial model in memory: dicts of arrays, and the rules of who conflicts with whom.
+"""A store as a trivial model in memory: dicts of NumPy arrays, and the rules of who conflicts with whom.
 
 It follows the table at the top of `tstore/commits/tree.py` by the letter; it knows nothing of manifests and packs.
 """
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Values = NDArray[np.int64]
+__all__ = ["Grid", "Region", "Seen", "State", "Touch", "apart", "is_below", "same"]
+
+Values = NDArray[Any]
 Box = tuple[int, ...]
 Region = tuple[slice, ...]
 
@@ -32,14 +34,16 @@ def apart(path: str, other: str) -> bool:
 class Grid:
     """One array: the blocks that were written, of the chunks' shape each, with zeros beyond the edge."""
 
-    def __init__(self, shape: Box, chunks: Box, sparse: bool) -> None:
+    def __init__(self, shape: Box, chunks: Box, sparse: bool, dtype: Any = np.int64) -> None:
         self.shape = shape
         self.chunks = chunks
         self.sparse = sparse
+        self.dtype = np.dtype(dtype)
         self.blocks: dict[Box, Values] = {}
 
     def copy(self) -> Grid:
-        found = Grid(self.shape, self.chunks, self.sparse)
+        """The same array, of which a change does not change this one."""
+        found = Grid(self.shape, self.chunks, self.sparse, self.dtype)
         found.blocks = {at: block.copy() for at, block in self.blocks.items()}
         return found
 
@@ -50,6 +54,7 @@ class Grid:
         )
 
     def boxes(self) -> Iterable[Box]:
+        """The numbers of all blocks."""
         return itertools.product(*(range(-(-n // c)) for n, c in zip(self.shape, self.chunks, strict=True)))
 
     def touched(self, region: Region) -> tuple[set[Box], set[Box]]:
@@ -60,21 +65,23 @@ class Grid:
         return some, {at for at in some if inside[self._box(at)].all()}
 
     def write(self, region: Region, values: Any) -> None:
-        whole = np.zeros(self.shape, np.int64)
+        """Set the values of a region."""
+        whole = np.zeros(self.shape, self.dtype)
         whole[region] = values
         inside = np.zeros(self.shape, bool)
         inside[region] = True
         for at in self.touched(region)[0]:
-            block = self.blocks.setdefault(at, np.zeros(self.chunks, np.int64))
+            block = self.blocks.setdefault(at, np.zeros(self.chunks, self.dtype))
             box = self._box(at)
-            part = block[tuple(slice(0, s.stop - s.start) for s in box)]
-            part[inside[box]] = whole[box][inside[box]]
+            part: Any = (*(slice(0, s.stop - s.start) for s in box), ...)  # views, also of no dimensions
+            same_part: Any = (*box, ...)
+            np.copyto(block[part], whole[same_part], where=inside[same_part])
 
     def read(self, region: Region) -> Values | None:
         """The values, None where one of them was never written."""
         if not self.sparse and any(at not in self.blocks for at in self.touched(region)[0]):
             return None
-        whole = np.zeros(self.shape, np.int64)
+        whole = np.zeros(self.shape, self.dtype)
         for at, block in self.blocks.items():
             box = self._box(at)
             whole[box] = block[tuple(slice(0, s.stop - s.start) for s in box)]
@@ -82,6 +89,7 @@ class Grid:
         return found
 
     def resize(self, shape: Box) -> None:
+        """Give it another shape; what is cut off is gone."""
         self.shape = shape
         there = set(self.boxes())
         self.blocks = {at: block for at, block in self.blocks.items() if at in there}
@@ -98,7 +106,7 @@ class Grid:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Grid):
             return NotImplemented
-        mine, theirs = ((g.shape, g.chunks, g.sparse) for g in (self, other))
+        mine, theirs = ((g.shape, g.chunks, g.sparse, g.dtype) for g in (self, other))
         return mine == theirs and self.differing(other) == 0
 
     __hash__ = None  # type: ignore[assignment]
@@ -113,18 +121,23 @@ class State:
     tags: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> State:
+        """The same state, of which a change does not change this one."""
         return State({p: g.copy() for p, g in self.arrays.items()}, copy.deepcopy(self.groups), dict(self.tags))
 
     def nodes(self) -> list[str]:
+        """The paths of all arrays and groups."""
         return [*self.arrays, *self.groups]
 
     def free_for_array(self, path: str) -> bool:
+        """Whether an array can be made at the path."""
         return not any(is_below(p, path) for p in self.nodes()) and not any(is_below(path, p) for p in self.arrays)
 
     def free_for_group(self, path: str) -> bool:
+        """Whether a group can be made at the path."""
         return not any(is_below(path, p) for p in self.arrays)
 
     def remove(self, paths: Iterable[str]) -> None:
+        """Remove arrays and groups."""
         for path in paths:
             self.arrays.pop(path, None)
             self.groups.pop(path, None)
@@ -143,6 +156,7 @@ class Touch:
     replaces: bool = False
 
     def write(self, path: str, some: set[Box], whole: set[Box]) -> None:
+        """Note that blocks were written, some of them wholly."""
         self.whole.setdefault(path, set()).update(whole)
         self.touched.setdefault(path, set()).update(some)
 
@@ -155,6 +169,7 @@ class Touch:
 
     @property
     def nodes(self) -> set[str]:
+        """The paths at which something was changed."""
         return self.fresh | self.touched.keys()
 
     @property
@@ -204,6 +219,7 @@ class Seen(NamedTuple):
 
 
 def same(a: Any, b: Any) -> bool:
+    """Whether two values, arrays perhaps, are equal."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
     return bool(a == b)
