@@ -118,8 +118,9 @@ def violations(
     _check_steps(log, found)
     for read in history.reads:
         _check_read(read, states, tags, history.acknowledged, found)
+    known = [] if history.lagging else history.acknowledged  # else an older version may be seen as the newest
     for look in history.looks:
-        _check_look(look, states, history.acknowledged, found)
+        _check_look(look, states, known, found)
     return found
 
 

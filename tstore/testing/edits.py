@@ -84,7 +84,7 @@ def _begun(
 
 async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> int:
     """Write one chunk of a small array, if it is there, and commit."""
-    attempt.bases[0] = (await tx.base()).version
+    attempt.bases[0] = max(site.history.start, (await tx.base()).version)
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
         start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
@@ -111,6 +111,10 @@ async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asynci
 
 async def _fill(site: Site, tx: Transaction, attempt: Attempt, after: float) -> int | None:
     attempt.bases[0] = (await tx.base()).version
+    if attempt.bases[0] < site.history.start:  # sizes are old, and hide the newest versions
+        attempt.given_up = True
+        await tx.abort()
+        return None
     paths = frozenset(await tx.paths())
     site.history.looks.append(Look(site.host.name, after, attempt.bases[0], paths))
     attempt.seen.append(Seen((), None, paths))

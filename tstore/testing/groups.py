@@ -34,7 +34,7 @@ _CHUNKS = CELLS // PER_CHUNK
 class GroupPlan(NamedTuple):
     """A cooperative transaction that several hosts are to make: a checkpoint, or writes into shared arrays.
 
-    `values[h]` is what host `h` writes; those in `deleting` also delete an array each.
+    `values[h]` is what host `h` writes; those in `deleting` delete an array; with `twice` one host runs twice.
     """
 
     name: str
@@ -44,6 +44,7 @@ class GroupPlan(NamedTuple):
     step: int | None
     durable: bool = True
     deleting: tuple[int, ...] = ()
+    twice: bool = False
 
     @property
     def transactions(self) -> tuple[str, ...]:
@@ -52,7 +53,9 @@ class GroupPlan(NamedTuple):
         return tuple(Membership.of(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again))
 
     def part(self, host: int) -> str:
-        """The key of a host's fragment."""
+        """The key of a host's fragment; "" where another run of the host may just deliver it."""
+        if self.twice:
+            return ""
         return Membership.of(self.name, host, self.hosts, self.attempt).key(0, host)
 
     @property

@@ -169,8 +169,8 @@ class _Run:
         for attempt in range(attempts):
             values = tuple(self.place.history.value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if choice.random() < 0.4)
-            plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting)
             twice = step is not None and choice.random() < 0.2  # there, what it writes does not hang on its base
+            plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
             timeout = choice.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([choice.randrange(hosts)] if twice else [])]:
                 delay = choice.expovariate(1) if choice.random() < 0.8 else choice.uniform(0, 30)

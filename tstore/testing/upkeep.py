@@ -96,7 +96,7 @@ async def verify(site: Site) -> None:
     except TStoreError as error:
         site.fault("verify", error)
         return
-    for fault in report.faults:
+    for fault in [] if site.history.lagging else report.faults:  # where sizes are old, objects seem to be gone
         if "roots/" not in fault:
             site.history.note(f"{site.host.name} verified: {fault}")
 
