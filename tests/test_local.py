@@ -115,7 +115,7 @@ async def test_a_folder_that_may_only_be_read(public: Path) -> None:
     assert f"can't create {public}/s/commits/" in said[0]
     assert "check the owner, the permissions" in said[0]
     assert f"can't create {public}/s2" in said[1]
-    assert "it can be read, and not written" in said[-2]
+    assert "it can be read but not written" in said[-2]
     assert said[-1] == "0"
     public.chmod(0o755)
 

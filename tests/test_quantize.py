@@ -502,6 +502,8 @@ async def test_sums_beyond_float64_are_not_called_exact(tmp_path: Path) -> None:
         assert math.isnan(row.sqnr)
         assert row.largest_error > 0
         assert row.bits_per_value < 8.1
+    stored = await tstore.quantize_report(tmp_path, report.tag)
+    assert [math.isnan(row.sqnr) for row in stored.arrays] == [True, True]
     floored = await tstore.quantize(tmp_path, min_sqnr=20.0, at="step/0", tag="floor")
     assert not floored.encoded  # what cannot be measured keeps no floor
 

@@ -174,7 +174,7 @@ async def test_the_history_is_read_ever_more_records_at_once() -> None:
     assert await rounds.expect((await reopened()).outcome("nobody's"), 2, 10, 32, 21) is None
     store = await reopened()
     # the hint; which is the newest; the other records; the root; the list of records, and its end
-    assert (await rounds.expect(store.verify(), 1, 4, 6, 25, 63, 1, 1, 1)).ok
+    assert (await rounds.expect(store.verify(), 1, 4, 6, 25, 63, 1, 1, 1, 1, 1)).ok
 
 
 async def test_a_history_that_is_not_wanted_to_its_end() -> None:

@@ -16,6 +16,9 @@ __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
 _HISTOGRAMS = 8
 """Arrays, those of the least SQNR, whose exponent histogram is kept with the commit."""
 
+_UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
+"""What may be infinite, for which JSON has no number."""
+
 _NOTHING = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -149,8 +152,7 @@ class QuantizeReport(NamedTuple):
             "arrays": [
                 {
                     **{k: v for k, v in a._asdict().items() if k != "exponents"},
-                    "largest_error": _finite(a.largest_error),
-                    "largest_relative": _finite(a.largest_relative),
+                    **{name: _finite(getattr(a, name)) for name in _UNBOUNDED},
                     "bits_per_value": a.bits_per_value,
                     "sqnr_db": _finite(a.sqnr),
                     **({} if a.exponents is None else {"exponents": a.exponents}),
@@ -190,7 +192,7 @@ def stored_report(snapshot: Snapshot) -> QuantizeReport:
 
 def _array(row: Mapping[str, Any]) -> QuantizedArray:
     fields = {name: row[name] for name in QuantizedArray._fields if name in row}
-    for name in ("largest_error", "largest_relative"):
+    for name in _UNBOUNDED:
         fields[name] = math.inf if fields[name] is None else fields[name]
     if "exponents" in fields:
         lowest, counts = fields["exponents"]
