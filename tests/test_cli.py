@@ -761,22 +761,6 @@ def test_the_help_fits_the_terminal(width: int, call: Call, monkeypatch: pytest.
     assert len(listed.splitlines()) == len(commands.cli.commands)
 
 
-def test_the_help_explains_quantization(store: Path, tmp_path: Path, call: Call) -> None:
-    out = call("quantize", "--help")[1]
-    assert "signal-to-quantization-noise ratio" in " ".join(out.split()).replace("- ", "-")
-    example, other = re.findall(r"^    (\{.*?\})\n(?!     )", out, re.DOTALL | re.MULTILINE)
-    blocking.save(
-        tmp_path / "s", {"embed": np.ones((8, 32)), "x": {"norm": np.ones(640), "w": np.ones((64, 64))}}, 0
-    )
-    (tmp_path / "policy.json").write_text(example)
-    code, out, err = call("quantize", tmp_path / "s", "--policy", tmp_path / "policy.json", "--json")
-    assert (code, err) == (0, "")
-    arrays = {a["path"]: a for a in json.loads(out)["arrays"]}
-    assert {path: a["format"] for path, a in arrays.items()} == {"embed": None, "x/norm": "e5m8", "x/w": "e4m3"}
-    assert "32" in arrays["x/w"]["granularity"]
-    assert set(json.loads(other)) == {"formats", "bits"}
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_paths(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -28,11 +28,9 @@ __all__ = ["quantize", "report"]
 _POLICY_EXAMPLE = """\b
 An example of a --policy file. The first pattern that
 matches a path counts; null keeps an array as it is:
-  {"**/embed*": null,
-   "**/norm*": "e5m8",
-   "**": {"format": "e4m3", "block": 32}}
+  {"**/embed*": "e4m3", "head": null, "**": "e3m4"}
 Rules for some arrays and a target for all others:
-  {"formats": {"**/embed*": null}, "bits": 5}
+  {"formats": {"head": null}, "bits": 5.5, "block": 64}
 """
 
 
