@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -226,7 +227,8 @@ async def finish(worker: Worker) -> None:
     store = await worker.store()
     under_way = await store.transactions()
     if under_way:
-        await store.finish(worker.choice.choice(under_way).transaction)
+        with contextlib.suppress(Conflict):  # a later attempt may have saved the step
+            await store.finish(worker.choice.choice(under_way).transaction)
 
 
 async def verify(worker: Worker) -> None:
