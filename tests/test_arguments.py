@@ -42,6 +42,13 @@ def save(**arguments: Any) -> Call:
     return call
 
 
+def quantize(**arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        await tstore.quantize(store, "e4m3", **arguments)
+
+    return call
+
+
 def array(**arguments: Any) -> Call:
     async def call(store: tstore.Store) -> None:
         async with store.transaction() as tx:
@@ -101,7 +108,23 @@ REFUSED: list[tuple[Call, str]] = [
     (save(metrics={"loss": 1j}), r"metrics\['loss'\]"),
     (save(attributes={"a": np.nan}), r"attributes\['a'\]: JSON has no nan"),
     (save(attributes={1: 2}), r"attributes\[1\]"),
+    (save(attributes={"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]: .*no form in JSON"),
+    (save(attributes={"tstore": {"mine": 1}}), r"attributes\['tstore'\]: tstore keeps"),
+    (save(host=1), "host 1 of 1 does not exist"),
+    (save(host=None), "host=None"),
+    (save(hosts="2"), "hosts='2'"),
+    (save(hosts=0), "host 0 of 0"),
+    (save(hosts=2, attempt=3), "attempt=3"),
+    (save(durability="always"), "durability 'always'"),
+    (save(timeout="5"), "timeout='5'"),
+    (save(metrics={str(i): i for i in range(200_000)}), "too many for the record"),
     (array(path=3), "path=3"),
+    (array(shape=3), "shape 3 is not a sequence"),
+    (array(shape=None), "shape None"),
+    (array(shape="abc"), "shape 'abc'"),
+    (array(shape=(1,) * 33), "33 dimensions are too many"),
+    (array(dtype=LONE), "dtype"),
+    (array(dimension_names=3), "dimension_names=3"),
     (array(path=LONE), "path"),
     (array(path="a\x1bb"), "control"),
     (array(attributes={"a": {"b": float("inf")}}), r"attributes\['a'\]\['b'\]: JSON has no inf"),
@@ -116,7 +139,10 @@ REFUSED: list[tuple[Call, str]] = [
     (array(fill_value=None), "fill value"),
     (group("g", {1: 2}), r"attributes\[1\]"),
     (group("g", {"a": float("nan")}), r"attributes\['a'\]"),
+    (group("g", {"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]"),
     (group(3), "path=3"),
+    (quantize(tag=7), "tag=7"),
+    (quantize(tag="a\nb"), "control"),
 ]
 
 
@@ -132,6 +158,35 @@ async def test_what_can_not_be_read_again_is_refused_by_the_call(call: Call, mat
     assert (await store.collect(Keep(last=1))).versions == [1]
     assert (await tstore.restore(tmp_path))["w"].tolist() == [1, 1, 1]
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hosts": 2},
+        {"host": 2, "hosts": 2, "attempt": "a"},
+        {"durability": None},
+        {"timeout": [1]},
+        {"metrics": {str(i): i for i in range(200_000)}},
+    ],
+    ids="-".join,
+)
+async def test_a_save_that_is_refused_makes_no_store(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidArgument):
+        await tstore.save(tmp_path / "new", {"w": np.ones(3)}, 1, **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+async def test_hosts_are_also_integers_of_numpy(tmp_path: Path) -> None:
+    tree = {f"w{i}": np.full(3, i) for i in range(8)}
+    two = np.int64(2)
+    saves = [tstore.save(tmp_path, tree, 1, host=host, hosts=two, attempt="a") for host in np.arange(two)]
+    assert await asyncio.gather(*saves) == [1, 1]
+    assert (await tstore.restore(tmp_path))["w7"].tolist() == [7, 7, 7]
 
 
 async def test_what_is_taken_comes_back(tmp_path: Path) -> None:

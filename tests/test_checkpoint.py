@@ -594,3 +594,44 @@ def test_a_local_store_can_be_copied(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "a")
     same(asyncio.run(tstore.restore(tmp_path / "b")), SAVED)
+
+
+NO_DOCUMENTS: list[Any] = [
+    5,
+    {"structure": 5},
+    {"structure": ["dict", 5]},
+    {"structure": ["dict", [["a"]]]},
+    {"structure": ["dict", [[["list", "a"], ["array", "w"]]]]},
+    {"structure": ["list", [["array", "w"], ["no such kind", "x"]]]},
+    {"structure": ["list", [["array", "w"], ["int", "x"]]]},
+    {"structure": ["list", [["array", "w"], ["float", 1]]]},
+    {"structure": ["namedtuple", 3, [["x", ["array", "w"]]]]},
+    {"structure": ["dataclass", "D", [[3, ["array", "w"]]]]},
+    {"structure": ["array", 5]},
+    {"structure": ["array", "another"]},
+    {"quantization": 7},
+]
+
+
+@pytest.mark.parametrize("own", NO_DOCUMENTS, ids=repr)
+async def test_attributes_in_the_place_of_tstores_do_not_hinder_a_restore(url: str, own: Any) -> None:
+    store = await tstore.open(url)
+    async with store.transaction(tag="step/1") as tx:
+        await tx.create_group("", {"tstore": own})
+        await (await tx.create_array("w", (64,), "f4")).write(np.arange(64))
+    assert (await tstore.restore(url))["w"][5] == 5
+    assert (await tstore.restore(url, target={"w": np.zeros(64, np.float32)}))["w"][5] == 5
+    with pytest.raises(NotFound, match="no report"):
+        await tstore.quantize_report(url)
+    await tstore.quantize(url, {"w": "e4m3"})
+    assert (await tstore.quantize_report(url)).source == 1
+    assert np.allclose((await tstore.restore(url, at="step/1/e4m3"))["w"], np.arange(64), rtol=0.1)
+
+
+async def test_packed_leaves_out_what_has_one_value(url: str) -> None:
+    tree = {"w": np.ones((64, 64), np.float32), "s": np.float32(3), "a": np.array(2.0)}
+    await tstore.save(url, tree, 1, codecs="e4m3")
+    for target in (None, tree):
+        back = await tstore.restore(url, packed=True, target=target)
+        assert back["w"].format.name.startswith("e4m3")
+        assert (type(back["s"]), back["s"], back["a"]) == (np.float32, 3, 2)

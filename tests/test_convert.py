@@ -198,6 +198,19 @@ async def test_a_lone_array_and_arrays_without_a_structure(tmp_path: Path) -> No
     assert safetensors.numpy.load_file(tmp_path / "b.out")["group.x"].tolist() == [1, 2, 3]
 
 
+async def test_arrays_that_came_or_went_since_the_save_are_exported_as_they_are(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {"a": {"w": np.ones(3)}, "n": 5}, 1)
+    store = await tstore.open(tmp_path / "store")
+    async with store.transaction() as tx:
+        await (await tx.create_array("a/new", (2,), "int8")).write([1, 2])
+    async with store.transaction() as tx:
+        await tx.delete("a/w")
+    for version, names in ((1, ["a.w"]), (2, ["a.new", "a.w"]), (3, ["a.new"])):
+        out = tmp_path / f"{version}.safetensors"
+        await export_safetensors(store, out, at=version)
+        assert sorted(safetensors.numpy.load_file(out)) == names
+
+
 async def test_names_that_collide_are_named(tmp_path: Path) -> None:
     x = np.zeros(3)
     await tstore.save(tmp_path / "store", {"a": {"b": x, "c": x}, "a.b": x, "ok": {1: x, "1": x}}, 0)

@@ -793,3 +793,16 @@ async def test_a_store_in_memory_is_not_reached_by_other_processes() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
         with pytest.raises(tstore.errors.TStoreError, match="memory://quantize-executor"):
             await tstore.quantize("memory://quantize-executor", "e3m2", at=1, executor=processes)
+
+
+async def test_a_tree_that_can_be_saved_can_be_quantized(tmp_path: Path) -> None:
+    tree: Any = {"w": values(64, 64)}
+    for _ in range(150):
+        tree = {"a": tree}
+    await tstore.save(tmp_path, tree, 1, attributes={"mine": [1]})
+    await tstore.quantize(tmp_path, "e4m3", tag="q")
+    back = await tstore.restore(tmp_path, at="q")
+    while "w" not in back:
+        back = back["a"]
+    assert back["w"].shape == (64, 64)
+    assert (await (await tstore.open(tmp_path)).snapshot("q")).attributes()["mine"] == [1]

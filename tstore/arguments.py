@@ -171,8 +171,8 @@ class _Refused(Exception):
 
 def _plain(value: Any, level: int) -> Any:
     kind = type(value)
-    if (kind is str and value.isascii()) or value is None or kind is bool or kind is msgspec.Raw:
-        return value  # `Raw`: tstore's own, which is encoded already
+    if (kind is str and value.isascii()) or value is None or kind is bool:
+        return value
     if kind is list or kind is tuple:
         return _list(value, level)
     if isinstance(value, str):

@@ -15,7 +15,7 @@ from tstore.chunks.packed import read_packed
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.commits.expiry import check_alive, unexpired
 from tstore.commits.log import Log
-from tstore.commits.tree import Node, Tree, checked_path
+from tstore.commits.tree import OWN, Node, Tree, checked_path
 from tstore.errors import Misuse, NotFound
 
 __all__ = ["Snapshot", "array_node", "snapshot_of"]
@@ -56,6 +56,11 @@ class Snapshot:
         """The attributes of the array or group at a path; empty for a group that has none."""
         node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
+
+    def own_attributes(self) -> dict[str, Any]:
+        """Return what tstore itself keeps in the root group; others may have written anything there."""
+        own = self.attributes().get(OWN)
+        return own if isinstance(own, dict) else {}
 
     async def array(self, path: str) -> Array:
         """The array at a path; `NotFound` names near paths where there is none."""

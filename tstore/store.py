@@ -29,7 +29,7 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.kv.base import Backend, Durability
+from tstore.kv.base import Backend, Durability, checked_durability
 from tstore.kv.cache import Cache
 from tstore.kv.cached import CachedBackend, uncached
 from tstore.kv.probe import RACERS, prove
@@ -190,10 +190,7 @@ class Store:
                 f"transaction {name!r} can't drop a tag: a fragment does not carry that; drop {drop_tag!r} in a "
                 "transaction of one process, without a name"
             )
-        try:
-            kept = Durability(durability)
-        except ValueError:
-            raise InvalidArgument(f"durability {durability!r}: expected 'fsync' or 'none'") from None
+        kept = checked_durability(durability)
         if name is None and hosts != 1:
             raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
         member = None if name is None else Membership.of(name, host, hosts, attempt)

@@ -12,7 +12,15 @@ import numpy.typing as npt
 from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import chosen_snapshot
-from tstore.checkpoint.structure import compile_patterns, flatten, paths_in, scalars_in, unflatten, unflatten_like
+from tstore.checkpoint.structure import (
+    compile_patterns,
+    flatten,
+    paths_in,
+    scalars_in,
+    stored_document,
+    unflatten,
+    unflatten_like,
+)
 from tstore.chunks.grid import Selection
 from tstore.chunks.packed import is_packed
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
@@ -40,7 +48,7 @@ async def restore(
     returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
     Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
     other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
-    back as `exmy.Quantized`, as they are stored, without decoding.
+    back as `exmy.Quantized`, as they are stored, without decoding; those of one value (no dimensions) decoded.
     Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
     Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
     `InvalidArgument`.
@@ -76,9 +84,9 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
 
 def _document(snapshot: Snapshot) -> list[Any]:
     """The structure that was saved; nested dicts by path where there is none or arrays came or went since."""
-    saved = snapshot.attributes().get("tstore", {}).get("structure")
-    if saved is not None and sorted(paths_in(saved)) == snapshot.paths():
-        return list(saved)
+    saved = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
+    if saved is not None:
+        return saved
     root: dict[str, Any] = {}
     for path in snapshot.paths():
         *heads, last = path.split("/")
@@ -103,7 +111,7 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
     shards: list[tuple[str, Shards, list[npt.NDArray[Any]]]] = []
     for path, leaf in leaves.items():
         meta = nodes[path].meta
-        if packed and is_packed(meta):
+        if packed and meta.shape and is_packed(meta):
             if isinstance(leaf, Shards):
                 raise InvalidArgument(f"{path}: packed=True gives whole arrays, not Shards; leave one of them out")
             results[path] = await snapshot.read_packed(path)

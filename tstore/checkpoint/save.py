@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.arguments import checked_attributes, checked_metrics, checked_step, checked_text
+from tstore.arguments import (
+    checked_attributes,
+    checked_facts,
+    checked_index,
+    checked_metrics,
+    checked_step,
+    checked_text,
+)
 from tstore.checkpoint.leaves import as_values
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import step_tag, steps_of
@@ -19,13 +26,14 @@ from tstore.checkpoint.structure import flatten
 from tstore.chunks.grid import chunk_counts, chunk_numbers, default_chunks
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.writer import WriteJob
+from tstore.commits.tree import OWN
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.kv.base import Durability
+from tstore.kv.base import Durability, checked_durability
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
-from tstore.transactions.group import checked_timeout, detected_attempt
+from tstore.transactions.group import Membership, checked_timeout, detected_attempt
 from tstore.transactions.transaction import Transaction
 
 __all__ = ["save"]
@@ -67,33 +75,41 @@ async def save(
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
     root = checked_attributes(attributes)
-    checked_timeout(timeout)  # before any data is written
+    if OWN in root:
+        raise InvalidArgument(
+            f"attributes[{OWN!r}]: tstore keeps the structure of the tree there; use another key"
+        )
+    checked_timeout(timeout)
+    host, hosts = checked_index("host", host), checked_index("hosts", hosts)
+    written, tag = checked_durability(durability), step_tag(step)
+    if hosts != 1 or host != 0:
+        Membership.of(tag, host, hosts, attempt)
+    facts = checked_facts({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
     jobs = _jobs(leaves, rules.codecs, host, hosts)  # refuses what can't be saved before a store is made for it
-    root["tstore"] = msgspec.Raw(msgspec.json.encode({"structure": document}))
-    tag = step_tag(step)
+    own = {"structure": document}
 
     async def once(store: Store, attempt: str | None, *, anew: bool) -> int:
         tx = store.transaction(
             message,
             tag,
             durability=durability,
-            name=tag if hosts > 1 or host != 0 else None,
+            name=tag if hosts > 1 else None,
             host=host,
             hosts=hosts,
             attempt=attempt,
-            facts={"step": step, **({"metrics": metrics} if metrics else {})},
+            facts=facts,
         )
         try:
             base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
             if tag in base.tags:
-                return await _saved_already(store, step, base.tags[tag], tx.id, Durability(durability))
+                return await _saved_already(store, step, base.tags[tag], tx.id, written)
             prior = None if anew else await _newest_step(store, base.tags, base.version)
-            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode(root)))
+            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([root, own])))
             if host == 0:
-                await tx.create_group("", root)
+                await tx.describe(root, own)
             await tx.write_arrays(_compared(jobs, prior))
             return await _committed(store, tx, step, timeout)
         except BaseException:

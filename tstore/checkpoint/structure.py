@@ -11,14 +11,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tstore.errors import InvalidArgument
 
-__all__ = ["compile_patterns", "flatten", "paths_in", "scalars_in", "unflatten", "unflatten_like"]
+__all__ = [
+    "compile_patterns",
+    "flatten",
+    "paths_in",
+    "scalars_in",
+    "stored_document",
+    "unflatten",
+    "unflatten_like",
+]
 
 Document = list[Any]
 
@@ -146,6 +154,45 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     return None
+
+
+def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
+    """Return the document that a version keeps; None for anything else, or where it does not have these paths.
+
+    Anybody can write attributes, and arrays may have come and gone since the tree was saved.
+    """
+    if not _is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
+        return None
+    document: Document = stored
+    return document
+
+
+def _is_document(node: Any) -> bool:
+    match node:
+        case ["array" | "scalar", str()] | ["none"]:
+            return True
+        case ["dict", [*items]]:
+            return all(_is_pair(i) and _is_scalar(i[0]) and _is_document(i[1]) for i in items)
+        case ["list" | "tuple", [*items]]:
+            return all(map(_is_document, items))
+        case ["dataclass" | "namedtuple", str(), [*items]]:
+            return all(_is_pair(i) and isinstance(i[0], str) and _is_document(i[1]) for i in items)
+    return _is_scalar(node)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2
+
+
+def _is_scalar(node: Any) -> bool:
+    match node:
+        case [str(name), str(text)] if name in _SCALAR_NAMES:
+            try:
+                _SCALARS[_SCALAR_NAMES[name]][1](text)
+            except (ValueError, TypeError, OverflowError):
+                return False
+            return True
+    return False
 
 
 def paths_in(document: Document) -> Iterator[str]:

@@ -13,11 +13,14 @@ import numpy as np
 
 from tstore.arguments import checked_attributes, checked_name
 from tstore.chunks.chain import Chain, Codecs, chain_documents, without_clipping
-from tstore.chunks.grid import chunk_counts
+from tstore.chunks.grid import chunk_counts, default_chunks
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
 __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
+
+_MOST_DIMENSIONS = 32
+"""Half of NumPy's: a write sees its values as a grid of chunks, with two axes for each of the array."""
 
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 """The widest floats that are the same everywhere, by kind."""
@@ -30,7 +33,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
     """
     try:
         found = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError):
         custom = getattr(ml_dtypes, str(name), None)
         if not isinstance(custom, type):
             raise InvalidArgument(f"dtype {name!r} is not known to NumPy or ml_dtypes") from None
@@ -142,7 +145,7 @@ class ArrayMeta:
     def of(
         shape: Sequence[int],
         dtype: Any,
-        chunks: Sequence[int],
+        chunks: Sequence[int] | None,
         codecs: Codecs = None,
         fill_value: Any = 0,
         attributes: Mapping[str, Any] | None = None,
@@ -151,18 +154,21 @@ class ArrayMeta:
         sparse: bool = False,
     ) -> ArrayMeta:
         """The metadata of an array with these properties; `InvalidArgument` where they do not fit."""
-        shape = _lengths("shape", shape, 0)
-        chunks = _lengths("chunks", chunks, 1)
+        kind, shape = dtype_named(dtype), _lengths("shape", shape, 0)
+        if len(shape) > _MOST_DIMENSIONS:
+            raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MOST_DIMENSIONS}")
+        chunks = default_chunks(shape, kind.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
         if len(chunks) != len(shape):
             raise InvalidArgument(f"chunks {chunks} and shape {shape} differ in their number of dimensions")
         if dimension_names is not None:
-            if isinstance(dimension_names, str) or len(dimension_names) != len(shape):
+            listed = isinstance(dimension_names, Sequence) and not isinstance(dimension_names, str)
+            if not listed or len(dimension_names) != len(shape):
                 raise InvalidArgument(
                     f"dimension_names={dimension_names!r}: expected a name or None for each of the {len(shape)} "
                     "dimensions"
                 )
             dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
-        kind, attributes = dtype_named(dtype), checked_attributes(attributes)
+        attributes = checked_attributes(attributes)
         try:
             fill = _fill_to_json(_as_fill(fill_value, kind), kind)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(kind, codecs)]

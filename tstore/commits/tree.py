@@ -41,6 +41,7 @@ from tstore.commits.manifest import Manifest, Record, Root
 from tstore.errors import Corrupt, InvalidArgument
 
 __all__ = [
+    "OWN",
     "Changes",
     "Node",
     "NodeChange",
@@ -51,6 +52,9 @@ __all__ = [
     "is_below",
     "parents",
 ]
+
+OWN = "tstore"
+"""The attribute of the root group under which tstore itself keeps what belongs to a version."""
 
 
 class Node:
@@ -261,9 +265,11 @@ def checked_path(path: str) -> str:
     return stripped
 
 
-def group_document(attributes: Mapping[str, Any]) -> bytes:
-    """The `zarr.json` of a group with these attributes."""
+def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bytes:
+    """The `zarr.json` of a group with these attributes, and with tstore's `own` under `OWN` (not checked)."""
     checked = checked_attributes(attributes)
+    if own is not None:
+        checked[OWN] = own
     return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
 
 

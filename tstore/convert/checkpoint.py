@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.checkpoint.save import save
 from tstore.checkpoint.steps import chosen_snapshot
+from tstore.checkpoint.structure import stored_document
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import Spec, by_alignment
 from tstore.errors import InvalidArgument, listed
@@ -151,7 +152,7 @@ def _runs(length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
 
 def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     """The path of each array by its name in the file, and the names of what is no array."""
-    document = snapshot.attributes().get("tstore", {}).get("structure")
+    document = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
     if document is None:
         found = [(path.replace("/", "."), path) for path in snapshot.paths()]
         left_out = []

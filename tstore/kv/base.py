@@ -71,6 +71,14 @@ class Durability(enum.Enum):
     """The end of the process, not of the machine's power: for benchmarks and scratch."""
 
 
+def checked_durability(value: Any) -> Durability:
+    """Return the durability that a caller names; `InvalidArgument` for any other value."""
+    try:
+        return Durability(value)
+    except ValueError:
+        raise InvalidArgument(f"durability {value!r}: expected 'fsync' or 'none'") from None
+
+
 class Capabilities(NamedTuple):
     """What a backend really has; a store asks before it relies on one."""
 

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal
 
+from tstore.arguments import checked_tag
 from tstore.checkpoint.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.chunks.chain import as_configuration, is_exmy
 from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.table import ChunkTable
+from tstore.commits.tree import OWN
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.kv.base import Durability
 from tstore.quantization.encoding import Encoded
@@ -79,6 +81,7 @@ async def quantize(
     Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
     `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed.
     """
+    tag = None if tag is None else checked_tag("tag", tag)
     if tag is not None and (named := steps_of([tag])):
         raise InvalidArgument(
             f"tag={tag!r} would make a lossy copy step {named[0]}; only save makes steps, so pass another name, "
@@ -128,7 +131,8 @@ async def quantize(
                 elif path:
                     await tx.create_group(path, node.attributes)
             report = QuantizeReport(0, name, source.version, rows, request)
-            await tx.create_group("", _with_report(source, report))
+            attributes = {key: value for key, value in source.attributes().items() if key != OWN}
+            await tx.describe(attributes, {**source.own_attributes(), "quantization": stored_form(report)})
         assert tx.version is not None
         return report._replace(version=tx.version)
 
@@ -209,9 +213,3 @@ def _row(path: str, given: Given, plan: Plan, found: Encoded | None) -> Quantize
         found.clipped / values,
         None if exponents is None else (exponents.lowest, exponents.counts.tolist()),
     )
-
-
-def _with_report(source: Snapshot, report: QuantizeReport) -> dict[str, Any]:
-    """The attributes of the source's root group with the report."""
-    attributes = source.attributes()
-    return {**attributes, "tstore": {**attributes.get("tstore", {}), "quantization": stored_form(report)}}

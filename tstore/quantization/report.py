@@ -175,7 +175,7 @@ def stored_form(report: QuantizeReport) -> dict[str, Any]:
 
 def stored_report(snapshot: Snapshot) -> QuantizeReport:
     """The report that is stored in a quantized commit; `NotFound` for any other commit."""
-    found = snapshot.attributes().get("tstore", {}).get("quantization")
+    found = snapshot.own_attributes().get("quantization")
     if not isinstance(found, Mapping):
         raise NotFound(
             f"version {snapshot.version} has no report: it is no commit of tstore.quantize; tstore log shows "

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 import os
 import re
 from collections.abc import Mapping
@@ -222,6 +223,8 @@ async def finish_group(log: Log, member: Membership) -> int:
 def checked_timeout(timeout: float | None) -> float:
     """The timeout in seconds, or the default; `InvalidArgument` where it leaves no time."""
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not isinstance(limit, numbers.Real):
+        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds, or None")
     if not limit > 0:
         raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
     return limit

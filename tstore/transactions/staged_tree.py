@@ -44,13 +44,13 @@ class StagedTree:
         self._stage(StagedArray(path, meta, fresh=True))
         return path
 
-    def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
+    def create_group(self, path: str, attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
         path = "" if path in ("", "/") else checked_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
             self.reads.nodes((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
-        self._groups[path] = group_document(attributes)
+        self._groups[path] = group_document(attributes, own)
         self._stands(path)
 
     def replace_all(self) -> None:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from tstore import world
 from tstore.array import Array
-from tstore.chunks.grid import Selection, default_chunks
-from tstore.chunks.metadata import ArrayMeta, Codecs, dtype_named
+from tstore.chunks.grid import Selection
+from tstore.chunks.metadata import ArrayMeta, Codecs
 from tstore.chunks.reader import ReadJob, read_chunks
 from tstore.chunks.table import ChunkTable
 from tstore.chunks.writer import PackSet, WriteJob
@@ -135,8 +135,6 @@ class Transaction:
         Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit.
         """
         async with self._operation() as staged:
-            if chunks is None:
-                chunks = default_chunks(tuple(shape), dtype_named(dtype).itemsize)
             meta = ArrayMeta.of(
                 shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse
             )
@@ -146,6 +144,11 @@ class Transaction:
         """Stages a group with attributes; groups without need not be created. The root's path is ""."""
         async with self._operation() as staged:
             staged.create_group(path, attributes or {})
+
+    async def describe(self, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Stage the root group with the attributes of a caller, and with what tstore itself keeps there."""
+        async with self._operation() as staged:
+            staged.create_group("", attributes, own)
 
     async def array(self, path: str) -> Array:
         """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
