@@ -635,3 +635,29 @@ async def test_packed_leaves_out_what_has_one_value(url: str) -> None:
         back = await tstore.restore(url, packed=True, target=target)
         assert back["w"].format.name.startswith("e4m3")
         assert (type(back["s"]), back["s"], back["a"]) == (np.float32, 3, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    w: Any
+    count: Any = dataclasses.field(init=False, default=0)
+
+
+class ReadOnly(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("read-only")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("read-only")
+
+
+async def test_targets_with_constructors_of_their_own(url: str) -> None:
+    counted = Counted(np.ones(3))
+    object.__setattr__(counted, "count", np.array(7))
+    await tstore.save(url, {"a": counted, "b": ReadOnly(w=np.ones(2))}, 1)
+    target = {"a": Counted(np.zeros(3)), "b": {"w": np.zeros(2)}}
+    object.__setattr__(target["a"], "count", np.array(0))
+    back = await tstore.restore(url, target=target)
+    assert (type(back["a"]), back["a"].w.tolist(), back["a"].count) == (Counted, [1, 1, 1], 7)
+    with pytest.raises(InvalidArgument, match=r"^b: the target's ReadOnly can't be made anew .*read-only"):
+        await tstore.restore(url, target={"a": counted, "b": ReadOnly(w=np.zeros(2))})

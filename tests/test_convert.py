@@ -211,6 +211,13 @@ async def test_arrays_that_came_or_went_since_the_save_are_exported_as_they_are(
         assert sorted(safetensors.numpy.load_file(out)) == names
 
 
+@pytest.mark.parametrize("stored", [5, [1], {"a": 1}, None])
+async def test_an_attribute_that_is_no_metadata_does_not_hinder_an_export(tmp_path: Path, stored: Any) -> None:
+    await tstore.save(tmp_path / "store", {"w": np.ones(3)}, 1, attributes={"safetensors": stored})
+    await export_safetensors(tmp_path / "store", tmp_path / "out")
+    assert list(safetensors.numpy.load_file(tmp_path / "out")) == ["w"]
+
+
 async def test_names_that_collide_are_named(tmp_path: Path) -> None:
     x = np.zeros(3)
     await tstore.save(tmp_path / "store", {"a": {"b": x, "c": x}, "a.b": x, "ok": {1: x, "1": x}}, 0)

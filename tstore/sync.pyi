@@ -433,7 +433,7 @@ def restore(
     returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
     Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
     other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
-    back as `exmy.Quantized`, as they are stored, without decoding.
+    back as `exmy.Quantized`, as they are stored, without decoding; those of one value (no dimensions) decoded.
     Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
     Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
     `InvalidArgument`."""

@@ -273,15 +273,35 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
             return scalars.get(path, value)
         if isinstance(value, Mapping):
             built = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
-            return _like(value, built)
+            return rebuilt(path, value, lambda: _like(value, built))
         fields = _fields(value)
         if fields is not None:
             made = {f: build(v, _join(path, f)) for f, v in fields}
-            return type(value)(**made) if isinstance(value, tuple) else dataclasses.replace(value, **made)
+            return rebuilt(path, value, lambda: _with_fields(value, made))
         items = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
 
+    def rebuilt(path: str, value: Any, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:  # the class's own code
+            raise InvalidArgument(
+                f"{_shown(path)}: the target's {type(value).__name__} can't be made anew with the restored values "
+                f"({type(error).__name__}: {error}); leave out target, or pass a dict there"
+            ) from error
+
     return build(target, "")
+
+
+def _with_fields(value: Any, made: dict[str, Any]) -> Any:
+    """Return a copy of a namedtuple or dataclass with these fields, also those that `__init__` does not take."""
+    if isinstance(value, tuple):
+        return type(value)(**made)
+    taken = {field.name for field in dataclasses.fields(value) if field.init}
+    copied = dataclasses.replace(value, **{name: item for name, item in made.items() if name in taken})
+    for name in made.keys() - taken:
+        object.__setattr__(copied, name, made[name])  # the class may be frozen
+    return copied
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

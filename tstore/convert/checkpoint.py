@@ -92,7 +92,7 @@ async def export_safetensors(
         paths, left_out = _names(snapshot)
         arrays = {name: await snapshot.array(path) for name, path in paths.items()}
         specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
-        metadata = snapshot.attributes().get(_ATTRIBUTE)
+        metadata = _metadata(snapshot)
         if metadata is None:
             specs = by_alignment(specs)
         total, done = sum(a.nbytes for a in arrays.values()), 0
@@ -148,6 +148,14 @@ def _runs(length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
     size = most // chunk * chunk or most
     for start in range(0, length, size):
         yield start, min(start + size, length)
+
+
+def _metadata(snapshot: Snapshot) -> dict[str, str] | None:
+    """The metadata of the file that was imported; None where there was none, also where a caller wrote others."""
+    stored = snapshot.attributes().get(_ATTRIBUTE)
+    if isinstance(stored, dict) and all(isinstance(text, str) for text in stored.values()):
+        return stored
+    return None
 
 
 def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
