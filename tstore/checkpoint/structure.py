@@ -168,8 +168,10 @@ def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
 
 
 def _is_document(node: Any) -> bool:
+    if _is_pair(node) and node[0] == "array":  # most nodes are
+        return isinstance(node[1], str)
     match node:
-        case ["array" | "scalar", str()] | ["none"]:
+        case ["scalar", str()] | ["none"]:
             return True
         case ["dict", [*items]]:
             return all(_is_pair(i) and _is_scalar(i[0]) and _is_document(i[1]) for i in items)
@@ -185,6 +187,8 @@ def _is_pair(item: Any) -> bool:
 
 
 def _is_scalar(node: Any) -> bool:
+    if _is_pair(node) and node[0] == "str":  # as most keys are
+        return isinstance(node[1], str)
     match node:
         case [str(name), str(text)] if name in _SCALAR_NAMES:
             try:
