@@ -41,7 +41,7 @@ from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
-from tstore.layout import is_object, is_transaction, owner_of
+from tstore.layout import is_object, is_transaction, is_written, owner_of
 from tstore.pool import uncancelled
 from tstore.turns import together
 
@@ -231,7 +231,7 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
     entries = [plan.ledger.alive[v] for v in run]
     written = await together(lambda e: _objects(log, e.transaction), entries)
     for entry, keys in zip(entries, written, strict=True):
-        for key in filter(is_object, (*keys, *entry.holds)):
+        for key in filter(is_written, (*keys, *entry.holds)):  # a forged record may name others
             plan.dead.setdefault(owner_of(key), set()).add(key)
         plan.dead.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys

@@ -28,7 +28,8 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "AlreadyExists",
@@ -54,6 +55,7 @@ __all__ = [
     "Unreachable",
     "UnsupportedFormat",
     "listed",
+    "parsing",
 ]
 
 _LISTED = 20
@@ -65,6 +67,17 @@ def listed(lines: Sequence[str]) -> str:
     if len(lines) > _LISTED:
         shown.append(f"\n  … and {len(lines) - _LISTED} more")
     return "".join(shown)
+
+
+@contextlib.contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Make `Corrupt` of what the block raises where a stored document is not of the form that tstore writes."""
+    try:
+        yield
+    except TStoreError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise Corrupt(f"{what} is not of the form that tstore writes: {error!r:.200}") from error
 
 
 class TStoreError(Exception):

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_object", "is_record", "is_transaction", "owner_of"]
+__all__ = ["is_object", "is_record", "is_transaction", "is_written", "owner_of"]
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 _TRANSACTION = re.compile(_ID)
 _RECORD = re.compile("commits/[0-9]{20}")
-_OBJECT = re.compile(
-    "(?:commits|roots)/[0-9]{20}|latest|tstore[.]json|"
-    f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)"
-)
+_WRITTEN = re.compile(f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
+_OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_WRITTEN.pattern}")
 
 
 def is_object(key: str) -> bool:
@@ -30,6 +28,11 @@ def is_object(key: str) -> bool:
 def is_record(key: str) -> bool:
     """Whether it is the name of a record."""
     return _RECORD.fullmatch(key) is not None
+
+
+def is_written(key: str) -> bool:
+    """Whether it is the name of an object that a transaction writes."""
+    return _WRITTEN.fullmatch(key) is not None
 
 
 def is_transaction(name: str) -> bool:

@@ -51,7 +51,7 @@ class Marker(msgspec.Struct, frozen=True):
                     f"{MARKER} has format version {written}; this tstore knows up to {FORMAT_VERSION}"
                 )
             marker = msgspec.json.decode(data, type=Marker)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Corrupt(f"{MARKER} does not parse ({error})") from error
         if not marker._sound:
             raise Corrupt(f"{MARKER} was changed, its checksum is of other values")

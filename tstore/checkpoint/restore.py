@@ -23,7 +23,7 @@ from tstore.checkpoint.structure import (
 )
 from tstore.chunks.grid import Selection
 from tstore.chunks.packed import is_packed
-from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch
+from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch, parsing
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
 
@@ -74,7 +74,9 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
         if not wanted:
             raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
     if target is None:
-        return unflatten(document, await _read(snapshot, dict.fromkeys(wanted), packed))
+        arrays = await _read(snapshot, dict.fromkeys(wanted), packed)
+        with parsing(f"{name}: its structure"):
+            return unflatten(document, arrays)
     given, leaves = flatten(target)
     if only is not None:
         leaves = {p: v for p, v in leaves.items() if matches(p)}
@@ -91,9 +93,10 @@ def _document(snapshot: Snapshot) -> list[Any]:
     for path in snapshot.paths():
         *heads, last = path.split("/")
         group = root
-        for head in heads:
-            group = group.setdefault(head, {})
-        group[last] = ["array", path]
+        with parsing(f"{snapshot.where}: the path {path!r}"):  # below an array, if another program wrote it
+            for head in heads:
+                group = group.setdefault(head, {})
+            group[last] = ["array", path]
 
     def node(group: Any) -> list[Any]:
         if isinstance(group, list):
@@ -141,7 +144,9 @@ def _check_fit(
     partial: bool,
 ) -> dict[str, Any]:
     """The stored Python scalars by path; raises one `StructureMismatch` for all that does not fit."""
-    stored, asked = scalars_in(document), {} if partial else scalars_in(given)
+    with parsing(f"{name}: its structure"):
+        stored = scalars_in(document)
+    asked = {} if partial else scalars_in(given)
     kept = {} if partial else stored
     there = {*wanted, *kept}
     missing = [p for p in (*leaves, *asked) if p not in there]

@@ -244,6 +244,8 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
                 return values if kind == "list" else tuple(values)
             case [name, text]:
                 return _DROPPED if partial else _SCALARS[_SCALAR_NAMES[name]][1](text)
+            case _:
+                raise ValueError("a node is of no kind that is known")
         return _DROPPED if partial and not found else found
 
     built = build(document)

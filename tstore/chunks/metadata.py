@@ -113,7 +113,7 @@ class ArrayMeta:
             self.codecs: list[dict[str, Any]] = fields["codecs"]
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
-            self.attributes: dict[str, Any] = fields.get("attributes", {})
+            self.attributes: dict[str, Any] = dict(fields.get("attributes", {}))
             self.dimension_names: tuple[str | None, ...] | None = (
                 tuple(fields["dimension_names"]) if fields.get("dimension_names") is not None else None
             )

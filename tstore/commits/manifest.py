@@ -18,13 +18,14 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.layout import is_written
 
 __all__ = [
     "INLINE_MANIFEST",
@@ -50,6 +51,9 @@ _MAGIC = b"tstore"
 _VERSION, _COLLECTING, _DROPPING = 1, 2, 3  # of which an older tstore would miss what others mean for it
 _HEADER = len(_MAGIC) + 2
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A version, a host, or the length of an object."""
+
 T = TypeVar("T", bound="_Body")
 
 
@@ -61,7 +65,7 @@ class ObjectRef(_Body, tag="object", frozen=True):
     """Where a metadata object lies and what its bytes must be."""
 
     key: str
-    length: int
+    length: Count
     check: bytes
 
     def is_to(self, data: bytes) -> bool:
@@ -106,9 +110,11 @@ class Manifest(_Body, tag="manifest", dict=True, frozen=True):
             as_checks(self.checks),
         )
         table.validate()
-        n = len(self.paths)
+        if not all(map(is_written, filter(None, self.packs))):
+            raise Corrupt("a manifest refers to a pack whose name no transaction gives")
+        n, counts = len(self.paths), column(self.count, "<u8")
         fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
-        if not fits or int(column(self.count, "<u8").sum()) != len(table):
+        if not fits or counts.max(initial=0) > len(table) or int(counts.sum()) != len(table):
             raise Corrupt("the columns of a manifest do not fit each other")
         if n and int(column(self.document, "<u4").max()) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not hold")
@@ -169,7 +175,7 @@ class Alive(_Body, frozen=True):
     transactions that the version needs, as far as no older version that lives wrote or holds them.
     """
 
-    version: int
+    version: Count
     transaction: str
     time: float
     tags: tuple[str, ...]
@@ -187,8 +193,8 @@ class Collection(_Body, dict=True, frozen=True):
     """
 
     alive: tuple[Alive, ...]
-    expired: tuple[int, ...]
-    tags: dict[str, int]
+    expired: tuple[Count, ...]
+    tags: dict[str, Count]
     transactions: tuple[str, ...]
     objects: tuple[str, ...]
 
@@ -210,7 +216,7 @@ class Record(_Body, frozen=True):
     """
 
     transaction: str
-    base: int
+    base: Count
     time: float
     message: str = ""
     tags: tuple[str, ...] = ()
@@ -221,7 +227,7 @@ class Record(_Body, frozen=True):
     void: bool = False
     facts: dict[str, Any] = {}
     durable: bool = True
-    collected: int = 0
+    collected: Count = 0
     reused: tuple[str, ...] = ()
     collection: Collection | None = None
     parts: tuple[Part, ...] = ()
@@ -252,9 +258,9 @@ class Fragment(_Body, frozen=True):
     """What one host of a cooperative transaction contributes."""
 
     transaction: str
-    host: int
-    hosts: int
-    base: int
+    host: Count
+    hosts: Count
+    base: Count
     message: str
     tags: tuple[str, ...]
     replaces: bool
@@ -269,9 +275,9 @@ class Fragment(_Body, frozen=True):
 class Root(_Body, frozen=True):
     """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
 
-    version: int
+    version: Count
     record: bytes
-    tags: dict[str, int]
+    tags: dict[str, Count]
     manifest: Manifest
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, Stored, check_of, decode
@@ -214,9 +215,10 @@ class Records:
 
     def _keep_data(self, version: int, data: bytes) -> Stored:
         """The record in what was read of a version, which is kept."""
-        self._records.put(
-            version, stored := Stored(self._decoded(commit_key(version), data, Record), check_of(data))
-        )
+        record = self._decoded(commit_key(version), data, Record)
+        if max(record.base, record.collected) >= version:  # whoever follows these would walk in a circle
+            raise Corrupt(f"{self.backend.url}: {commit_key(version)} refers to version {version} or a later one")
+        self._records.put(version, stored := Stored(record, check_of(data)))
         return stored
 
     async def changes(self, version: int, record: Record) -> Changes:
@@ -281,8 +283,8 @@ class Records:
         """The nearest tree that is known or has a root, and all records from there up to a version."""
         known = [tree for v in self._trees.versions() if v <= version and (tree := self._trees.get(v)) is not None]
         nearest = max(known, key=lambda tree: tree.version, default=Tree.empty())
-        between = [self._records.get(v) for v in range(nearest.version + 1, version + 1)]
-        if None not in between:
+        between = list(takewhile(bool, map(self._records.get, range(nearest.version + 1, version + 1))))
+        if len(between) == version - nearest.version:
             return nearest, [stored.record for stored in between if stored is not None]
         rooted, top = version - version % ROOT_EVERY, version
         records: list[Record] = []
@@ -386,6 +388,8 @@ class Records:
 def _tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
     """The tree of a root that belongs to the record of its version; None for any other."""
     if root is None or stored is None or (root.version, root.record) != (version, stored.check):
+        return None
+    if not all(0 < named <= version for named in root.tags.values()):
         return None
     with contextlib.suppress(Corrupt):  # where its columns do not fit each other
         return Tree.of(root)

@@ -13,6 +13,7 @@ import msgspec
 from tstore.arguments import STEP_TAG
 from tstore.commits.manifest import Alive, Collection, Record
 from tstore.errors import Conflict, InvalidArgument, NotFound, SourceCondemned
+from tstore.layout import owner_of
 
 __all__ = ["Best", "Keep", "Ledger", "check_condemned", "step_of"]
 
@@ -168,7 +169,7 @@ def check_condemned(url: str, record: Record, version: int, collection: Collecti
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
-    gone = [key for key in record.reused if key in single or key.split("/")[1] in whole]
+    gone = [key for key in record.reused if key in single or owner_of(key) in whole]
     if gone:
         raise SourceCondemned(
             f"{url}: this transaction re-uses chunks that version {version}, a gc that was committed since then, "

@@ -80,7 +80,10 @@ class Node:
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of the group or array."""
-        found: dict[str, Any] = msgspec.json.decode(self.document).get("attributes", {})
+        fields = msgspec.json.decode(self.document)
+        found = fields.get("attributes", {}) if isinstance(fields, dict) else None
+        if not isinstance(found, dict):
+            raise Corrupt("the attributes of a node are no JSON object")
         return found
 
     def row(self, number: int) -> ChunkRow | None:

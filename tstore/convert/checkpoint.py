@@ -24,7 +24,7 @@ from tstore.checkpoint.steps import chosen_snapshot
 from tstore.checkpoint.structure import stored_document
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import Spec, by_alignment
-from tstore.errors import InvalidArgument, listed
+from tstore.errors import InvalidArgument, listed, parsing
 from tstore.pool import run
 from tstore.quantization.policy import CodecRules
 from tstore.snapshot import Snapshot
@@ -165,7 +165,8 @@ def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
         found = [(path.replace("/", "."), path) for path in snapshot.paths()]
         left_out = []
     else:
-        leaves = list(_leaves(document, ()))
+        with parsing(f"version {snapshot.version}: its structure"):
+            leaves = list(_leaves(document, ()))
         found = [(name, path) for name, path in leaves if path is not None]
         left_out = [name for name, path in leaves if path is None]
     names: dict[str, str] = {}

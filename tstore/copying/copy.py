@@ -59,6 +59,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Uns
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cached import uncached
 from tstore.kv.url import connect
+from tstore.layout import owner_of
 from tstore.marker import read_marker
 from tstore.store import Store, opened
 from tstore.turns import batched, together
@@ -174,7 +175,7 @@ async def _expiry_of_others(log: Log, inventory: Inventory, name: uuid.UUID) -> 
     if not expired:
         return None
     entry = ledger.alive[inventory.versions[0]]
-    others = [k for k in (*inventory.manifests, *inventory.packs) if k.split("/")[1] != entry.transaction]
+    others = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
     return Record(
         f"copy-{name.hex}",
         base,
@@ -268,6 +269,8 @@ class _Copy:
         damaged = {k for k in doubtful if not await is_sound(self._target, k, there[k], packs[k])}
         missing = [key for key in packs if key not in there or key in damaged]
         self._present += len(packs) - len(missing)
+        if damaged:
+            await self._check_common_records()
         total = sum(sizes[key] for key in missing)
         shipment = Shipment(self._source, self._destination, damaged, total, self._progress)
         try:
@@ -288,6 +291,8 @@ class _Copy:
         there = await self._there(manifests, begun)
         missing = [key for key, ref in manifests.items() if there.get(key) != ref.length]
         self._present += len(manifests) - len(missing)
+        if any(key in there for key in missing):
+            await self._check_common_records()
 
         async def move(key: str) -> None:
             data = await self._source.get(key)
@@ -302,6 +307,14 @@ class _Copy:
             await self._destination.create(key, data)
 
         await together(move, missing)
+
+    async def _check_common_records(self) -> None:
+        """Raise `Conflict` unless the destination has all records of the source, up to the newest that both have.
+
+        What the source's records say of an object at the destination counts only where that has the same ones.
+        """
+        for versions in batched(range(1, min(self._known or 0, self._records.newest) + 1)):
+            await self._destination.check_same(self._records, versions)
 
     async def _create_records(self) -> None:
         versions = range((self._known or 0) + 1, self._records.newest + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 from tstore.commits.log import Log
@@ -46,6 +46,12 @@ class Destination:
         if common and not await self._agrees(records, common):
             raise self.apart(records, await self._first_difference(records, common))
         return newest
+
+    async def check_same(self, records: SourceRecords, versions: Sequence[int]) -> None:
+        """Raise `Conflict` where the destination has another record of one of these versions than the source."""
+        agree = await together(lambda version: self._agrees(records, version), versions)
+        if not all(agree):
+            raise self.apart(records, versions[agree.index(False)])
 
     def apart(self, records: SourceRecords, version: int) -> Conflict:
         """The error for a destination whose version is not that of the source."""

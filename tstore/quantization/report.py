@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import exmy
 
-from tstore.errors import NotFound
+from tstore.errors import NotFound, parsing
 from tstore.snapshot import Snapshot
 
 __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
@@ -181,13 +181,9 @@ def stored_report(snapshot: Snapshot) -> QuantizeReport:
             f"version {snapshot.version} has no report: it is no commit of tstore.quantize; tstore log shows "
             "which are, pass the version or the tag of one"
         )
-    return QuantizeReport(
-        snapshot.version,
-        found["tag"],
-        found["source"],
-        [_array(row) for row in found["arrays"]],
-        found["request"],
-    )
+    with parsing(f"version {snapshot.version}: its report"):
+        arrays = [_array(row) for row in found["arrays"]]
+        return QuantizeReport(snapshot.version, found["tag"], found["source"], arrays, found["request"])
 
 
 def _array(row: Mapping[str, Any]) -> QuantizedArray:

@@ -100,7 +100,8 @@ class Membership(NamedTuple):
     def named(transaction: str) -> Membership | None:
         """The membership of host 0 in the group of that id, by what the id tells; None where it is no group's."""
         found = _ID.fullmatch(transaction)
-        return Membership(transaction, found[1], 0, int(found[2])) if found else None
+        hosts = int(found[2]) if found and len(found[2]) <= len(str(_MOST_HOSTS)) else 0
+        return Membership(transaction, found[1], 0, hosts) if found and 0 < hosts <= _MOST_HOSTS else None
 
     @property
     def family(self) -> str:

@@ -145,7 +145,7 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
         key = f"txn/{transaction}/alive-{host:05d}-of-{hosts:05d}"
         try:
             beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
-        except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+        except (NotFound, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
     if delivered and not heartbeats and member is not None:

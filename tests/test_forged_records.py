@@ -1,0 +1,198 @@
+"""Records and roots with right checksums that refer to themselves, to what is not theirs, or to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+import tstore
+from tstore import Keep
+from tstore.commits.manifest import Collection, Fragment, Record, Root, decode, encode
+from tstore.commits.records import ROOT_EVERY, commit_key, root_key
+from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, TStoreError
+from tstore.kv.base import Backend, Durability
+from tstore.marker import read_marker
+
+VALUES = np.arange(4000.0)
+
+
+async def filled(*steps: int) -> tstore.Store:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in steps:
+        await tstore.save(store, {"w": VALUES + step, "b": np.arange(3)}, step)
+    return store
+
+
+async def keys(backend: Backend) -> set[str]:
+    return set(await backend.list(""))
+
+
+def framed(body: Any, **fields: Any) -> bytes:
+    """Return the frame of a body with other values of some fields, which need not be of the right type."""
+    good = encode(body)
+    values = [fields.get(name, getattr(body, name)) for name in body.__struct_fields__]
+    data = good[:8] + msgspec.msgpack.encode(values)
+    return data + xxhash.xxh3_128_digest(data)
+
+
+async def test_a_gc_deletes_no_record_that_a_forged_one_holds() -> None:
+    """One that expires names a record as re-used, and one that stays another: a gc would take it for data."""
+    store = await filled(0)
+    backend = store.log.backend
+    for number in (1, 2):
+        record = Record(f"forged{number}", number, 0.0, tags=(f"step/{number}",), reused=(commit_key(number),))
+        await backend.create(commit_key(number + 1), encode(record), Durability.NONE)
+    store = await tstore.open(store.url)
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    await store.collect(Keep(last=1), abandoned=timedelta(0))
+    assert {commit_key(v) for v in (1, 2, 3)} <= await keys(backend)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 1 << 61])
+async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
+    """Whoever looks for the gc that removed a version would go round and round."""
+    store = await filled(0, 1)
+    gone = Collection((), (), {}, (), ())
+    record = Record("forged", 2, 0.0, collected=3 + ahead, collection=gone)
+    await store.log.backend.create(commit_key(3), encode(record), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match="commits/00000000000000000003 refers to version 3 or a later one"):
+        async with asyncio.timeout(10):
+            await store.snapshot(1)
+
+
+@pytest.mark.parametrize("named", [10**12, 0])
+async def test_a_root_whose_tag_names_no_version_is_passed_over(named: int) -> None:
+    store = await filled(0)
+    for _ in range(ROOT_EVERY - 1):
+        async with store.transaction(durability="none"):
+            pass
+    backend = store.log.backend
+    root = decode(await backend.get(root_key(ROOT_EVERY)), Root)
+    await backend.hint(root_key(ROOT_EVERY), framed(root, tags={"step/0": named}))
+    store = await tstore.open(store.url, "r")
+    assert await store.tags() == {"step/0": 1}
+    assert np.array_equal((await tstore.restore(store, 0))["w"], VALUES)
+    assert not (await store.verify()).ok
+
+
+@pytest.mark.parametrize("counts", [(-1, 3), (1 << 62, -(1 << 62) + 2)])
+async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int]) -> None:
+    """Their sum is right, modulo 2^64."""
+    store = await filled(0)
+    backend = store.log.backend
+    record = decode(await backend.get(commit_key(1)), Record)
+    [manifest] = await store.log.manifests(record)
+    assert len(manifest.paths) == 3  # with the root group
+    column = np.array([*counts, 0], "<i8").tobytes()
+    wrong = msgspec.structs.replace(manifest, count=column)
+    await backend.create(commit_key(2), encode(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match="columns of a manifest do not fit"):
+        await store.snapshot()
+
+
+@pytest.mark.parametrize(
+    "name", ["tstore.json", "commits/00000000000000000001", "nothing", "txn/../latest", "txn/a/b"]
+)
+async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
+    await backend.create(commit_key(2), encode(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match="pack whose name"):
+        await store.snapshot()
+    with pytest.raises(TStoreError):
+        await tstore.copy(store, f"memory://{uuid.uuid4()}")
+
+
+async def test_a_fragment_of_a_base_below_zero_is_not_committed() -> None:
+    """The number of its commit would be counted from there."""
+    store = await filled(0, 1, 2)
+    first, second = (store.transaction(name="step/7", host=i, hosts=2, attempt="a") for i in range(2))
+    await (await first.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
+    with pytest.raises(DeadlineExceeded):
+        await first.commit(timeout=0.01)
+    backend = store.log.backend
+    [part] = [key for key in await backend.list("txn/") if "/part-" in key]
+    await backend.hint(part, framed(decode(await backend.get(part), Fragment), base=-5))
+    with pytest.raises(Corrupt):
+        await second.commit(timeout=5)
+    assert {key for key in await keys(backend) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
+
+
+async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
+    store = await filled(0)
+    for hosts in ("1000000", "99999999999"):
+        name = f"txn/n.a.{'0' * 32}-of-{hosts}"
+        await store.log.backend.hint(f"{name}/part-00000-of-{hosts}", b"")
+    async with asyncio.timeout(10):
+        assert [p.hosts for p in await store.transactions()] == [1, 1]
+        for transaction in await store.transactions():
+            with pytest.raises(TStoreError):
+                await store.finish(transaction.transaction)
+
+
+async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() -> None:
+    """The source's record of version 1 says another length of a manifest that the destination has."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction(tag="big") as tx:
+        for i in range(150):
+            await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+    url = f"memory://{uuid.uuid4()}"
+    await tstore.copy(store, url)
+    await tstore.save(store, {"w": VALUES}, 1)
+    backend = store.log.backend
+    record = decode(await backend.get(commit_key(1)), Record)
+    [reference] = record.manifests
+    [manifest] = await store.log.manifests(record)
+    data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
+    await backend.hint(reference.key, data)
+    other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
+    forged = msgspec.structs.replace(record, manifests=(other,))
+    await backend.hint(commit_key(1), encode(forged))
+    async with store.transaction():  # the newest record of both is the same one
+        pass
+    there = (await tstore.open(url)).log.backend
+    await there.create(commit_key(2), await backend.get(commit_key(2)), Durability.NONE)
+    before = {key: await there.get(key) for key in await keys(there)}
+    with pytest.raises(Conflict, match="from version 1 on"):
+        await tstore.copy(await tstore.open(store.url), url)
+    assert {key: await there.get(key) for key in before} == before
+
+
+@pytest.mark.parametrize(
+    "own", [5, [], {"structure": 5}, {"structure": ["dict", [["str"]]]}, {"quantization": {}}]
+)
+async def test_attributes_under_the_name_of_tstore_may_hold_anything(own: Any) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await tx.create_group("", {"tstore": own})
+        await (await tx.create_array("w", (4000,), "f4", (4000,))).write(VALUES)
+    with contextlib.suppress(Corrupt):  # its structure
+        assert np.array_equal((await tstore.restore(store))["w"], VALUES.astype("f4"))
+    with pytest.raises(TStoreError):
+        await tstore.quantize_report(store)
+
+
+async def test_a_marker_that_is_nested_deeply_is_damaged() -> None:
+    store = await filled(0)
+    await store.log.backend.hint("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
+    with pytest.raises(Corrupt):
+        await read_marker(store.log.backend)
+
+
+def test_what_readers_refuse_is_not_encoded() -> None:
+    for record in (Record("t", -1, 0.0), Record("t", 1 << 63, 0.0), Record("t", 0, 0.0, collected=1 << 62)):
+        with pytest.raises(InvalidArgument):
+            encode(record)
