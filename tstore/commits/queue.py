@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from tstore import world
-from tstore.commits.manifest import Manifest, Part, Record, encode
+from tstore.commits.manifest import Manifest, Part, Record
 from tstore.commits.tree import Changes
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
 
@@ -103,7 +103,6 @@ class CommitQueue:
     async def append(self, entry: Entry, append: Append) -> int:
         """The version that the entry's record became, or part of; raises what came in its way."""
         if self._busy:
-            encode(entry.record)  # one that can't be encoded fails here, not together with others
             self._waiting.append(entry)
             await self._turn(entry)
         else:

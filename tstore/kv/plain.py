@@ -23,7 +23,8 @@ class Plain:
         ahead = min(3, most)  # what the caller knows, the next, and the one behind that
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + ahead]
-            got = await asyncio.gather(*[_get_or_none(self, key) for key in asked])
+            gets = [_get_or_none(self, key) for key in asked]
+            got = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
             stand = [data is not None for data in got]
             first_free = [*stand, False].index(False)
             found += [data for data in got[:first_free] if data is not None]
