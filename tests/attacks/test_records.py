@@ -31,7 +31,7 @@ from tstore import Keep
 from tstore.errors import TStoreError
 from tstore.kv.url import connect
 
-COUNT = int(os.environ.get("TSTORE_FORGERIES", "60"))
+COUNT = int(os.environ.get("TSTORE_FORGERIES", "30"))
 SEEDS = [int(os.environ["TSTORE_FORGERY"])] if "TSTORE_FORGERY" in os.environ else range(COUNT)
 SECONDS = 20
 MEMORY = 3 << 30
