@@ -365,3 +365,24 @@ async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "txn") == []
     await backend.create("txn/a/one", b"y", FSYNC)
     assert await backend.get("txn/a/one") == b"y"
+
+
+async def test_packs_are_discarded_in_a_thread_while_others_list() -> None:
+    """A transaction is aborted while a gc looks at what there is."""
+    backend = connect(f"memory://{uuid.uuid4()}")
+    for i in range(5000):
+        await backend.create(f"txn/{i}/pack", b"", NONE)
+    ended = threading.Event()
+
+    def abort() -> None:
+        while not ended.is_set():
+            backend.writer("txn/aborted/pack", NONE).discard()
+
+    with ThreadPoolExecutor(1) as threads:
+        aborting = threads.submit(abort)
+        try:
+            for _ in range(100):
+                assert len(await backend.folders("txn/")) >= 5000
+        finally:
+            ended.set()
+        aborting.result()

@@ -71,9 +71,7 @@ class MemoryBackend(Plain):
         return time.time() - max(written) if written else None
 
     async def delete(self, key: str) -> None:
-        with self._lock:
-            self._objects.pop(checked_key(key, self.url), None)
-            self._times.pop(key, None)
+        self.remove(key)
 
     async def settle(self, prefix: str, durability: Durability) -> None:
         return None
@@ -84,7 +82,7 @@ class MemoryBackend(Plain):
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
         self.add(key, data)  # at once: a transaction reads its own writes before the pack is finished
-        return _MemoryPack(self._objects, key, data)
+        return _MemoryPack(self, key, data)
 
     def upload(self, key: str, size: int, durability: Durability) -> _MemoryUpload:
         return _MemoryUpload(self, checked_key(key, self.url))
@@ -101,6 +99,12 @@ class MemoryBackend(Plain):
                 raise AlreadyExists(f"{self.url}: {key} exists already")
             self._objects[key] = data
             self._times[key] = time.time()
+
+    def remove(self, key: str) -> None:
+        """Delete an object, if it is there; blocking, from any thread."""
+        with self._lock:
+            self._objects.pop(checked_key(key, self.url), None)
+            self._times.pop(key, None)
 
     def _find(self, key: str) -> bytes | bytearray:
         try:
@@ -127,15 +131,15 @@ class _Growing:
 
 
 class _MemoryPack(_Growing):
-    def __init__(self, objects: dict[str, bytes | bytearray], key: str, data: bytearray) -> None:
+    def __init__(self, backend: MemoryBackend, key: str, data: bytearray) -> None:
         super().__init__(key, data)
-        self._objects = objects
+        self._backend = backend
 
     def finish(self) -> None:
         return None
 
     def discard(self) -> None:
-        self._objects.pop(self.key, None)
+        self._backend.remove(self.key)
 
 
 class _MemoryUpload(_Growing):
