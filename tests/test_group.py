@@ -503,3 +503,47 @@ async def test_what_any_host_deletes_is_gone(url: str, kept: int) -> None:
 
     assert await asyncio.gather(*[host(i) for i in range(3)]) == [2] * 3
     assert (await store.snapshot()).paths() == ["new/0", "new/1", "new/2", f"old/{kept}", "stays"]
+
+
+DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the error says
+    "one created anew what the other wrote into": ("anew", "created or resized it, host {writer} did not"),
+    "one deleted what the other wrote into": ("delete old/w", "deleted old/w, host {writer} wrote into it"),
+    "one deleted a group that the other wrote into": ("delete old", "deleted old, host {writer} wrote into it"),
+    "one created an array below that of the other": ("array", "below new, an array of host {writer}"),
+    "one created a group below an array of the other": ("group", "below new, an array of host {writer}"),
+}
+
+
+@pytest.mark.parametrize(("hosts", "other", "writer"), [(2, 0, 1), (2, 1, 0), (101, 100, 0)])
+@pytest.mark.parametrize("what", DISAGREEING)
+async def test_hosts_that_stand_in_each_others_way_are_refused(
+    url: str, what: str, hosts: int, other: int, writer: int
+) -> None:
+    """Whichever of them has the lower number, and also where they meet only when merged fragments are merged."""
+    act, text = DISAGREEING[what]
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("old/w", (8,), "f8", (2,))).write(np.arange(8) + 100)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=hosts, attempt="a", durability="none")
+        if number == other:
+            if act.startswith("delete"):
+                await tx.delete(act.removeprefix("delete "))
+            elif act == "anew":
+                await tx.delete("old/w")
+                await (await tx.create_array("old/w", (8,), "f8", (2,)))[:2].write(1)
+            elif act == "array":
+                await (await tx.create_array("new/below", (1,), "f8")).write(1)
+            else:
+                await tx.create_group("new/below", {"a": 1})
+        elif number == writer:
+            if act in ("array", "group"):
+                await (await tx.create_array("new", (1,), "f8")).write(1)
+            else:
+                await (await tx.array("old/w"))[3].write(7)
+        return await tx.commit(20)
+
+    error = raised(await outcomes([host(i) for i in range(hosts)]), Inconsistent)
+    assert text.format(writer=writer) in str(error)
+    assert (await store.snapshot()).version == 1

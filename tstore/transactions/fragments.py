@@ -16,7 +16,7 @@ import numpy as np
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import Span
 from tstore.commits.manifest import Fragment, Manifest, Record
-from tstore.commits.tree import Node, Tree
+from tstore.commits.tree import Node, Tree, is_below, parents
 from tstore.errors import Inconsistent
 
 __all__ = ["FAN", "check_complete", "fragment_of", "merged", "record_of"]
@@ -40,6 +40,7 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
     first = fragments[0]
     _check_agreement(name, fragments)
     _check_nodes(name, fragments, manifests)
+    _check_places(name, fragments, manifests)
     result = msgspec.structs.replace(
         first,
         base=min(f.base for f in fragments),
@@ -116,19 +117,46 @@ def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
 
 
 def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[Manifest]) -> None:
-    documents: dict[str, tuple[int, bytes]] = {}
+    first: dict[str, tuple[int, bytes, bool]] = {}
     differing = []
     for fragment, manifest in zip(fragments, manifests, strict=True):
-        for path, document, _, _ in manifest.nodes():
-            other, found = documents.setdefault(path, (fragment.host, document))
-            if found != document:
+        for path, document, fresh, _ in manifest.nodes():
+            host, expected, made = first.setdefault(path, (fragment.host, document, fresh))
+            if expected != document:
                 differing.append(
-                    f"{path}: host {other} has {_short(found)}, host {fragment.host} has {_short(document)}"
+                    f"{path}: host {host} has {_short(expected)}, host {fragment.host} has {_short(document)}"
                 )
+            elif made != fresh:  # what the others wrote into the old one would become part of the new one
+                maker, writer = (host, fragment.host) if made else (fragment.host, host)
+                differing.append(f"{path}: host {maker} created or resized it, host {writer} did not")
     if differing:
         raise Inconsistent(
             f"transaction {name!r}: hosts disagree on the metadata of arrays; nothing was committed",
             differing,
+        )
+
+
+def _check_places(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> None:
+    """Raise `Inconsistent` where one host wrote into what another deleted, or created below another's array."""
+    deleted = {top: f.host for f in fragments for top in f.deleted}
+    nodes = {
+        path: (fragment.host, document, fresh)
+        for fragment, manifest in zip(fragments, manifests, strict=True)
+        for path, document, fresh, _ in manifest.nodes()
+    }
+    meeting = []
+    for path, (host, _, fresh) in nodes.items():
+        if not fresh:
+            tops = [top for top in deleted if is_below(path, top)]
+            meeting += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
+        for above in parents(path):
+            if above in nodes and Node(nodes[above][1], ()).is_array:
+                meeting.append(f"{path}: host {host} created it below {above}, an array of host {nodes[above][0]}")
+    if meeting:
+        raise Inconsistent(
+            f"transaction {name!r}: hosts stand in each other's way; nothing was committed. Every host must make "
+            "the same deletions and use the same paths",
+            meeting,
         )
 
 
