@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 import tstore
 from tstore.errors import Misuse, NotFound, StorageFull
+from tstore.kv.base import BufferStream, Durability, PackWriter
 from tstore.kv.faults import Faults
-from tstore.kv.memory import MemoryObjects
+from tstore.kv.memory import MemoryBackend, MemoryObjects
 from tstore.kv.remote import served
 from tstore.testing.faults import open_faulty
 
@@ -146,6 +148,49 @@ async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> N
     assert await store.log.backend.list("txn/") == []
     with pytest.raises(Misuse, match="aborted"):
         await a.write(1)
+
+
+class HeldPacks(MemoryBackend):
+    """What is written to a pack waits until `released`, which nobody does before it is `reached`."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid.uuid4().hex)
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def writer(self, key: str, durability: Durability) -> PackWriter:
+        pack = super().writer(key, durability)
+        append = pack.append
+
+        def held(buffers: BufferStream, size: int) -> int:
+            self.reached.set()
+            self.released.wait(20)
+            return append(buffers, size)
+
+        pack.append = held  # type: ignore[method-assign]
+        return pack
+
+
+@pytest.mark.parametrize("how", ["abort", "commit that is cancelled"])
+async def test_no_pack_is_discarded_while_a_thread_writes_it(how: str) -> None:
+    backend = HeldPacks()
+    store = await tstore.open(backend)
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+    write = await begun(a.write(np.ones(BIG)))
+    await asyncio.to_thread(backend.reached.wait, 20)
+    end = await begun(tx.abort() if how == "abort" else tx.commit())
+    if how != "abort":
+        end.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not end.done()
+    assert await backend.list("txn/") != []
+    backend.released.set()
+    await asyncio.wait([end])
+    await write
+    assert tx.ended
+    assert await backend.list("txn/") == []
+    assert (await store.snapshot()).version == 0
 
 
 async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 
 import tstore
 from tstore.errors import Corrupt, SnapshotExpired
-from tstore.testing.faults import open_faulty
+from tstore.kv.memory import MemoryObjects
+from tstore.kv.remote import served
+from tstore.store import Store
+from tstore.testing.faults import FaultyBackend, open_faulty
 
 CHUNK = 2000  # float64, so that a chunk lies in a pack and not in its manifest
 
@@ -124,3 +128,25 @@ async def test_a_base_that_expired_is_told(url: str) -> None:
     await store.collect(tstore.Keep(tags=(), last=1))
     with pytest.raises(SnapshotExpired):
         await tx.commit()
+
+
+async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path) -> None:
+    """On a server a pack appears when it is finished, on a disk it is durable only then."""
+    name = uuid.uuid4().hex
+    for store in (await tstore.open(served(MemoryObjects(name))), await tstore.open(tmp_path / "store")):
+        async with store.transaction() as tx:
+            await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
+        faults = FaultyBackend(store.log.backend)
+        tx = Store(faults, store.uuid, "r+").transaction()
+        await (await tx.array("w"))[1].write(-1)
+        await overwrite(store, 0, 4)
+        assert await tx.commit() == 3
+        assert tx.retries
+        acts = [call for call in faults.calls if call.operation in ("finish", "settle", "create")]
+        record = next(i for i, call in enumerate(acts) if call.key == f"commits/{3:020d}")
+        assert [call.operation for call in acts[:record]] == ["finish", "settle"] * 2
+        snapshot = await store.snapshot()
+        expected = np.repeat([4.0, 0.0], CHUNK)
+        expected[1] = -1
+        assert np.array_equal(await (await snapshot.array("w")).read(), expected)
+        assert (await store.verify()).ok
