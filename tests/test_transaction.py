@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -51,6 +53,24 @@ async def newest(store: tstore.Store, path: str = "w") -> Any:
     """What another process would read."""
     other = await tstore.open(store.url, "r")
     return await read(await other.snapshot(), path)
+
+
+def test_a_loop_that_stops_inside_of_a_history_ends_without_a_word(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, tstore
+async def main():
+    store = await tstore.open({str(tmp_path / "s")!r})
+    for step in range(9):
+        async with store.transaction() as tx:
+            await tx.create_group(str(step))
+    async for commit in store.history():
+        if commit.version < 5:
+            return
+asyncio.run(main())
+"""
+    command = [sys.executable, "-W", "error", "-X", "dev", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 async def test_a_commit_is_seen_whole_and_a_snapshot_never_changes(store: tstore.Store) -> None:

@@ -54,11 +54,19 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "UnsupportedFormat",
+    "inventory",
     "listed",
     "parsing",
 ]
 
 _LISTED = 20
+_IN_A_LINE = 10
+
+
+def inventory(noun: str, names: Sequence[str] | Sequence[int]) -> str:
+    """Return "its <noun> are: …" with all of the names, or with the last ten of many."""
+    which = f"its {noun}" if len(names) <= _IN_A_LINE else f"the last of its {len(names):,} {noun}"
+    return f"{which} are: {', '.join(map(str, names[-_IN_A_LINE:])) or 'none'}"
 
 
 def listed(lines: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from tstore.arguments import checked_facts, checked_text
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
@@ -69,9 +71,11 @@ async def open(
             f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or 'x' (create)"
         )
     if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
+        module, name = type(url).__module__, type(url).__qualname__
+        kind = name if module == "builtins" else f"{module}.{name}"
         raise InvalidArgument(
-            f"a {type(url).__module__}.{type(url).__qualname__} is no store; expected a URL, a path or a Store as "
-            "the first argument, as in save(url, tree, step)"
+            f"an object of type {kind} is no store; expected a URL, a path or a Store as the first argument, as "
+            "in save(url, tree, step)"
         )
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
     early = asyncio.ensure_future(_early_hint(backend))
@@ -220,6 +224,8 @@ class Store:
         """
         if at is None:
             return Snapshot(self._log, await newest_tree(self._log))
+        if isinstance(at, np.integer):  # a version taken from an array
+            at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
             raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
         newest = await self._log.newest()
@@ -246,14 +252,12 @@ class Store:
         """
         return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
 
-    async def history(self) -> AsyncIterator[Commit]:
-        """Every commit, newest first, also those whose version has expired.
+    def history(self) -> AsyncIterator[Commit]:
+        """Iterate over the commits, newest first, including those whose version has expired.
 
-        Transactions that were committed together have one version.
+        Transactions that were committed together share a version.
         """
-        async with contextlib.aclosing(history(self._log)) as commits:
-            async for commit in commits:
-                yield commit
+        return history(self._log)
 
     async def tags(self) -> dict[str, int]:
         """Every tag and the version it names."""

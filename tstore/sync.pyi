@@ -264,9 +264,9 @@ class Store:
         """Releases open files; the store can still be used, and opens them again."""
 
     def history(self) -> Iterator[Commit]:
-        """Every commit, newest first, also those whose version has expired.
+        """Iterate over the commits, newest first, including those whose version has expired.
 
-        Transactions that were committed together have one version."""
+        Transactions that were committed together share a version."""
 
     def __enter__(self) -> Store: ...
     def __exit__(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Generic, Self, TypeVar
 
-__all__ = ["batched", "in_turn", "together"]
+__all__ = ["InTurn", "batched", "together"]
 
 _AT_ONCE = 64
 
@@ -32,17 +33,40 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
     return found
 
 
-async def in_turn(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncGenerator[tuple[K, V], None]:
-    """Each item and what the call returns for it, one by one, for whoever may stop early.
+class InTurn(Generic[K, V]):
+    """Each item with what the call returns for it, one at a time, for a caller that may stop early.
 
-    Ever more are asked for ahead: one, then two, then four. A failure comes in its item's turn.
+    The number of calls under way doubles with each batch, from one. A failure is raised at its item's turn.
+    `aclose` cancels the calls under way. Not an async generator: an event loop that shuts down closes all of those
+    at once, which fails for one that another is closing already.
     """
-    source, ahead = iter(items), 1
-    while batch := list(itertools.islice(source, ahead)):
-        async with _begun(call, batch) as calls:
-            for item, ended in zip(batch, calls, strict=True):
-                yield item, await ended
-        ahead = min(2 * ahead, _AT_ONCE)
+
+    def __init__(self, call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> None:
+        self._call = call
+        self._source = iter(items)
+        self._ahead = 1
+        self._calls: collections.deque[tuple[K, asyncio.Future[V]]] = collections.deque()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[K, V]:
+        if not self._calls:
+            batch = itertools.islice(self._source, self._ahead)
+            self._calls.extend([(item, asyncio.ensure_future(self._call(item))) for item in batch])
+            self._ahead = min(2 * self._ahead, _AT_ONCE)
+        if not self._calls:
+            raise StopAsyncIteration
+        item, call = self._calls.popleft()
+        return item, await call
+
+    async def aclose(self) -> None:
+        """Cancel the calls under way and wait until they have ended."""
+        calls = [call for _, call in self._calls]
+        self._calls.clear()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Part, Record, date_of
-from tstore.errors import InvalidArgument, NotFound
-from tstore.turns import in_turn
+from tstore.errors import InvalidArgument, NotFound, inventory
+from tstore.turns import InTurn
 
 __all__ = ["Commit", "history", "version_at", "version_named"]
 
@@ -34,7 +34,7 @@ class Commit(NamedTuple):
     """The version that the transaction was based on; those between were committed meanwhile by others."""
 
     def __repr__(self) -> str:
-        message, tag = textwrap.shorten(self.message, 60, placeholder="…"), str(self.tag)[:60]
+        message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]
         expired = " expired" if self.expired else ""
         return (
             f"<tstore.Commit version={self.version} tag={tag!r} time={self.time.isoformat()} {message!r}{expired}>"
@@ -46,7 +46,7 @@ async def history(log: Log) -> AsyncGenerator[Commit, None]:
     newest = await log.newest()
     alive, last = await living(log, newest)
     same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
-    async with contextlib.aclosing(in_turn(log.record, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if record.void:
                 continue
@@ -69,8 +69,9 @@ async def version_named(log: Log, at: int | str, newest: int) -> int:
         return at
     tags = (await log.tree(newest)).tags
     if at not in tags:
-        known = ", ".join(sorted(tags)[-10:]) or "none"
-        raise NotFound(f"{log.backend.url} has no tag {at!r}; its tags are: {known}")
+        raise NotFound(
+            f"{log.backend.url} has no tag {at!r}; {inventory('tags', sorted(tags, key=tags.__getitem__))}"
+        )
     return tags[at]
 
 
@@ -78,7 +79,7 @@ async def version_at(log: Log, at: datetime.datetime, newest: int) -> int:
     """The newest version by that time, as the history tells it; `NotFound` where there is none."""
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async with contextlib.aclosing(in_turn(log.record, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if min(date_of(part.time) for part in record.parts or (record,)) <= at:
                 return version

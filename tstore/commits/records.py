@@ -38,7 +38,7 @@ from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
 from tstore.kv.base import Backend
 from tstore.kv.cached import forget
 from tstore.pool import run
-from tstore.turns import in_turn
+from tstore.turns import InTurn
 
 __all__ = ["HINT", "ROOT_EVERY", "Records", "commit_key", "read_hint", "root_key"]
 
@@ -365,7 +365,7 @@ class Records:
         async def read(version: int) -> Record:
             return await self._record_below(version, newest + 1)
 
-        async with contextlib.aclosing(in_turn(read, range(newest, above, -1))) as records:
+        async with contextlib.aclosing(InTurn(read, range(newest, above, -1))) as records:
             async for version, record in records:
                 if record.commits(transaction):
                     return version
