@@ -551,7 +551,7 @@ def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call
     failed(call("ls", store, "--at", "big"), "no tag 'big'", "step/4")
     failed(call("ls", store, "--at", 7), "no version 7", "newest is 1")
     failed(call("ls", store, "layer"), "nothing at 'layer'", "layer.w")
-    failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5", "[4]")
+    failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5; its steps are: 4")
     failed(call("export", store, tmp_path / "out", "--at", "big"), "no tag 'big'")
     failed(call("quantize", store, "--format", "e4m3", "--at", 9), "no version 9")
     assert not (tmp_path / "out").exists()
@@ -570,7 +570,7 @@ def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
     failed(call("import", file, store, "--step", 4), "step 4 is saved already")
     failed(call("export", store, file), "exists")
     assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
-    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' is taken")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' names version 2 already")
     failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "only save makes steps")
     assert file.read_bytes() == before
     assert call("verify", store)[0] == 0
@@ -850,6 +850,26 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
             process.stdout.close()
             assert process.stderr.read() == b""
             assert process.wait(30) == 141
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_output_that_is_full(store: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "tstore", "ls", store, *options]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "can't be written to standard output: No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(store: Path, tmp_path: Path, closed: str) -> None:
+    command = [sys.executable, "-m", "tstore", "verify", str(store)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (b"is intact" in done.stdout) == (closed == "2>&-")
 
 
 def test_progress_is_shown_on_a_terminal_alone(store: Path) -> None:

@@ -192,6 +192,27 @@ def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: in
         assert os.listdir(temporary) == []
 
 
+def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
+    """Where a shell without job control starts a command with `&`, SIGINT is ignored."""
+    words = [sys.executable, "-m", "tstore", "demo", "--size", str(SIZE // 1_000_000)]
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until(lambda: len(hosts_of(process)) >= 8)
+            started = hosts_of(process)
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            assert any("saved step 0" in line for line in process.stdout)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    until(lambda: all(gone(pid) for pid in started))
+    assert process.returncode == 143
+    assert err.splitlines() == ["tstore: terminated; earlier commits are kept and no commit is half done"]
+    assert os.listdir(temporary) == []
+
+
 def test_bad_input(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("x")

@@ -85,11 +85,9 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
             document = asyncio.run(work(progress))
         if document is None:
             return 0
-        if as_json:
-            print(json.dumps(document, indent=2, allow_nan=False))
-        else:
-            show(document)
-        sys.stdout.flush()
+        _print(document, show, as_json)
+    except _OutputFailed as failed:
+        return fail("OutputFailed", str(failed), as_json)
     except TStoreError as error:
         return fail(type(error).__name__, str(error), as_json)
     except KeyboardInterrupt:
@@ -97,7 +95,7 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
         said = f"{what}; earlier commits are kept and no commit is half done"
         return fail("Interrupted", said, as_json, code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail again
+        _discard_output()
         return PIPE_CLOSED
     except Exception as error:
         if os.environ.get("TSTORE_TRACEBACK"):
@@ -107,17 +105,48 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
     return FAILED if document.get("ok") is False else 0
 
 
+class _OutputFailed(Exception):
+    """Standard output could not be written."""
+
+
+def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_json: bool) -> None:
+    try:
+        if as_json:
+            print(json.dumps(document, indent=2, allow_nan=False))
+        else:
+            show(document)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_output()
+        raise _OutputFailed(
+            f"the command did its work, but its result can't be written to standard output: {error.strerror}; "
+            "send the output to a place with room"
+        ) from None
+
+
+def _discard_output() -> None:
+    """Discard what was printed but not written, so that the flush at exit does not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 @contextlib.contextmanager
 def _terminable(came: list[int]) -> Iterator[None]:
     """Have SIGTERM end the work as Ctrl-C does, so that its files and processes go too; record it in `came`."""
 
+    handler = signal.getsignal(signal.SIGINT)
+    ignored = handler == signal.SIG_IGN  # as in the background of a script
+    if not ignored and handler is not signal.default_int_handler:
+        yield  # the embedding program has its own way to end the work
+        return
+
     def end(number: int, frame: object) -> None:
         came.append(number)
+        if ignored:
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # Ctrl-C is ignored, as in the background of a script
-        return
     try:
         before = signal.signal(signal.SIGTERM, end)
     except ValueError:  # another thread than the first

@@ -90,7 +90,7 @@ def show_diff(diff: Document) -> None:
     changes = [a["change"] for a in diff["arrays"]]
     added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
     counts = f"{counted(added, 'array')} added, {removed} removed, {changed} changed"
-    groups = f"; groups: {shortened([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
+    groups = f"; groups changed: {shortened([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
     print(plain(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
 
 

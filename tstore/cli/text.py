@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,8 +19,15 @@ _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "
 
 
 def adapt_streams() -> None:
-    """Have standard output and error replace every character that their encoding lacks."""
+    """Have standard output and error replace every character that their encoding lacks.
+
+    A stream that the parent process closed discards what is written to it.
+    """
     codecs.register_error(_FALLBACK, _replaced)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a stream of a test or a notebook
             stream.reconfigure(errors=_FALLBACK)  # type: ignore[union-attr]
