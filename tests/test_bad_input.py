@@ -416,7 +416,7 @@ async def test_a_timeout_that_leaves_no_time_is_refused_before_anything_is_done(
 
 async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_path: Path) -> None:
     store = await filled(tmp_path)
-    with pytest.raises(AlreadyExists, match=r"'good' is taken, by version 1.*move_tag="):
+    with pytest.raises(AlreadyExists, match=r"'good' names version 1 already.*move_tag="):
         async with store.transaction(tag="good"):
             pass
     with pytest.raises(AlreadyExists, match="good"):

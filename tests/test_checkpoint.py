@@ -257,6 +257,8 @@ async def test_a_part_is_restored_by_pattern(url: str) -> None:
     same(await tstore.restore(url, only="params/3/1"), {"params": {3: [None, np.ones(2)]}})
     with pytest.raises(NotFound, match="nothing"):
         await tstore.restore(url, only="nothing/**")
+    with pytest.raises(NotFound, match=r"'params' is a group, for all arrays below it pass only='params/\*\*'"):
+        await tstore.restore(url, only="params")
     target = {
         "params": {"w": np.zeros((2, 3)), "b": np.zeros(3, "f4"), 3: [np.ones(2), np.zeros(2)]},
         "mine": np.full(2, 7),
@@ -300,7 +302,8 @@ async def test_steps_versions_and_tags(url: str) -> None:
     assert [(c.tag, c.message, c.facts["metrics"]) async for c in store.history()] == [
         (f"step/{s}", f"at {s}", {"loss": s / 2}) for s in (30, 2, 10)
     ]
-    with pytest.raises(NotFound, match=r"no step 7; its steps are: \[2, 10, 30\]"):
+    same(await tstore.restore(url, at=np.int64(1)), await tstore.restore(url, at=1))  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match=r"no step 7; its steps are: 2, 10, 30"):
         await tstore.restore(url, 7)
     with pytest.raises(InvalidArgument, match="both"):
         await tstore.restore(url, 2, at=1)
@@ -579,7 +582,7 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     same(await tstore.restore(store), tree)
     assert await tstore.steps(store) == [7]
     assert set(before) <= set(await store.log.backend.list("txn/"))
-    with pytest.raises(AlreadyExists, match="taken"):
+    with pytest.raises(AlreadyExists, match="names version"):
         await tstore.quantize(store, "e4m3")
     coarse = await tstore.quantize(store, {"w": "e3m2", "**": None}, tag="coarse")
     assert {a.path for a in coarse.arrays if a.format} == {"w"}

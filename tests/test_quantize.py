@@ -197,6 +197,20 @@ async def test_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["quantize", "save"])
+@pytest.mark.parametrize("codecs", ["fp8", "e4m3 ", {"format": "e4m3", "blok": 32}])
+async def test_a_format_that_does_not_exist_is_an_error_where_no_array_would_have_it(
+    tmp_path: Path, call: str, codecs: Any
+) -> None:
+    tree = {"w": values(100), "ids": np.arange(100)}
+    await tstore.save(tmp_path, tree, 0)
+    rules = {"w": "e4m3", "**": codecs}
+    work = tstore.quantize(tmp_path, rules) if call == "quantize" else tstore.save(tmp_path, tree, 1, codecs=rules)
+    with pytest.raises(InvalidArgument, match=r"the rule '\*\*': .*(does not name a format|'blok')"):
+        await work
+    assert (await (await tstore.open(tmp_path)).tags()) == {"step/0": 1}
+
+
+@pytest.mark.parametrize("call", ["quantize", "save"])
 async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_path: Path, call: str) -> None:
     tree = {"layers": {"norm1": values(100), "w_out": values(100)}, "embed": values(100)}
     await tstore.save(tmp_path, tree, 0)
@@ -434,7 +448,7 @@ async def test_misuse_is_refused_and_nothing_is_committed(
 async def test_a_taken_tag(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": values(64, 50)}, 0)
     await tstore.quantize(tmp_path, "e4m3")
-    with pytest.raises(AlreadyExists, match="taken"):
+    with pytest.raises(AlreadyExists, match="names version"):
         await tstore.quantize(tmp_path, "e4m3")
 
 

@@ -56,7 +56,13 @@ def test_what_a_store_gives_is_one_line(store: blocking.Store) -> None:
     assert all(map(short, shown)), shown
     assert shown[1].endswith("/s at version 1>")
     assert shown[2] == "<tstore.sync.Array 'x' float64 (3, 2) chunks=(3, 2)>"
+    assert shown[3].startswith("<tstore.sync.Transaction ")
+    assert shown[3].endswith("/s: open>")
     assert "version=1 tag='step/0'" in shown[4]
+    with store.transaction() as tx:
+        tx.create_group("g")
+    assert repr(tx).endswith("/s: committed>")
+    assert "version=2 tag=None" in repr(next(store.history()))
 
 
 def test_no_public_class_is_forgotten() -> None:

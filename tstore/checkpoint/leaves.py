@@ -47,8 +47,9 @@ def dtype_of(where: str, leaf: Any) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(leaf.dtype).newbyteorder("=")
     except TypeError:
         raise InvalidArgument(
-            f"{where}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which NumPy does not have; "
-            "leave out target or pass NumPy arrays in it, and convert the NumPy arrays that come back"
+            f"{where}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, not a dtype of NumPy; leave "
+            "out target, or pass NumPy arrays in it, and convert the NumPy arrays that come back, as by "
+            "torch.from_numpy"
         ) from None
     return dtype
 

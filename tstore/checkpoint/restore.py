@@ -72,7 +72,7 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
         matches = compile_patterns(only)
         wanted = [p for p in wanted if matches(p)]
         if not wanted:
-            raise NotFound(f"{name}: no array matches only={only!r}; see `tstore ls` for what there is")
+            raise NotFound(f"{name}: no array matches only={only!r}; {_advice(only, list(paths_in(document)))}")
     if target is None:
         arrays = await _read(snapshot, dict.fromkeys(wanted), packed)
         with parsing(f"{name}: its structure"):
@@ -82,6 +82,15 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
         leaves = {p: v for p, v in leaves.items() if matches(p)}
     scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
     return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
+
+
+def _advice(only: str | list[str], paths: list[str]) -> str:
+    """Say how to select a group whose path was passed where a pattern is expected."""
+    for pattern in [only] if isinstance(only, str) else only:
+        group = pattern.strip("/")
+        if any(path.startswith(f"{group}/") for path in paths):
+            return f"{group!r} is a group, for all arrays below it pass only='{group}/**'"
+    return "`tstore ls` lists the paths of all arrays"
 
 
 def _document(snapshot: Snapshot) -> list[Any]:

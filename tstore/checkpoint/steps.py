@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tstore.commits.expiry import changes_nothing, living
 from tstore.commits.retention import step_of
-from tstore.errors import InvalidArgument, NotFound
+from tstore.errors import InvalidArgument, NotFound, inventory
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 
@@ -49,7 +49,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     if step is not None:
         found = steps_of(newest.tags)
         if step not in found:
-            raise NotFound(f"{store.url} has no step {step}; its steps are: {found[-10:] or 'none'}")
+            raise NotFound(f"{store.url} has no step {step}; {inventory('steps', found)}")
         return await snapshot_of(store.log, newest.tags[step_tag(step)], newest.version)
     return await _newest_checkpoint(store, newest) or newest
 

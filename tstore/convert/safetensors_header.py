@@ -253,6 +253,6 @@ def _wholes(value: Any, what: str, path: Path) -> tuple[int, ...]:
 
 def _corrupt(path: Path, what: str, expected: str, found: str) -> Corrupt:
     return Corrupt(
-        f"{os.fspath(path)}: {what}: expected {expected}, found {found}; this is no whole safetensors file, "
-        f"fetch it again"
+        f"{os.fspath(path)}: {what}: expected {expected}, found {found}; this is not a complete safetensors "
+        "file: check the path, or fetch it again"
     )

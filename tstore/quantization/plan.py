@@ -191,9 +191,9 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
     if least > budget:
         possible = 8 * (least + fixed) / max(1, values)
         raise InvalidArgument(
-            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits a value, with "
-            f"{len(kept)} arrays that stay as they are ({fixed:,} bytes with those that rules decide) and all "
-            "others in their smallest format; allow more bits, or give the former a format by a rule"
+            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits a value, of which "
+            f"{8 * fixed / max(1, values):.3f} are {len(kept)} arrays that keep their bits and those with a rule; "
+            "allow more bits, or name these arrays in rules for smaller formats"
         )
     for found, point in zip(studied, allocate(curves, budget), strict=True):
         if point.choice is None:

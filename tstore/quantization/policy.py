@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import exmy
 import msgspec
 import numpy as np
 
 from tstore.checkpoint.structure import compile_patterns
-from tstore.chunks.chain import FLOATS, Codecs, is_exmy
+from tstore.chunks.chain import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.errors import InvalidArgument, listed
 
 __all__ = [
@@ -120,6 +121,8 @@ class Rules:
                     f"the rule {pattern!r}: {codecs!r} can't be read; expected a path pattern, and None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
                 )
+            if is_exmy(codecs):
+                _check_exmy(pattern, codecs)
         self._tests = [(p, compile_patterns(p), codecs, _names(p)) for p, codecs in listed.items()]
 
     @staticmethod
@@ -157,6 +160,16 @@ class Rules:
                 f"{len(idle)} of {len(self._tests)} patterns match no array of this checkpoint; mend or remove "
                 f"them ('**/' stands for any folders above, also none):{listed(lines)}"
             )
+
+
+def _check_exmy(pattern: str, codecs: Codecs) -> None:
+    """Raise `InvalidArgument` for a format that exmy does not know, even if no array would be stored in it."""
+    try:
+        exmy.ChunkCodec.of(as_configuration(codecs))
+    except exmy.ExmyError as error:
+        raise InvalidArgument(
+            f"the rule {pattern!r}: {error}; or pass 'lossless', or None to keep arrays as they are"
+        ) from None
 
 
 def _names(pattern: str) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from tstore import world
 from tstore.commits.log import Log
 from tstore.commits.manifest import Fragment
-from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, inventory
 from tstore.kv.base import Backend
 from tstore.transactions.group import Membership, slug
 
@@ -132,8 +132,8 @@ async def find_pending(log: Log, name: str) -> Membership:
         )
     member = Membership.named(named[0].transaction) if named else None
     if member is None:
-        known = ", ".join(p.transaction for p in all_of_them[:10]) or "none"
-        raise NotFound(f"{log.backend.url}: no transaction {name!r} is under way; those under way are: {known}")
+        known = inventory("pending transactions", [p.transaction for p in all_of_them])
+        raise NotFound(f"{log.backend.url}: no transaction {name!r} is under way; {known}")
     return member
 
 

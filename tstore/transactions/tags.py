@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tstore.arguments import checked_name, checked_tag
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, inventory
 
 __all__ = ["TagEdits"]
 
@@ -41,13 +41,13 @@ class TagEdits(NamedTuple):
         for tag in self.named:
             if tag in known and tag not in self.moved:
                 raise AlreadyExists(
-                    f"{where}: the tag {tag!r} is taken, by version {known[tag]}; choose another one, or move it: "
-                    "transaction(move_tag=…)"
+                    f"{where}: the tag {tag!r} names version {known[tag]} already; pass another tag, or move this "
+                    "one by transaction(move_tag=…)"
                 )
         for tag in self.dropped:
             if tag not in known:
-                names = ", ".join(sorted(known)[-10:]) or "none"
-                raise NotFound(f"{where}: there is no tag {tag!r} to drop; its tags are: {names}")
+                names = sorted(known, key=known.__getitem__)
+                raise NotFound(f"{where}: there is no tag {tag!r} to drop; {inventory('tags', names)}")
 
     def changed(self, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
         """The tags, readable, that `check` found there, or not there, `before` and would not find so now."""

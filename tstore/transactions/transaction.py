@@ -96,6 +96,9 @@ class Transaction:
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
         self._heart = None if member is None else Heart(log.backend, member)
 
+    def __repr__(self) -> str:
+        return f"<tstore.Transaction {self.id} on {self._log.backend.url}: {self._life.state}>"
+
     @property
     def ended(self) -> bool:
         """Whether it was committed or aborted, so that it takes no more changes."""
