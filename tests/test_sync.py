@@ -91,12 +91,12 @@ def test_the_types_are_those_of_the_awaited_names() -> None:
 @pytest.mark.parametrize(
     ("expression", "parameter", "text"),
     [
-        ("tstore.open", "storage_options", "The store at a URL"),
+        ("tstore.open", "storage_options", "Open the store at a URL"),
         ("tstore.save", "metrics", "`tree` nests dicts"),
         ("tstore.open('s').transaction", "isolation", "`with` commits"),
-        ("tstore.open('s').transaction().create_array", "fill_value", "A new array"),
-        ("tstore.open('s').snapshot().array('w').read", "out", "The values, verified"),
-        ("tstore.open('s').snapshot().array('w')[3:, 0].write", "values", "Stages values"),
+        ("tstore.open('s').transaction().create_array", "fill_value", "Stage a new array"),
+        ("tstore.open('s').snapshot().array('w').read", "out", "Return the values, verified"),
+        ("tstore.open('s').snapshot().array('w')[3:, 0].write", "values", "Stage values"),
     ],
 )
 def test_an_editor_shows_signatures_and_docstrings(expression: str, parameter: str, text: str) -> None:

@@ -94,7 +94,7 @@ class Array:
         return [dict(c) for c in self._meta.codecs]
 
     def __getitem__(self, index: Index) -> Array:
-        """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
+        """Return a view by integers, slices (of any step) and `...`; raise `InvalidArgument` for other indices."""
         return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
 
     __iter__ = None  # rows one by one would be one read each: read a region, then iterate over that
@@ -107,7 +107,7 @@ class Array:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"
 
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """The values, verified, in a new array, or in `out` of the same shape and dtype.
+        """Return the values, verified, in a new array, or in `out` of the same shape and dtype.
 
         Raises `NotFound` where a chunk was never written and the array is not sparse, `Corrupt` where stored
         bytes have changed.
@@ -123,7 +123,7 @@ class Array:
         return out
 
     async def write(self, values: npt.ArrayLike) -> None:
-        """Stages values, broadcast to the view's shape; the caller may change them once this returns.
+        """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
         A chunk that is written in part keeps its other values bit for bit. Where a lossy codec can't do that,
         because the values written need another shared offset, the commit (or a read before it) raises
@@ -149,7 +149,7 @@ class Array:
         await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(spread))
 
     async def resize(self, shape: Sequence[int]) -> None:
-        """Stages another shape with as many axes; chunks that fall outside are dropped.
+        """Stage another shape with as many axes; chunks outside of it are dropped.
 
         What is added was never written: it reads as the fill value only where the array is sparse, or where it
         lies in a chunk that holds other values. What a smaller shape cut off is gone, also when it grows again.

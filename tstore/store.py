@@ -57,14 +57,16 @@ async def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """The store at a URL: a path, `file://…` or `memory://name`; or on a backend of your own.
+    """Open the store at a URL or path, or on a backend of your own.
 
-    `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
-    of this machine in which what is read is kept, under `Cache`'s limit of bytes.
-    Mode "r" reads a store, "r+" reads and writes one, "a" also creates one if nothing is there, "x" a new one.
-    Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
-    which is put to the test where a store is made), `InvalidArgument`.
+    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
+    `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder that keeps what is read from a server, up to the size that `Cache` sets.
+    Mode "r" opens a store for reading, "r+" for reading and writing; "a" also creates one if nothing is there, and
+    "x" always creates one.
+    Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
+    exclusive creates that is made with each new store), `InvalidArgument`.
     """
     if mode not in get_args(Mode):
         raise InvalidArgument(
@@ -168,17 +170,16 @@ class Store:
         attempt: str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> Transaction:
-        """A new transaction; `async with` commits it on exit and aborts it on an exception.
+        """Return a new transaction; `async with` commits it on exit and aborts it on an exception.
 
-        `tag` names the version it becomes; one that names another version is refused (`AlreadyExists`, by the
-        first use of the transaction), but `move_tag` takes its tag from whatever had it. `drop_tag` then names
-        no version any more; one that names none is refused (`NotFound`).
-        `isolation="serializable"` also fails the commit with a `Conflict` where anything it has read through its
-        own arrays and paths has changed. `durability="none"` gives up surviving a power failure. With `name`,
-        `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which becomes one
-        commit once all hosts have called `commit`.
-        Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit,
-        `Misuse` where this host has the same transaction open already in this `Store`.
+        `tag` names the new version; a tag that is in use raises `AlreadyExists` at the first use of the
+        transaction. `move_tag` names it too, and may be in use. `drop_tag` removes a tag; one that does not exist
+        raises `NotFound`. With `isolation="serializable"` the commit also fails with a `Conflict` if anything
+        that was read through the transaction has changed. With `durability="none"` a power failure may undo the
+        commit. With `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction,
+        which becomes one commit once all hosts have called `commit`.
+        Raises `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each
+        other, `Misuse` if this host has the same transaction open in this `Store` already.
         """
         self._check_writable()
         message, stored_facts = checked_text("message", message), checked_facts(facts)
@@ -217,7 +218,7 @@ class Store:
         return found
 
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
-        """The state as of a version, a tag, or a time; by default the newest.
+        """Return the state at a version, a tag or a time; by default the newest.
 
         Raises `NotFound` where there is no such version or tag, or nothing was committed by that time, and
         `SnapshotExpired`, one of its kind, where garbage collection removed it.
@@ -246,9 +247,9 @@ class Store:
     async def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """How the arrays of one version differ from those of another, each named as for `snapshot`.
+        """Return how the arrays of two versions differ; each version is named as for `snapshot`.
 
-        Only those chunks of float arrays are read that differ. Raises `NotFound` as `snapshot` does.
+        Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does.
         """
         return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
 
@@ -260,13 +261,13 @@ class Store:
         return history(self._log)
 
     async def tags(self) -> dict[str, int]:
-        """Every tag and the version it names."""
+        """Return every tag with the version that it names."""
         return (await self.snapshot()).tags
 
     async def outcome(self, transaction: str) -> int | None:
-        """The version that a transaction became, None if it is not committed (and if voided never will be).
+        """Return the version that a transaction was committed as, or None if it is not committed.
 
-        A store that may be written makes that version durable before it tells of it.
+        If the store is open for writing, that version is durable on return.
         """
         version = await self._log.find(transaction)
         if version is not None and self.mode != "r":
@@ -275,27 +276,27 @@ class Store:
         return version
 
     async def transactions(self) -> list[PendingTransaction]:
-        """The cooperative transactions that are under way or were given up, with the hosts that are missing.
+        """Return the cooperative transactions that are not committed, with the hosts that are missing.
 
-        Its cost grows with the number of commits.
+        The cost grows with the number of commits.
         """
         return await pending(self._log)
 
     async def finish(self, transaction: str) -> int:
-        """The version of a cooperative transaction all of whose hosts have delivered; commits it if nobody has.
+        """Commit a cooperative transaction whose hosts have all delivered, and return its version.
 
-        `transaction` is its id, or its name where one attempt of that name is under way. For a group whose
-        hosts died between their fragments and the commit; any process may call it, at any time.
-        Raises `DeadlineExceeded` (names the absent hosts) at once where hosts have not delivered, `NotFound`,
+        For hosts that died between delivery and commit; any process may call it, at any time. `transaction` is an
+        id, or a name of which only one attempt is under way.
+        Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
         """
         self._check_writable()
         return await finish_group(self._log, await find_pending(self._log, transaction))
 
     async def verify(self) -> VerifyReport:
-        """Reads and checks every record, manifest and chunk of every version; the report lists each fault.
+        """Read and check every record, manifest and chunk of every version; report each fault.
 
-        No cache is used.
+        Bypasses the cache.
         """
         return await verify_store(Log(uncached(self._log.backend)))
 
@@ -306,11 +307,11 @@ class Store:
         abandoned: datetime.timedelta = ABANDONED_AFTER,
         dry_run: bool = False,
     ) -> CollectReport:
-        """What garbage collection removed, or would remove: versions that no rule of `keep` keeps, and remains.
+        """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
 
-        Without `keep` no version expires. Remains are what transactions left that never became a version and
-        that nobody has written to for the time `abandoned`; one that still goes on then can't be committed.
-        Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
+        Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
+        written to it for the time `abandoned`; if its writer goes on later, its commit fails. `dry_run` removes
+        nothing. Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
         """
         if self.mode == "r" and not dry_run:
@@ -324,7 +325,7 @@ class Store:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+' to write")
 
     async def close(self) -> None:
-        """Releases open files; the store can still be used, and opens them again."""
+        """Release open files; the store can still be used, and opens them again."""
         await self._log.backend.close()
 
     async def __aenter__(self) -> Store:

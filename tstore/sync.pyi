@@ -117,13 +117,13 @@ class Array:
         """The codec chain, as in `zarr.json`."""
 
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """The values, verified, in a new array, or in `out` of the same shape and dtype.
+        """Return the values, verified, in a new array, or in `out` of the same shape and dtype.
 
         Raises `NotFound` where a chunk was never written and the array is not sparse, `Corrupt` where stored
         bytes have changed."""
 
     def write(self, values: npt.ArrayLike) -> None:
-        """Stages values, broadcast to the view's shape; the caller may change them once this returns.
+        """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
         A chunk that is written in part keeps its other values bit for bit. Where a lossy codec can't do that,
         because the values written need another shared offset, the commit (or a read before it) raises
@@ -133,13 +133,13 @@ class Array:
         on an array of a snapshot or of a transaction that has ended."""
 
     def resize(self, shape: Sequence[int]) -> None:
-        """Stages another shape with as many axes; chunks that fall outside are dropped.
+        """Stage another shape with as many axes; chunks outside of it are dropped.
 
         What is added was never written: it reads as the fill value only where the array is sparse, or where it
         lies in a chunk that holds other values. What a smaller shape cut off is gone, also when it grows again."""
 
     def __getitem__(self, index: Index) -> Array:
-        """A view of integers, slices (of any step) and `...`; `InvalidArgument` for anything else."""
+        """Return a view by integers, slices (of any step) and `...`; raise `InvalidArgument` for other indices."""
     __iter__: None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -199,69 +199,68 @@ class Store:
         attempt: str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> Transaction:
-        """A new transaction; `with` commits it on exit and aborts it on an exception.
+        """Return a new transaction; `with` commits it on exit and aborts it on an exception.
 
-        `tag` names the version it becomes; one that names another version is refused (`AlreadyExists`, by the
-        first use of the transaction), but `move_tag` takes its tag from whatever had it. `drop_tag` then names
-        no version any more; one that names none is refused (`NotFound`).
-        `isolation="serializable"` also fails the commit with a `Conflict` where anything it has read through its
-        own arrays and paths has changed. `durability="none"` gives up surviving a power failure. With `name`,
-        `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction, which becomes one
-        commit once all hosts have called `commit`.
-        Raises `Denied` on a store opened with mode "r", `InvalidArgument` where the arguments do not fit,
-        `Misuse` where this host has the same transaction open already in this `Store`."""
+        `tag` names the new version; a tag that is in use raises `AlreadyExists` at the first use of the
+        transaction. `move_tag` names it too, and may be in use. `drop_tag` removes a tag; one that does not exist
+        raises `NotFound`. With `isolation="serializable"` the commit also fails with a `Conflict` if anything
+        that was read through the transaction has changed. With `durability="none"` a power failure may undo the
+        commit. With `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction,
+        which becomes one commit once all hosts have called `commit`.
+        Raises `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each
+        other, `Misuse` if this host has the same transaction open in this `Store` already."""
 
     def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
-        """The state as of a version, a tag, or a time; by default the newest.
+        """Return the state at a version, a tag or a time; by default the newest.
 
         Raises `NotFound` where there is no such version or tag, or nothing was committed by that time, and
         `SnapshotExpired`, one of its kind, where garbage collection removed it."""
 
     def tags(self) -> dict[str, int]:
-        """Every tag and the version it names."""
+        """Return every tag with the version that it names."""
 
     def outcome(self, transaction: str) -> int | None:
-        """The version that a transaction became, None if it is not committed (and if voided never will be).
+        """Return the version that a transaction was committed as, or None if it is not committed.
 
-        A store that may be written makes that version durable before it tells of it."""
+        If the store is open for writing, that version is durable on return."""
 
     def transactions(self) -> list[PendingTransaction]:
-        """The cooperative transactions that are under way or were given up, with the hosts that are missing.
+        """Return the cooperative transactions that are not committed, with the hosts that are missing.
 
-        Its cost grows with the number of commits."""
+        The cost grows with the number of commits."""
 
     def finish(self, transaction: str) -> int:
-        """The version of a cooperative transaction all of whose hosts have delivered; commits it if nobody has.
+        """Commit a cooperative transaction whose hosts have all delivered, and return its version.
 
-        `transaction` is its id, or its name where one attempt of that name is under way. For a group whose
-        hosts died between their fragments and the commit; any process may call it, at any time.
-        Raises `DeadlineExceeded` (names the absent hosts) at once where hosts have not delivered, `NotFound`,
+        For hosts that died between delivery and commit; any process may call it, at any time. `transaction` is an
+        id, or a name of which only one attempt is under way.
+        Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
 
     def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """How the arrays of one version differ from those of another, each named as for `snapshot`.
+        """Return how the arrays of two versions differ; each version is named as for `snapshot`.
 
-        Only those chunks of float arrays are read that differ. Raises `NotFound` as `snapshot` does."""
+        Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does."""
 
     def verify(self) -> VerifyReport:
-        """Reads and checks every record, manifest and chunk of every version; the report lists each fault.
+        """Read and check every record, manifest and chunk of every version; report each fault.
 
-        No cache is used."""
+        Bypasses the cache."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False
     ) -> CollectReport:
-        """What garbage collection removed, or would remove: versions that no rule of `keep` keeps, and remains.
+        """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
 
-        Without `keep` no version expires. Remains are what transactions left that never became a version and
-        that nobody has written to for the time `abandoned`; one that still goes on then can't be committed.
-        Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
+        Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
+        written to it for the time `abandoned`; if its writer goes on later, its commit fails. `dry_run` removes
+        nothing. Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`."""
 
     def close(self) -> None:
-        """Releases open files; the store can still be used, and opens them again."""
+        """Release open files; the store can still be used, and opens them again."""
 
     def history(self) -> Iterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -301,25 +300,25 @@ class Transaction:
         *,
         sparse: bool = False,
     ) -> Array:
-        """A new array of this transaction; nothing is written yet.
+        """Stage a new array and return it; write its values next.
 
-        `chunks` is the shape of one chunk, by default about 8 MiB. `codecs` is None (stored as it is),
-        "lossless" (compressed), the name of an eXmY format ("e4m3") or a configuration of it ({"format":
-        "e3m2", "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error,
-        unless the array is `sparse`: then it has the fill value.
-        Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit."""
+        `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None (uncompressed),
+        "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or
+        a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
+        array is `sparse`.
+        Raises `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
 
     def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stages a group with attributes; groups without need not be created. The root's path is ""."""
+        """Stage a group with attributes; one without need not be created. The root's path is ""."""
 
     def array(self, path: str) -> Array:
-        """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
+        """Return the array at a path, for reading and writing, as this transaction sees it, or `NotFound`."""
 
     def paths(self) -> list[str]:
-        """The paths of all arrays as this transaction sees them, sorted."""
+        """Return the sorted paths of all arrays, as this transaction sees them."""
 
     def delete(self, path: str) -> None:
-        """Stages the removal of an array, or of a group with all below it; `NotFound` where nothing is."""
+        """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
 
     def commit(self, timeout: float | None = None) -> int:
         """Commit and return the version that the transaction became; it is as durable as was asked for.
@@ -348,13 +347,13 @@ def copy(
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = ...,
 ) -> CopyReport:
-    """What was moved to make the destination a copy of the source, or, with `at`, of one version alone.
+    """Copy a store, or with `at` one version of it, and return what was transferred.
 
-    Repeat it after any failure: only what is missing moves. `progress(done, total)` is told of the bytes of packs.
-    `storage_options` are those of the destination; a source that needs some is passed as an opened store.
-    Raises `AlreadyExists` where the destination holds something else, `Conflict` where it is this store with
-    commits of its own, `Corrupt` where the source is damaged (nothing damaged is copied), `NotFound` and
-    `SnapshotExpired` for a version that is not there, `Denied`."""
+    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
+    of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
+    Raises `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
+    commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
+    `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`."""
 
 def open(
     url: str | os.PathLike[str] | Backend,
@@ -363,14 +362,16 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """The store at a URL: a path, `file://…` or `memory://name`; or on a backend of your own.
+    """Open the store at a URL or path, or on a backend of your own.
 
-    `storage_options` are what the kind of storage takes, as a `token`; they are shown nowhere. `cache` is a folder
-    of this machine in which what is read is kept, under `Cache`'s limit of bytes.
-    Mode "r" reads a store, "r+" reads and writes one, "a" also creates one if nothing is there, "x" a new one.
-    Raises `NotAStore` (nothing of tstore's is there, or other files are), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied` (also where the storage can't create exclusively,
-    which is put to the test where a store is made), `InvalidArgument`."""
+    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
+    `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder that keeps what is read from a server, up to the size that `Cache` sets.
+    Mode "r" opens a store for reading, "r+" for reading and writing; "a" also creates one if nothing is there, and
+    "x" always creates one.
+    Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
+    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
+    exclusive creates that is made with each new store), `InvalidArgument`."""
 
 def quantize(
     where: str | os.PathLike[str] | Store,
@@ -392,26 +393,26 @@ def quantize(
 
     The source stays as it is.
 
-    `formats` is one eXmY format, or rules by path pattern, first match first, None for "keep all bits". What no
-    rule matches is decided by the data: with `min_sqnr` (dB) each array gets the fewest bits that keep its SQNR,
-    the ratio 10·log10(Σx² / Σ(x−y)²) of values x and their stored forms y; with `bits` the arrays get the formats
-    that have the least error together at that many stored bits a value, all arrays of the checkpoint counted
-    (`Bits` says what `error` means; it is "relative" by default). Without `formats`, `min_sqnr` and `bits` each
-    array gets 8 bits a value: e2m5 in blocks.
+    `formats` is one eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all
+    bits. The data decides about arrays that no rule matches: with `min_sqnr` (dB) each of them gets the fewest
+    bits that keep its SQNR, the ratio 10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with
+    `bits` they get the formats with the least total error at that average of stored bits a value, over all arrays
+    of the checkpoint (see `Bits` for `error`, "relative" by default). Without `formats`, `min_sqnr` and `bits`
+    each array gets 8 bits a value: e2m5 in blocks.
 
-    Integers, arrays of under 64 values, and those with NaN or infinity keep their bits, and the report says so; so
-    do one-dimensional arrays unless a rule names them, that is, unless the last part of its pattern is more than
-    wildcards ("**/bias" names, "**" and "layers/*" do not).
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity keep their bits, and the report says
+    why. One-dimensional arrays keep theirs unless the last part of a rule's pattern has more than wildcards
+    ("**/bias" encodes them, "**" and "layers/*" do not).
 
-    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`. With block="auto" and no
-    `axis`, arrays in `formats` have one offset, as block=None says, and arrays that the data decides have blocks
-    of 128 along their last axis, or of 64 or 32 where those divide it and 128 does not, or else one offset.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step
-    (without steps, the newest version that is no quantized copy). `tag` names the new commit, by default the
-    source's tag (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
-    `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
-    store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
-    Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
+    `axis`, `block` and `scale` set which values share an exponent offset, as in `exmy.quantize`. With block="auto"
+    and no `axis`, an array that a rule matches has one offset, and one that the data decides has an offset for
+    each block of 128 values along its last axis, or of 64 or 32 if 128 does not divide it, or else one offset.
+    The codes are those of `exmy.quantize`. `at` is a version or tag, by default the newest step (without steps,
+    the newest version that is not a quantized copy). `tag` names the new commit, by default the source's tag (or
+    v<version>) followed by the formats; it can't name a step, which only `save` makes. The workers of `executor`
+    (threads, processes, a Dask cluster's) read, encode and write; they must reach the store by its URL. Needs
+    about 200 MiB of memory, or 100 MiB in each worker of an executor.
+    If garbage collection removes the newest step meanwhile, the work is repeated with the step newest then.
     Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
     `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed."""
 
@@ -427,14 +428,15 @@ def restore(
     only: str | list[str] | None = None,
     packed: bool = False,
 ) -> Any:
-    """The tree of a checkpoint, as NumPy arrays: of a step, a version or tag (`at`), or the newest step.
+    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
     `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
     returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
-    Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
-    other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
-    back as `exmy.Quantized`, as they are stored, without decoding; those of one value (no dimensions) decoded.
-    Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
+    Without it, dataclasses and namedtuples come back as dicts. `only="params/**"` restores the arrays whose paths
+    match the pattern, or one of a list; the target's other leaves are returned unchanged. Only the chunks that
+    are needed are read. With `packed`, arrays in eXmY come back as `exmy.Quantized`, without decoding; those
+    of one value (no dimensions) are decoded.
+    If garbage collection removes the newest step during the read, the step that is newest then is read.
     Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
     `InvalidArgument`."""
 
@@ -458,10 +460,11 @@ def save(
     `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
     arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
     arrays that change meanwhile can be restored, but is a mix of their values before and after.
-    Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
-    own `host`; an array that is no `Shards` is the same on every host and written by one of them.
-    `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
-    where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
+    To save from many hosts, each calls this with the same tree structure, `step`, `hosts` and `attempt` (see the
+    README) and its own `host`; an array that is not a `Shards` must be equal on every host, and one of them
+    writes it. `codecs` is None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of
+    which the first that matches counts; each chunk has its own exponent offset. On one host it may also be
+    `MinSqnr(30)` or `Bits(5)`: see `quantize`.
     `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
     go into the root group.
 

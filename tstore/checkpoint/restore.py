@@ -30,7 +30,7 @@ from tstore.store import Store, opened
 __all__ = ["restore"]
 
 _OVERTAKEN = 8
-"""As often may newer steps and gcs overtake the reading of the newest step."""
+"""How many times to try when garbage collection removes the newest step during the read."""
 
 
 async def restore(
@@ -42,14 +42,15 @@ async def restore(
     only: str | list[str] | None = None,
     packed: bool = False,
 ) -> Any:
-    """The tree of a checkpoint, as NumPy arrays: of a step, a version or tag (`at`), or the newest step.
+    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
     `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
     returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
-    Without it, dataclasses come back as dicts. `only="params/**"` restores the paths that match; the target's
-    other leaves stay as they are. Only the chunks that are needed are read. With `packed`, arrays in eXmY come
-    back as `exmy.Quantized`, as they are stored, without decoding; those of one value (no dimensions) decoded.
-    Where newer steps and a gc overtake the reading of the newest step, a newer one is read.
+    Without it, dataclasses and namedtuples come back as dicts. `only="params/**"` restores the arrays whose paths
+    match the pattern, or one of a list; the target's other leaves are returned unchanged. Only the chunks that
+    are needed are read. With `packed`, arrays in eXmY come back as `exmy.Quantized`, without decoding; those
+    of one value (no dimensions) are decoded.
+    If garbage collection removes the newest step during the read, the step that is newest then is read.
     Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
     `InvalidArgument`.
     """

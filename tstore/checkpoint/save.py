@@ -62,10 +62,11 @@ async def save(
     `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
     arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
     arrays that change meanwhile can be restored, but is a mix of their values before and after.
-    Many hosts call with the same tree structure, `step`, `hosts` and `attempt` (see the README) and each its
-    own `host`; an array that is no `Shards` is the same on every host and written by one of them.
-    `codecs`: None, "lossless", an eXmY format for all float arrays, or rules by path pattern, first match first,
-    where chunks have exponent offsets of their own; or, of one host, `MinSqnr(30)` or `Bits(5)`: see `quantize`.
+    To save from many hosts, each calls this with the same tree structure, `step`, `hosts` and `attempt` (see the
+    README) and its own `host`; an array that is not a `Shards` must be equal on every host, and one of them
+    writes it. `codecs` is None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of
+    which the first that matches counts; each chunk has its own exponent offset. On one host it may also be
+    `MinSqnr(30)` or `Bits(5)`: see `quantize`.
     `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
     go into the root group.
 

@@ -91,13 +91,13 @@ async def copy(
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CopyReport:
-    """What was moved to make the destination a copy of the source, or, with `at`, of one version alone.
+    """Copy a store, or with `at` one version of it, and return what was transferred.
 
-    Repeat it after any failure: only what is missing moves. `progress(done, total)` is told of the bytes of packs.
-    `storage_options` are those of the destination; a source that needs some is passed as an opened store.
-    Raises `AlreadyExists` where the destination holds something else, `Conflict` where it is this store with
-    commits of its own, `Corrupt` where the source is damaged (nothing damaged is copied), `NotFound` and
-    `SnapshotExpired` for a version that is not there, `Denied`.
+    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
+    of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
+    Raises `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
+    commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
+    `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`.
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):

@@ -35,7 +35,7 @@ from tstore.store import Store, opened
 __all__ = ["quantize", "quantize_report"]
 
 _OVERTAKEN = 8
-"""As often may newer steps and gcs overtake the work on the newest step."""
+"""How many times to try when garbage collection removes the newest step during the work."""
 
 
 async def quantize(
@@ -58,26 +58,26 @@ async def quantize(
 
     The source stays as it is.
 
-    `formats` is one eXmY format, or rules by path pattern, first match first, None for "keep all bits". What no
-    rule matches is decided by the data: with `min_sqnr` (dB) each array gets the fewest bits that keep its SQNR,
-    the ratio 10·log10(Σx² / Σ(x−y)²) of values x and their stored forms y; with `bits` the arrays get the formats
-    that have the least error together at that many stored bits a value, all arrays of the checkpoint counted
-    (`Bits` says what `error` means; it is "relative" by default). Without `formats`, `min_sqnr` and `bits` each
-    array gets 8 bits a value: e2m5 in blocks.
+    `formats` is one eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all
+    bits. The data decides about arrays that no rule matches: with `min_sqnr` (dB) each of them gets the fewest
+    bits that keep its SQNR, the ratio 10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with
+    `bits` they get the formats with the least total error at that average of stored bits a value, over all arrays
+    of the checkpoint (see `Bits` for `error`, "relative" by default). Without `formats`, `min_sqnr` and `bits`
+    each array gets 8 bits a value: e2m5 in blocks.
 
-    Integers, arrays of under 64 values, and those with NaN or infinity keep their bits, and the report says so; so
-    do one-dimensional arrays unless a rule names them, that is, unless the last part of its pattern is more than
-    wildcards ("**/bias" names, "**" and "layers/*" do not).
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity keep their bits, and the report says
+    why. One-dimensional arrays keep theirs unless the last part of a rule's pattern has more than wildcards
+    ("**/bias" encodes them, "**" and "layers/*" do not).
 
-    `axis`, `block` and `scale` say what shares an exponent offset, as in `exmy.quantize`. With block="auto" and no
-    `axis`, arrays in `formats` have one offset, as block=None says, and arrays that the data decides have blocks
-    of 128 along their last axis, or of 64 or 32 where those divide it and 128 does not, or else one offset.
-    The codes are those that `exmy.quantize` gives. `at` is a version or tag, by default the newest step
-    (without steps, the newest version that is no quantized copy). `tag` names the new commit, by default the
-    source's tag (or v<version>) with the formats behind it; it can't be that of a step, which only `save` makes.
-    `executor`: its workers (threads, processes, a Dask cluster's) read, encode and write; they must reach the
-    store by its URL. Memory is about 200 MiB, or 100 MiB in each worker of an executor.
-    Where newer steps and a gc overtake the work on the newest step, it begins again with a newer one.
+    `axis`, `block` and `scale` set which values share an exponent offset, as in `exmy.quantize`. With block="auto"
+    and no `axis`, an array that a rule matches has one offset, and one that the data decides has an offset for
+    each block of 128 values along its last axis, or of 64 or 32 if 128 does not divide it, or else one offset.
+    The codes are those of `exmy.quantize`. `at` is a version or tag, by default the newest step (without steps,
+    the newest version that is not a quantized copy). `tag` names the new commit, by default the source's tag (or
+    v<version>) followed by the formats; it can't name a step, which only `save` makes. The workers of `executor`
+    (threads, processes, a Dask cluster's) read, encode and write; they must reach the store by its URL. Needs
+    about 200 MiB of memory, or 100 MiB in each worker of an executor.
+    If garbage collection removes the newest step meanwhile, the work is repeated with the step newest then.
     Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
     `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed.
     """

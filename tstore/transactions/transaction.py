@@ -129,13 +129,13 @@ class Transaction:
         *,
         sparse: bool = False,
     ) -> Array:
-        """A new array of this transaction; nothing is written yet.
+        """Stage a new array and return it; write its values next.
 
-        `chunks` is the shape of one chunk, by default about 8 MiB. `codecs` is None (stored as it is),
-        "lossless" (compressed), the name of an eXmY format ("e4m3") or a configuration of it ({"format":
-        "e3m2", "block": 32}), or a Zarr v3 codec list. Reading a chunk that was never written is an error,
-        unless the array is `sparse`: then it has the fill value.
-        Raises `AlreadyExists` where the path is taken, `InvalidArgument` where the arguments do not fit.
+        `chunks` is the shape of a chunk, by default one of about 8 MiB. `codecs` is None (uncompressed),
+        "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or
+        a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
+        array is `sparse`.
+        Raises `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
         async with self._operation() as staged:
             meta = ArrayMeta.of(
@@ -144,7 +144,7 @@ class Transaction:
             return Array(self, staged.create_array(path, meta), meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stages a group with attributes; groups without need not be created. The root's path is ""."""
+        """Stage a group with attributes; one without need not be created. The root's path is ""."""
         async with self._operation() as staged:
             staged.create_group(path, attributes or {})
 
@@ -154,18 +154,18 @@ class Transaction:
             staged.create_group("", attributes, own)
 
     async def array(self, path: str) -> Array:
-        """The array at a path, as this transaction sees it, for reading and writing; `NotFound`."""
+        """Return the array at a path, for reading and writing, as this transaction sees it, or `NotFound`."""
         async with self._operation() as staged:
             path = checked_path(path)
             return Array(self, path, staged.meta(path))
 
     async def paths(self) -> list[str]:
-        """The paths of all arrays as this transaction sees them, sorted."""
+        """Return the sorted paths of all arrays, as this transaction sees them."""
         async with self._operation() as staged:
             return staged.paths()
 
     async def delete(self, path: str) -> None:
-        """Stages the removal of an array, or of a group with all below it; `NotFound` where nothing is."""
+        """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
         async with self._operation() as staged:
             staged.delete(path)
 
