@@ -239,6 +239,18 @@ async def test_retention_sees_each_of_several_steps_of_one_version(url: str) -> 
     assert (await store.collect(tstore.Keep(every=4), dry_run=True)).tags == []
 
 
+async def test_commits_of_different_bases_that_go_together_meet_only_what_is_newer(url: str) -> None:
+    """One of them writes into an array that was created after the base of the other."""
+    store, _ = await open_faulty(url)
+    older = await created(store.transaction(), "older")
+    async with store.transaction() as tx:
+        await created(tx, "new")
+    newer = store.transaction()
+    await (await newer.array("new"))[0].write(1)
+    assert await together(url, store, [older, newer]) == [3, 3]
+    assert (await (await (await store.snapshot()).array("new")).read()).tolist() == [1, 7, 7, 7]
+
+
 async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) -> None:
     """It can't be encoded, or its validation breaks; the log itself is called, as transactions check before."""
     await make(url, 4)
