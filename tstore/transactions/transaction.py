@@ -137,10 +137,8 @@ class Transaction:
         array is `sparse`.
         Raises `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
+        meta = ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
         async with self._operation() as staged:
-            meta = ArrayMeta.of(
-                shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse
-            )
             return Array(self, staged.create_array(path, meta), meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
