@@ -74,8 +74,8 @@ from tstore.testing.virtual import Stuck, VirtualLoop
 from tstore.testing.weather import CALM, Host
 from tstore.transactions.group import Membership
 
-RUNS = 2000
-PART = 250
+RUNS = 1000
+PART = 125
 MOST = 600
 """Runs within which a mutation must be found."""
 
@@ -193,7 +193,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a waiting host forces no folder": [
-        Edit(GROUP + "commit_group", 'await log.backend.settle("commits", durability)', "pass")
+        Edit(GROUP + "commit_group", "await log.confirm(version, durability)", "pass")
     ],
     "a redelivered fragment is not forced": [
         Edit(GROUP + "_deliver", 'await log.backend.settle(f"txn/{member.transaction}", durability)', "pass")
