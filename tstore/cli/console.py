@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import click
@@ -80,9 +80,15 @@ at_step_option = click.option(
 def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, milestones: bool = False) -> int:
     """Do the work, print its document unless it is None, and return the exit code."""
     terminations: list[int] = []
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def begin() -> Document | None:
+        tasks.append(asyncio.current_task())  # type: ignore[arg-type]
+        return await work(progress)
+
     try:
-        with _terminable(terminations), Progress(milestones and not as_json) as progress:
-            document = asyncio.run(work(progress))
+        with _terminable(terminations, tasks), Progress(milestones and not as_json) as progress:
+            document = asyncio.run(begin())
         if document is None:
             return 0
         _print(document, show, as_json)
@@ -90,7 +96,7 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
         return fail("OutputFailed", str(failed), as_json)
     except TStoreError as error:
         return fail(type(error).__name__, str(error), as_json)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         what, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
         said = f"{what}; earlier commits are kept and no commit is half done"
         return fail("Interrupted", said, as_json, code)
@@ -132,9 +138,11 @@ def _discard_output() -> None:
 
 
 @contextlib.contextmanager
-def _terminable(came: list[int]) -> Iterator[None]:
-    """Have SIGTERM end the work as Ctrl-C does, so that its files and processes go too; record it in `came`."""
+def _terminable(came: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
+    """Have SIGTERM end the work as Ctrl-C does, so that its files and processes go too; record it in `came`.
 
+    Where Ctrl-C is ignored, SIGTERM cancels the `tasks`, of which there is one once the work has begun.
+    """
     handler = signal.getsignal(signal.SIGINT)
     ignored = handler == signal.SIG_IGN  # as in the background of a script
     if not ignored and handler is not signal.default_int_handler:
@@ -143,9 +151,14 @@ def _terminable(came: list[int]) -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         came.append(number)
-        if ignored:
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
+        if not ignored:
+            signal.raise_signal(signal.SIGINT)
+            return
+        for task in tasks:
+            if not task.done():
+                task.get_loop().call_soon_threadsafe(task.cancel)
+                return
+        raise KeyboardInterrupt
 
     try:
         before = signal.signal(signal.SIGTERM, end)
