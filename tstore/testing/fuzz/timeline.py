@@ -166,7 +166,8 @@ class Timeline:
         fitting = [each for each in possible if len(each) == said]
         if fitting:
             return fitting[0]
-        return {c.version async for c in store.history() if c.expired and c.version in base.alive}
+        collection = (await store.log.record(version)).collection  # not the history, which tells of later gcs too
+        return set() if collection is None else set(collection.expired) & set(base.alive)
 
     async def _applied(self, attempt: Attempt, state: State, version: int, store: tstore.Store) -> State:
         sure = len(attempt.ops) if attempt.sure is None else attempt.sure
