@@ -71,14 +71,12 @@ class Open:
         self.reads: list[tuple[tuple[Op, ...], str, Any]] = []
 
     def deleted(self, paths: Sequence[str]) -> None:
-        """Note that arrays were deleted; of what the transaction itself has made no trace is left."""
+        """Note that arrays were deleted; of what the transaction did to them before no trace is left."""
         own = {op.path for op in self.ops if isinstance(op, Create)}
         for path in paths:
-            if path in own:
-                made = Create | Write | Resize
-                self.ops = [op for op in self.ops if not (isinstance(op, made) and op.path == path)]
-            else:
-                self.ops = [*self.ops, Delete(path)]
+            self.ops = [o for o in self.ops if not (isinstance(o, Create | Write | Resize) and o.path == path)]
+            if path not in own:
+                self.ops.append(Delete(path))
 
     def noted(self, **changes: Any) -> Attempt:
         """The attempt with all that was done so far."""
