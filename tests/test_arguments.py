@@ -16,7 +16,7 @@ import pytest
 import tstore
 from tstore import Keep
 from tstore.commits.manifest import Record
-from tstore.errors import InvalidArgument
+from tstore.errors import InvalidArgument, TStoreError
 from tstore.kv.base import Durability
 
 LONE = "a\ud800"
@@ -24,7 +24,7 @@ DEEP: Any = []
 for _ in range(300):
     DEEP = [DEEP]
 
-Call = Callable[[tstore.Store], Awaitable[None]]
+Call = Callable[[tstore.Store], Awaitable[object]]
 
 
 def transaction(**arguments: Any) -> Call:
@@ -141,6 +141,20 @@ REFUSED: list[tuple[Call, str]] = [
     (group("g", {"a": float("nan")}), r"attributes\['a'\]"),
     (group("g", {"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]"),
     (group(3), "path=3"),
+    (lambda store: store.collect(Keep(best=5)), r"best=5\): expected"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(best=(0, "loss"))), "best="),
+    (lambda store: store.collect(Keep(best=("loss", 3))), "best="),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(newer_than=5)), "newer_than=5: expected a timedelta"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(tags=5)), "tags=5"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(last=2.0)), "last=2.0"),  # type: ignore[arg-type]
+    (lambda store: store.collect(abandoned=5), "abandoned=5: expected a timedelta"),  # type: ignore[arg-type]
+    (lambda store: store.collect(abandoned=datetime.timedelta(-1)), "abandoned="),
+    (lambda store: store.finish(None), "transaction=None"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, only=5), "only=5"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, only=["w", 5]), "only="),  # type: ignore[list-item]
+    (lambda store: tstore.open(store.url, cache=tstore.Cache(None)), r"Cache\(None\)"),  # type: ignore[arg-type]
+    (lambda store: tstore.open(store.url, cache=tstore.Cache("c", size="1")), "size='1'"),  # type: ignore[arg-type]
+    (lambda store: store.snapshot(np.arange(9)), r"at=array\("),  # type: ignore[arg-type]
     (quantize(tag=7), "tag=7"),
     (quantize(tag="a\nb"), "control"),
 ]
@@ -303,3 +317,20 @@ async def test_a_record_of_another_writer_stops_no_reader(values: dict[str, Any]
     with pytest.raises(tstore.errors.SnapshotExpired):
         await store.snapshot(1)
     assert (await tstore.restore(tmp_path))["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.snapshot("x" * 100_000),
+        lambda store: store.finish("x" * 60_000),
+        lambda store: tstore.restore(store, only="x" * 100_000),
+        lambda store: tstore.open(store.url, "x" * 100_000),
+    ],
+)
+async def test_an_error_shows_the_beginning_of_a_huge_argument(call: Call, tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    await tstore.save(store, {"w": np.zeros(3)}, 1)
+    with pytest.raises(TStoreError) as raised:
+        await call(store)
+    assert len(str(raised.value)) < 500

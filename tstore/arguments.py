@@ -7,6 +7,7 @@ bits, and nesting is far below every parser's limit.
 
 from __future__ import annotations
 
+import datetime
 import math
 import operator
 import re
@@ -21,6 +22,7 @@ from tstore.errors import InvalidArgument
 __all__ = [
     "STEP_TAG",
     "checked_attributes",
+    "checked_duration",
     "checked_facts",
     "checked_index",
     "checked_metrics",
@@ -28,6 +30,7 @@ __all__ = [
     "checked_step",
     "checked_tag",
     "checked_text",
+    "shown",
 ]
 
 STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
@@ -39,21 +42,21 @@ _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 _MOST_STEP = 10**18 - 1
 _MOST_LEVELS = 100
 _SHOWN = 60
-_SHOWN_KEYS = 8
+_KEYS_SHOWN = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def checked_text(argument: str, value: Any, longest: int = 64 << 10) -> str:
     """Return a text as a plain `str`; `InvalidArgument` for what is no text, no Unicode, or too long."""
     if not isinstance(value, str):
-        raise InvalidArgument(f"{argument}={_shown(value)}: expected text (str)")
+        raise InvalidArgument(f"{argument}={shown(value)}: expected text (str)")
     try:
         text = _encodable(value)
     except _Refused as refused:
         raise refused.error(argument) from None
     size = len(text.encode())
     if size > longest:
-        raise InvalidArgument(f"{argument}={_shown(text)} has {size} bytes; expected at most {longest}")
+        raise InvalidArgument(f"{argument}={shown(text)} has {size} bytes; expected at most {longest}")
     return text
 
 
@@ -61,7 +64,7 @@ def checked_name(argument: str, value: Any) -> str:
     """Return a name: one line of text of up to 1 KiB; `InvalidArgument` names the argument."""
     text = checked_text(argument, value, _NAME_BYTES)
     if _CONTROL.search(text):
-        raise InvalidArgument(f"{argument}={_shown(value)}: expected one line without control characters")
+        raise InvalidArgument(f"{argument}={shown(value)}: expected one line without control characters")
     return text
 
 
@@ -69,10 +72,10 @@ def checked_tag(argument: str, value: Any) -> str:
     """Return a tag; `InvalidArgument` for an empty one, a number, or `step/` with no step behind it."""
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
-        raise InvalidArgument(f"{argument}={_shown(tag)}: expected printable text that is no number")
+        raise InvalidArgument(f"{argument}={shown(tag)}: expected printable text that is no number")
     if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
         raise InvalidArgument(
-            f"{argument}={_shown(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
+            f"{argument}={shown(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
             "number of up to 18 digits without leading zeros behind it, as 'step/7', or another tag"
         )
     return tag
@@ -85,7 +88,7 @@ def checked_step(step: Any) -> int:
     except TypeError:
         number = None
     if number is None or not 0 <= number <= _MOST_STEP:
-        raise InvalidArgument(f"step {_shown(step)}: expected a whole number from 0 on, of up to 18 digits")
+        raise InvalidArgument(f"step {shown(step)}: expected a whole number from 0 on, of up to 18 digits")
     return number
 
 
@@ -96,7 +99,14 @@ def checked_index(argument: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{argument}={_shown(value)}: expected a whole number") from None
+        raise InvalidArgument(f"{argument}={shown(value)}: expected a whole number") from None
+
+
+def checked_duration(argument: str, value: Any) -> datetime.timedelta:
+    """Return a duration; `InvalidArgument` unless it is a timedelta of at least zero."""
+    if not isinstance(value, datetime.timedelta) or value < datetime.timedelta(0):
+        raise InvalidArgument(f"{argument}={shown(value)}: expected a timedelta of at least zero")
+    return value
 
 
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
@@ -122,7 +132,7 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise InvalidArgument(f"{argument}={_shown(metrics)}: expected a mapping of names to numbers")
+        raise InvalidArgument(f"{argument}={shown(metrics)}: expected a mapping of names to numbers")
     numbers: dict[str, float] = {}
     key: Any = None
     try:
@@ -165,8 +175,8 @@ class _Refused(Exception):
         return self
 
     def error(self, argument: str) -> InvalidArgument:
-        place = "".join(f"[{_shown(key)}]" for key in self.keys[:_SHOWN_KEYS])
-        return InvalidArgument(f"{argument}{place}{'…' if len(self.keys) > _SHOWN_KEYS else ''}: {self.reason}")
+        place = "".join(f"[{shown(key)}]" for key in self.keys[:_KEYS_SHOWN])
+        return InvalidArgument(f"{argument}{place}{'…' if len(self.keys) > _KEYS_SHOWN else ''}: {self.reason}")
 
 
 def _plain(value: Any, level: int) -> Any:
@@ -186,7 +196,7 @@ def _plain(value: Any, level: int) -> Any:
 
 def _object(value: Any, level: int) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _Refused(f"expected a mapping of names to values, not {_shown(value)}")
+        raise _Refused(f"expected a mapping of names to values, not {shown(value)}")
     _check_level(level)
     plain: dict[str, Any] = {}
     key: Any = None
@@ -216,7 +226,7 @@ def _check_level(level: int) -> None:
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise _Refused(f"expected text as a key, not {_shown(key)}")
+        raise _Refused(f"expected text as a key, not {shown(key)}")
     return _encodable(key)
 
 
@@ -225,7 +235,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, np.bool_):
         return bool(value)
     if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):
-        raise _Refused(f"{_shown(value)} has no form in JSON; expected numbers, text, None, lists and mappings")
+        raise _Refused(f"{shown(value)} has no form in JSON; expected numbers, text, None, lists and mappings")
     number = _number(value)
     if not math.isfinite(number):
         raise _Refused(f"JSON has no {number}; expected finite numbers: write it as text, or None")
@@ -242,7 +252,7 @@ def _number(value: Any) -> float:
         except TypeError:
             number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _Refused(f"expected a number, not {_shown(value)}") from None
+        raise _Refused(f"expected a number, not {shown(value)}") from None
     if isinstance(number, int) and not _LEAST_INT <= number <= _MOST_INT:
         raise _Refused("the integer does not fit in 64 bits; pass a float or text")
     return number
@@ -254,13 +264,13 @@ def _encodable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise _Refused(
-            f"the text {_shown(text)} is no Unicode that can be stored: it has lone surrogates"
+            f"the text {shown(text)} is no Unicode that can be stored: it has lone surrogates"
         ) from None
     return str.__str__(text)
 
 
-def _shown(value: Any) -> str:
-    """Return how an error shows a value: short, whatever it is."""
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: in one short line, whatever its type."""
     try:
         text = ascii(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
     except Exception as error:  # the value's own code: some cannot be shown, as an integer of 5,000 digits

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore import world
+from tstore.arguments import checked_duration
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Collection, ObjectRef, Record
@@ -39,7 +40,7 @@ from tstore.commits.queue import Newer
 from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
 from tstore.commits.tree import Tree
-from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
 from tstore.layout import is_object, is_transaction, is_written, owner_of
 from tstore.pool import uncancelled
@@ -77,8 +78,7 @@ class CollectReport(NamedTuple):
 
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
     """Removes what no rule of `keep` keeps (None keeps every version) by the steps at the top of this file."""
-    if abandoned < datetime.timedelta(0):
-        raise InvalidArgument(f"abandoned={abandoned}: expected no time below zero")
+    checked_duration("abandoned", abandoned)
     while True:
         base = await log.newest()
         try:

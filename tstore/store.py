@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.arguments import checked_facts, checked_text
+from tstore.arguments import checked_facts, checked_text, shown
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.commits.expiry import check_tag, newest_tree
@@ -70,7 +70,8 @@ async def open(
     """
     if mode not in get_args(Mode):
         raise InvalidArgument(
-            f"mode={mode!r}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or 'x' (create)"
+            f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or "
+            "'x' (create)"
         )
     if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
         module, name = type(url).__module__, type(url).__qualname__
@@ -184,7 +185,7 @@ class Store:
         self._check_writable()
         message, stored_facts = checked_text("message", message), checked_facts(facts)
         if isolation not in ("snapshot", "serializable"):
-            raise InvalidArgument(f"isolation {isolation!r}: expected 'snapshot' or 'serializable'")
+            raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
         if isolation == "serializable" and name is not None:
             raise InvalidArgument(
                 f"transaction {name!r} can't be serializable: a fragment does not carry what its host has read; "
@@ -228,7 +229,7 @@ class Store:
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
-            raise InvalidArgument(f"at={at!r}: expected a version, a tag, a datetime, or None for the newest")
+            raise InvalidArgument(f"at={shown(at)}: expected a version, a tag, a datetime, or None for the newest")
         newest = await self._log.newest()
         if isinstance(at, datetime.datetime):
             version = await version_at(self._log, at, newest)
@@ -317,7 +318,7 @@ class Store:
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):
-            raise InvalidArgument(f"keep={keep!r}: expected a tstore.Keep, as Keep(last=5), or None")
+            raise InvalidArgument(f"keep={shown(keep)}: expected a tstore.Keep, as Keep(last=5), or None")
         return await collect(self._log, keep, abandoned, dry_run=dry_run)
 
     def _check_writable(self) -> None:

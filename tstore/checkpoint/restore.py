@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.arguments import shown
 from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import chosen_snapshot
@@ -70,10 +71,14 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
     document = _document(snapshot)
     wanted = list(paths_in(document))
     if only is not None:
+        if not isinstance(only, str | list | tuple) or not all(isinstance(pattern, str) for pattern in only):
+            raise InvalidArgument(f"only={shown(only)}: expected a pattern such as 'layers/**', or a list of them")
         matches = compile_patterns(only)
         wanted = [p for p in wanted if matches(p)]
         if not wanted:
-            raise NotFound(f"{name}: no array matches only={only!r}; {_advice(only, list(paths_in(document)))}")
+            raise NotFound(
+                f"{name}: no array matches only={shown(only)}; {_advice(only, list(paths_in(document)))}"
+            )
     if target is None:
         arrays = await _read(snapshot, dict.fromkeys(wanted), packed)
         with parsing(f"{name}: its structure"):

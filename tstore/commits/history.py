@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
+from tstore.arguments import shown
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Part, Record, date_of
@@ -70,7 +71,7 @@ async def version_named(log: Log, at: int | str, newest: int) -> int:
     tags = (await log.tree(newest)).tags
     if at not in tags:
         raise NotFound(
-            f"{log.backend.url} has no tag {at!r}; {inventory('tags', sorted(tags, key=tags.__getitem__))}"
+            f"{log.backend.url} has no tag {shown(at)}; {inventory('tags', sorted(tags, key=tags.__getitem__))}"
         )
     return tags[at]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tstore.arguments import STEP_TAG
+from tstore.arguments import STEP_TAG, checked_duration, shown
 from tstore.commits.manifest import Alive, Collection, Record
 from tstore.errors import Conflict, InvalidArgument, NotFound, SourceCondemned
 from tstore.layout import owner_of
@@ -41,15 +41,20 @@ class Keep:
         for name in ("last", "every"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidArgument(f"Keep({name}={value!r}): expected a whole number from 1 on")
-        if self.best is not None:
-            count, metric, order = (*self.best, "min")[:3] if len(self.best) in (2, 3) else (0, "", "")
-            if not isinstance(count, int) or count < 1 or not metric or order not in ("min", "max"):
-                raise InvalidArgument(f"Keep(best={self.best!r}): expected as (3, 'loss') or (3, 'loss', 'max')")
-        if self.newer_than is not None and self.newer_than < datetime.timedelta(0):
-            raise InvalidArgument(f"Keep(newer_than={self.newer_than}): expected no time below zero")
-        if isinstance(self.tags, str):
-            raise InvalidArgument(f"Keep(tags={self.tags!r}): expected several tags, as ({self.tags!r},)")
+                raise InvalidArgument(f"Keep({name}={shown(value)}): expected a whole number from 1 on")
+        match self.best:
+            case None:
+                pass
+            case (int(count), str(metric)) | (int(count), str(metric), "min" | "max") if count > 0 and metric:
+                pass
+            case _:
+                raise InvalidArgument(
+                    f"Keep(best={shown(self.best)}): expected as (3, 'loss') or (3, 'loss', 'max')"
+                )
+        if self.newer_than is not None:
+            checked_duration("Keep: newer_than", self.newer_than)
+        if not isinstance(self.tags, tuple | list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise InvalidArgument(f"Keep(tags={shown(self.tags)}): expected a tuple of tags, as ('best',)")
         rules = (self.last, self.every, self.best, self.newer_than)
         if all(rule is None for rule in rules) and not self.tags:
             raise InvalidArgument("Keep() names nothing to keep; to keep the newest step alone, say Keep(last=1)")

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 
+from tstore.arguments import shown
 from tstore.chunks.table import CHECK_SIZE
 from tstore.errors import InvalidArgument
 from tstore.kv.base import Buffers, Durability
@@ -38,8 +39,12 @@ class Cache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
-        if size < _PARTS * CHECK_SIZE:
-            raise InvalidArgument(f"Cache(size={size}): expected a number of bytes, as 10 << 30")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise InvalidArgument(f"Cache({shown(folder)}): expected the path of a local folder")
+        if isinstance(size, bool) or not isinstance(size, int) or size < _PARTS * CHECK_SIZE:
+            raise InvalidArgument(
+                f"Cache(size={shown(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, as 10 << 30"
+            )
         self.folder = os.path.abspath(os.fspath(folder))
         self.size = size
         self._unlooked = size  # bytes written since the last look; the first write looks

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from tstore import world
+from tstore.arguments import checked_text, shown
 from tstore.commits.log import Log
 from tstore.commits.manifest import Fragment
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, inventory
@@ -120,20 +121,20 @@ async def pending(log: Log) -> list[PendingTransaction]:
 
 async def find_pending(log: Log, name: str) -> Membership:
     """The group that an id or a name means, one of them that is not committed; `NotFound`, `InvalidArgument`."""
-    member = Membership.named(name)
+    member = Membership.named(checked_text("transaction", name))
     if member is not None:
         return member
     all_of_them = await pending(log)
     named = [p for p in all_of_them if p.name == name] or [p for p in all_of_them if slug(p.name) == slug(name)]
     if len(named) > 1:
         raise InvalidArgument(
-            f"{log.backend.url}: several attempts of transaction {name!r} are under way; pass the id of one: "
+            f"{log.backend.url}: several attempts of transaction {shown(name)} are under way; pass the id of one: "
             + ", ".join(p.transaction for p in named)
         )
     member = Membership.named(named[0].transaction) if named else None
     if member is None:
         known = inventory("pending transactions", [p.transaction for p in all_of_them])
-        raise NotFound(f"{log.backend.url}: no transaction {name!r} is under way; {known}")
+        raise NotFound(f"{log.backend.url}: no transaction {shown(name)} is under way; {known}")
     return member
 
 
