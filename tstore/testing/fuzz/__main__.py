@@ -59,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, number: int) -> Episode:
-    with place(options.backend) as where:
+    with place(options.backend) as (where, quiesce):
         seed = f"{options.seed} {number}"
         replaceable = options.backend == "local"
-        episode = Episode(seed, where, options.processes, tasks=options.tasks, replaceable=replaceable)
+        episode = Episode(
+            seed, where, options.processes, tasks=options.tasks, replaceable=replaceable, quiesce=quiesce
+        )
         faulthandler.dump_traceback_later(_HANGS, exit=True, file=2)
         try:
             asyncio.run(episode.run(options.rounds, options.operations, options.odd))

@@ -25,7 +25,6 @@ __all__ = ["Crew", "serve"]
 
 _KILLED = 0.4  # of the rounds see one process die
 _PATIENCE = 240.0
-_SETTLED = 0.5  # seconds after which a server has done what a killed client had asked for
 _START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
     "from tstore.testing.fuzz.crew import serve; serve()"
@@ -68,7 +67,6 @@ class Crew:
                 file.unlink()
         if victim is not None:
             _end(self._members.pop(victim))
-            await asyncio.sleep(_SETTLED)
         return events
 
     def close(self) -> None:

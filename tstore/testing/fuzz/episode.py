@@ -15,7 +15,7 @@ import contextlib
 import random
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,23 @@ __all__ = ["Episode"]
 class Episode:
     """One store and all that is done to it; `counted` tells the operations by verb, `faults` what was found."""
 
-    def __init__(self, seed: str, place: Place, processes: int, *, tasks: int, replaceable: bool) -> None:
+    def __init__(
+        self,
+        seed: str,
+        place: Place,
+        processes: int,
+        *,
+        tasks: int,
+        replaceable: bool,
+        quiesce: Callable[[], None] = lambda: None,
+    ) -> None:
         self.seed = seed
         self.tasks = tasks
         self.choice = random.Random(seed)
         self.place = place
         self.crew = Crew(processes) if processes else None
         self.replaceable = replaceable
+        self._quiesce = quiesce  # ends what killed or impatient clients have asked for
         self.counted: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.refused: list[Fault] = []
@@ -88,6 +98,7 @@ class Episode:
         name = f"r{number}"
         if self.crew is not None and self.choice.random() < 0.7:
             events = await self.crew.round(name, self.place, self.choice, operations)
+            await asyncio.to_thread(self._quiesce)
             self.counted.update(self.crew.counted)
         elif self.tasks > 1 and self.choice.random() < 0.4:
             workers = [self._worker(f"{name}.{i}", alone=False) for i in range(self.tasks)]
