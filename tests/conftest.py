@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,17 @@ settings.register_profile("long", max_examples=20_000)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell without job control starts what it puts into the background so, and children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# the tests start hundreds of processes that import the packages: compile these once, whatever the shell says
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what lives until the end: modules, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["local", "memory"])

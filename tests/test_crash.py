@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
+import forks
 import numpy as np
 import processes
 
@@ -18,20 +19,21 @@ SIZE = 40_000
 """Values of an array: several chunks of a pack, at 8 bytes each."""
 
 WRITER = """
-    import itertools, sys
-    import numpy as np
-    import tstore.sync as tstore
-    store = tstore.open(sys.argv[1])
-    first = (tstore.steps(store) or [0])[-1] + 1
-    print("ready", flush=True)
-    for step in itertools.count(first):
-        z = {i: np.full(2, step) for i in range(20)}
-        tree = {"x": np.full(40_000, step), "y": np.full(3, step), "z": z, "step": step}
-        version = tstore.save(store, tree, step)
-        print(step, flush=True)
-        with store.transaction(f"after {step}") as tx:
-            if step % 3:
-                tx.create_array(f"extra/{step}", (2,), "int64", (2,)).write(step)
+import itertools, os
+import numpy as np
+import tstore.sync as tstore
+[url] = arguments
+store = tstore.open(url)
+first = (tstore.steps(store) or [0])[-1] + 1
+os.write(out, b"ready\\n")
+for step in itertools.count(first):
+    z = {i: np.full(2, step) for i in range(20)}
+    tree = {"x": np.full(40_000, step), "y": np.full(3, step), "z": z, "step": step}
+    version = tstore.save(store, tree, step)
+    os.write(out, f"{step}\\n".encode())
+    with store.transaction(f"after {step}") as tx:
+        if step % 3:
+            tx.create_array(f"extra/{step}", (2,), "int64", (2,)).write(step)
 """
 
 
@@ -76,35 +78,42 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     acknowledged = 0
     hit = 0
     try:
-        ahead = processes.start(WRITER, url)
-        for number in range(KILLS):
-            writer = ahead
-            with processes.running(writer):
-                assert processes.line(writer) == "ready"
+        with forks.forks(WRITER) as server:
+            for number in range(KILLS):
+                out = tmp_path / f"out-{number}"
+                os.mkfifo(out)
                 # the kill falls between one acknowledgement and the next, wherever in the save that is
-                told = threading.Event()
+                ready, told = threading.Event(), threading.Event()
                 lines: list[int] = []
 
-                def read(process: object = writer, lines: list[int] = lines, told: threading.Event = told) -> None:
-                    for text in process.stdout:  # type: ignore[attr-defined]
-                        lines.append(int(text))
-                        told.set()
+                def read(
+                    out: Path = out,
+                    lines: list[int] = lines,
+                    ready: threading.Event = ready,
+                    told: threading.Event = told,
+                ) -> None:
+                    with out.open() as pipe:
+                        assert pipe.readline() == "ready\n"
+                        ready.set()
+                        for text in pipe:
+                            lines.append(int(text))
+                            told.set()
 
-                collector = threading.Thread(target=read)
+                collector = threading.Thread(target=read, daemon=True)
                 collector.start()
+                writer = server.start(out, url)
+                assert ready.wait(30)
                 if number % 2:
                     told.wait(30)
                 told.clear()
                 told.wait(rng.uniform(0, 0.03))
-                writer.send_signal(signal.SIGKILL)
-                writer.wait(30)
+                os.kill(writer, signal.SIGKILL)
+                assert server.wait(writer) == -signal.SIGKILL
                 collector.join(30)
-            acknowledged = lines[-1] if lines else acknowledged
-            newest = check(url, acknowledged)
-            hit += newest == acknowledged
-            acknowledged = newest
-            if number + 1 < KILLS:
-                ahead = processes.start(WRITER, url)
+                acknowledged = lines[-1] if lines else acknowledged
+                newest = check(url, acknowledged)
+                hit += newest == acknowledged
+                acknowledged = newest
     finally:
         stop.set()
         reader.join(60)
