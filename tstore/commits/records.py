@@ -360,12 +360,16 @@ class Records:
 
         The newest are read first.
         """
-        newest = await self.newest()
+        newest = unknown = await self.newest()
+        while unknown > above and (known := self._records.get(unknown)) is not None:
+            if known.record.commits(transaction):
+                return unknown
+            unknown -= 1
 
         async def read(version: int) -> Record:
             return await self._record_below(version, newest + 1)
 
-        async with contextlib.aclosing(InTurn(read, range(newest, above, -1))) as records:
+        async with contextlib.aclosing(InTurn(read, range(unknown, above, -1))) as records:
             async for version, record in records:
                 if record.commits(transaction):
                     return version

@@ -15,10 +15,10 @@ from tstore.testing.miniature import reduced
 from tstore.testing.site import PATHS
 from tstore.testing.storage import HostBackend, Storage
 from tstore.testing.virtual import VirtualLoop
-from tstore.testing.weather import CALM, Host, Weather
+from tstore.testing.weather import Onlooker, Weather
 from tstore.world import inhabited
 
-__all__ = ["Scenario", "initial_objects"]
+__all__ = ["Scenario", "initial_objects", "make_beginnings"]
 
 Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
 
@@ -95,6 +95,14 @@ class Scenario(NamedTuple):
         return objects
 
 
+def make_beginnings() -> None:
+    """Make the stores that runs of this process may begin with; else each is made when a run needs it first."""
+    for root_every, numbers in _BEFORE.items():
+        for before in set(numbers):
+            _made(before, root_every, 0)
+            _made(2 * root_every + before, root_every, 1)
+
+
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
     """The objects of a store with arrays and that many more small commits; of each `fork` others."""
     return dict(_made(commits, root_every, fork))
@@ -105,7 +113,7 @@ def _made(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
     storage = Storage({})
 
     async def make() -> None:
-        host = Host("maker", f"maker {fork}", CALM, 0, lambda _who, _what: None)
+        host = Onlooker("maker", f"maker {fork}", lambda _who, _what: None)
         with inhabited(host), inline(host.step):
             store = await tstore.open(HostBackend(storage, host), "x")
             async with store.transaction("begin") as tx:

@@ -36,7 +36,7 @@ from tstore.testing.scenario import Scenario
 from tstore.testing.site import Darkroom, Site
 from tstore.testing.storage import HostBackend, Storage
 from tstore.testing.virtual import Stuck, VirtualLoop
-from tstore.testing.weather import CALM, Host, Weather
+from tstore.testing.weather import Host, Onlooker
 from tstore.testing.workload import live
 from tstore.world import inhabited
 
@@ -88,7 +88,7 @@ class _Run:
         """Let all hosts live, and then check what is left; the violations and the number of commits."""
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.place.storage
-        with self._born("witness") as host:
+        with self._onlooker("witness") as host:
             first = await committed(await tstore.open(HostBackend(storage, host)), start)
         if self.choice.random() < 0.5:
             hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
@@ -108,12 +108,12 @@ class _Run:
         await self._ended([task for task in self.tasks if task.done()])
         await self._bury()
         await asyncio.sleep(_LATEST)
-        found, log = await judge_store(self._born, storage, first, self.place.history)
+        found, log = await judge_store(self._onlooker, storage, first, self.place.history)
         if not found and self.place.darkroom.photograph is not None:
-            found = await judge_power_failure(self._born, self.place.darkroom, log, self.choice)
+            found = await judge_power_failure(self._onlooker, self.place.darkroom, log, self.choice)
         if not found and scenario.mirrored:
             source = storage, self.place.history, log
-            found = await judge_copy(self._born, self.mirror.storage, first, source, self.mirror.history)
+            found = await judge_copy(self._onlooker, self.mirror.storage, first, source, self.mirror.history)
         return found, len(log)
 
     def _tell(self, who: str, what: str) -> None:
@@ -123,11 +123,18 @@ class _Run:
         self.tasks.append(asyncio.get_running_loop().create_task(life))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _born(self, name: str, weather: Weather = CALM) -> Iterator[Host]:
+    def _born(self, name: str) -> Iterator[Host]:
         """A new run of a host, in whose world the running task lives from then on."""
         skew = self.choice.choice((0, 0, -3_600, 86_400))
-        host = Host(name, f"{self.seed} {name}", weather, skew, self._tell)
+        host = Host(name, f"{self.seed} {name}", self.scenario.weather, skew, self._tell)
         self.hosts.append(host)
+        with inhabited(host), inline(host.step):
+            yield host
+
+    @contextlib.contextmanager
+    def _onlooker(self, name: str) -> Iterator[Host]:
+        """A host that nothing hinders, in whose world the running task lives from then on."""
+        host = Onlooker(name, f"{self.seed} {name}", self._tell)
         with inhabited(host), inline(host.step):
             yield host
 
@@ -142,7 +149,7 @@ class _Run:
         """A host that works, and is started again after each crash."""
         mirror = self.mirror.storage if self.scenario.mirrored and place is self.place else None
         for run in range(4):
-            with self._born(f"{name}.{run}", self.scenario.weather) as host:
+            with self._born(f"{name}.{run}") as host:
                 site = await self._site(host, place)
                 if await _survived(host, asyncio.create_task(live(site, rounds, self.scenario.mood, mirror))):
                     return
@@ -189,7 +196,7 @@ class _Run:
     async def _member_life(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
-        with self._born(name, self.scenario.weather) as host:
+        with self._born(name) as host:
             site = await self._site(host, self.place)
             await _survived(host, asyncio.create_task(cooperate(site, plan, number, timeout)))
 

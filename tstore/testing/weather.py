@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tstore.world import World
 
-__all__ = ["CALM", "Host", "Weather"]
+__all__ = ["CALM", "Host", "Onlooker", "Weather"]
 
 _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)
 
@@ -100,3 +100,13 @@ class Host(World):
             grave = self._loop.create_future()
             self._graves.append(grave)  # a task that nothing refers to would be collected, and its `finally` run
             await grave
+
+
+class Onlooker(Host):
+    """A host that is alone with the store, before the others live or once they have ended: it need not wait."""
+
+    def __init__(self, name: str, seed: str, tell: Callable[[str, str], None]) -> None:
+        super().__init__(name, seed, CALM, 0, tell)
+
+    async def step(self) -> None:
+        """Return at once: a time that passes would be nobody else's."""
