@@ -187,8 +187,13 @@ def judge(errors: set[tuple[str, int]]) -> None:
     assert errors == {("misuse.py", line) for line in range(4, 1 + MISUSE.count("\n"))}
 
 
-def test_mypy_accepts_the_readme_and_a_users_script(clone: Clone, user: list[str]) -> None:
-    command = [sys.executable, "-m", "mypy", "--strict", "--output=json", f"--python-executable={clone.python}"]
+def test_mypy_accepts_the_readme_and_a_users_script(
+    clone: Clone, user: list[str], pytestconfig: pytest.Config
+) -> None:
+    assert pytestconfig.cache is not None
+    cache = pytestconfig.cache.mkdir("mypy")  # what it knows of NumPy outlives the run
+    command = [sys.executable, "-m", "mypy", "--strict", "--output=json", f"--cache-dir={cache}"]
+    command.append(f"--python-executable={clone.python}")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))}
     done = subprocess.run(
         [*command, *user, "misuse.py"], cwd=clone.folder, env=environ, capture_output=True, text=True, check=False

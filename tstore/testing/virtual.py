@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         callbacks, timers = self._callbacks, self._timers
-        if not callbacks and not self._stopping:
+        if not callbacks:
             while timers and timers[0][2].cancelled():
                 heapq.heappop(timers)
             if not timers:
