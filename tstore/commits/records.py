@@ -356,10 +356,7 @@ class Records:
             return None
 
     async def find(self, transaction: str, above: int = 0) -> int | None:
-        """The version above `above` that a transaction became, None where it is not committed.
-
-        The newest are read first.
-        """
+        """The version above `above` that a transaction became, None for none; the newest are read first."""
         newest = unknown = await self.newest()
         while unknown > above and (known := self._records.get(unknown)) is not None:
             if known.record.commits(transaction):
