@@ -271,6 +271,19 @@ async def test_an_expired_version_says_so(url: str) -> None:
     assert (await store.snapshot(4)).paths() == (await store.snapshot(3)).paths()
 
 
+@pytest.mark.parametrize("operation", ["get", "size"])
+async def test_what_may_have_expired_is_not_called_damaged_while_the_log_cannot_be_read(
+    url: str, operation: str
+) -> None:
+    await saved(url, 3)
+    reader, faults = await open_faulty(url)
+    held = await reader.snapshot(2)
+    await (await tstore.open(url)).collect(Keep(last=1))
+    faults.fail(operation, "commits/*", times=1000)
+    with pytest.raises(Unavailable):
+        await (await held.array("moving")).read()
+
+
 async def test_later_gcs_know_what_earlier_ones_did(url: str) -> None:
     store = await saved(url, 3)
     await store.collect(Keep(last=2))

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tstore.commits.log import Log
 from tstore.commits.manifest import Record, date_of
 from tstore.commits.tree import Tree
-from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError
+from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 
 __all__ = ["changes_nothing", "check_alive", "check_tag", "living", "newest_tree", "unexpired"]
 
@@ -60,6 +60,8 @@ async def unexpired(log: Log, version: int, work: Awaitable[T]) -> T:
             await check_alive(log, version)
         except SnapshotExpired as expired:
             raise expired from error
+        except Unavailable as unknown:
+            raise unknown from error  # it may have expired: nobody may be told that it is damaged
         except TStoreError:
             pass  # the log is damaged too; what failed first tells more
         raise
