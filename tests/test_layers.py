@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("arguments", "chunks", "chunks.grid", "chunks.table", "layout", "sharding", "threads", "turns", "world"),
-    ("pool",),
+    ("pool", "chunks.compressors"),
     ("chunks.chain",),
     ("chunks.metadata", "checkpoint", "checkpoint.leaves"),
     ("commits", "commits.manifest", "checkpoint.shards"),

@@ -132,7 +132,7 @@ def _collect(
     faults: list[str],
 ) -> None:
     for path, document, _, span in manifest.nodes():
-        node = Node(document, (span,))
+        node = Node(path, document, (span,))
         if not node.is_array:
             continue
         meta = node.meta

@@ -101,7 +101,7 @@ def chunk_boxes(
 ) -> Division:
     """The division of a selection; without boxes where chunks are long, few, encoded or not neighbours."""
     small = meta.chain.identity and meta.encoded_bound <= BLOCK // 2 and meta.chunk_count >= _FEWEST
-    if not small or any(r.step != 1 for r in selection.axes) or out.dtype != meta.dtype:
+    if not small or any(r.step != 1 or not r for r in selection.axes) or out.dtype != meta.dtype:
         return Division((), covers(selection, meta.shape, meta.chunks))
     per_axis = [
         [_whole(p, c) for p in along(r, n, c)]

@@ -1,25 +1,22 @@
 """The chain of codecs that turns a chunk into bytes and back; pure, no I/O.
 
 The bytes of a chunk are what zarr-python would write for it: C order, little-endian, edge chunks filled up to the
-full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by bytes→bytes codecs (`zstd`,
-`gzip`, `blosc`). What `exmy` writes is in its FORMAT.md, section 9; offsets are chosen for each chunk by itself.
+full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors (`zstd`, `gzip`,
+`blosc`). What `exmy` writes is in its FORMAT.md, section 9; offsets are chosen for each chunk by itself.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import exmy
-import numcodecs.blosc
 import numpy as np
 import numpy.typing as npt
-from numcodecs import Zstd
 
+from tstore.chunks.compressors import Bytes, as_compressor, feasible, longest_encoding
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 
 __all__ = [
@@ -34,7 +31,6 @@ __all__ = [
 ]
 
 Buffer = memoryview
-Bytes = npt.NDArray[np.uint8]
 
 Codecs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """How chunks are stored: None (as they are), "lossless" (compressed), an eXmY format such as "e4m3", the
@@ -46,9 +42,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that eXmY encodes."""
 
 _NATIVE_LITTLE = sys.byteorder == "little"
-_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
-_BLOSC_HEADER = 16  # bytes; the last four are the length of all
-_BLOSC_LIMIT = (1 << 31) - 17  # bytes: blosc counts in int32
+_MOST_COMPRESSORS = 8
 _LOSSLESS_BLOCK = 1 << 19  # bytes: below, blosc compresses each byte of the elements apart, and worse
 
 
@@ -123,55 +117,6 @@ class _Exmy:
             np.copyto(out, target)
 
 
-class _GZip:
-    """Zarr's `gzip`, without the time of day in its header: equal chunks must have equal bytes."""
-
-    def __init__(self, level: int = 5) -> None:
-        self._level = level
-
-    def encode(self, data: Any) -> bytes:
-        return gzip.compress(data, self._level, mtime=0)
-
-    def decode(self, data: Any) -> bytes:
-        return gzip.decompress(data)
-
-
-class _Blosc:
-    """Zarr's `blosc`."""
-
-    def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
-        try:
-            # With threads of its own, blosc puts blocks in the order in which they end: equal chunks must have
-            # equal bytes. zarr-python switches them off as well.
-            numcodecs.blosc.use_threads = False
-            kind = _SHUFFLES.index(shuffle)
-            if cname not in numcodecs.blosc.list_compressors() or not 0 <= clevel <= 9 or typesize < 1:
-                raise ValueError("out of range")
-            self._codec = numcodecs.blosc.Blosc(cname, clevel, kind, blocksize, typesize)
-        except ValueError:
-            raise TypeError(
-                f"blosc does not take {cname!r}, {clevel!r}, {shuffle!r}, typesize {typesize!r}"
-            ) from None
-
-    def encode(self, data: Any) -> bytes:
-        found: bytes = self._codec.encode(data)
-        return found
-
-    def decode(self, data: Any) -> bytes:
-        size = len(data)
-        if size < _BLOSC_HEADER or int.from_bytes(data[12:16], "little") != size:
-            raise ValueError(f"{size} bytes are not what blosc wrote")  # which would read beyond them
-        found: bytes = self._codec.decode(data)
-        return found
-
-
-def _zstd(level: int = 0, checksum: bool = False) -> Any:
-    return Zstd(level, checksum)
-
-
-_COMPRESSORS: dict[str, Any] = {"zstd": _zstd, "gzip": _GZip, "blosc": _Blosc}
-
-
 class Chain:
     """The codecs of one array, for chunks of its one shape; `identity` chains store the chunk's own bytes."""
 
@@ -193,31 +138,22 @@ class Chain:
                     f"codec {name!r} with configuration {dict(settings)} is not known to this tstore; "
                     "install a newer one, or use 'bytes' (little-endian) or 'exmy' first in a chain"
                 )
-        self._compressors = []
-        for document in rest:
-            compressor = _COMPRESSORS.get(document.get("name", ""))
-            if compressor is None:
-                raise UnsupportedFormat(
-                    f"codec {document.get('name')!r} is not known to this tstore; "
-                    f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
-                )
-            settings = document.get("configuration") or {}
-            try:
-                self._compressors.append(compressor(**settings))
-            except TypeError:
-                raise UnsupportedFormat(
-                    f"codec {document['name']!r} with configuration {dict(settings)} is not known to this tstore"
-                ) from None
-        if self._array.size > _BLOSC_LIMIT and any(isinstance(c, _Blosc) for c in self._compressors):
-            raise InvalidArgument(
-                f"a chunk of {self._array.size} bytes is too long for blosc; expected at most {_BLOSC_LIMIT}: "
-                "choose smaller chunks"
-            )
+        if len(rest) > _MOST_COMPRESSORS:
+            raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MOST_COMPRESSORS}")
+        self._compressors = [as_compressor(document) for document in rest]
         self.plain = self._array.identity
         """Whether a chunk's own bytes are stored, as they are or compressed."""
         self.identity = self.plain and not self._compressors
         self.bound: int = self._array.size
         """The exact size of an encoded chunk; before compressors, where there are any."""
+        self._stages = [self.bound]  # the most bytes before each compressor, and after the last
+        for compressor in self._compressors:
+            if compressor.most is not None and self._stages[-1] > compressor.most:
+                raise InvalidArgument(
+                    f"a chunk of {self.bound} bytes is too long for blosc; expected at most {compressor.most}: "
+                    "choose smaller chunks"
+                )
+            self._stages.append(longest_encoding(self._stages[-1]))
 
     @property
     def packed(self) -> exmy.ChunkCodec | None:
@@ -246,15 +182,29 @@ class Chain:
             data = compressor.encode(data)
         return memoryview(data).cast("B")
 
+    def check(self, length: int) -> None:
+        """Raise `Corrupt` where no chunk has an encoding of that length: before memory is taken for one."""
+        if self._compressors:
+            if length > self._stages[-1] or not feasible(self.bound, length, len(self._compressors)):
+                raise Corrupt(f"{length} bytes can't be the encoding of {self.bound} bytes")
+        elif length != self.bound:
+            raise Corrupt(f"expected {self.bound} encoded bytes, found {length}")
+
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
-        """Fills `out`, of the chunk's shape, from encoded bytes; `Corrupt` where their length is wrong."""
-        for compressor in reversed(self._compressors):
-            try:
-                data = memoryview(compressor.decode(data)).cast("B")
-            except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
-                raise Corrupt(f"compressed bytes do not decode: {error}") from error
-        if len(data) != self.bound:
-            raise Corrupt(f"expected {self.bound} encoded bytes, found {len(data)}")
+        """Fill `out`, of the chunk's shape, from encoded bytes; `Corrupt` where they are not such a chunk.
+
+        No compressor decodes more than it could have been given by the encoder, whatever the bytes say.
+        """
+        self.check(len(data))
+        if self._compressors:
+            for stage in range(len(self._compressors) - 1, 0, -1):
+                data = memoryview(self._compressors[stage].decode(data, self._stages[stage])).cast("B")
+            if self.plain and out.flags.c_contiguous:
+                self._compressors[0].decode_into(data, out.reshape(-1).view(np.uint8))
+                return
+            room = np.empty(self.bound, np.uint8)
+            self._compressors[0].decode_into(data, room)
+            data = room.data
         self._array.decode(data, out)
 
 

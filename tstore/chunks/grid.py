@@ -121,6 +121,8 @@ class Cover(NamedTuple):
 
 def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
     """Every chunk that the selection touches, in C order."""
+    if not all(selection.axes):  # before the chunks along the others are told, which may be any number
+        return
     per_axis = [along(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
         yield cover_of(parts)

@@ -22,6 +22,12 @@ __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 _MOST_DIMENSIONS = 32
 """Half of NumPy's: a write sees its values as a grid of chunks, with two axes for each of the array."""
 
+_MOST_LEVELS = 120
+"""Levels of nesting in stored attributes; `checked_attributes` takes 100 of a caller."""
+
+_LONGEST_DTYPE = 40
+_MOST_BYTES = 1 << 62
+
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 """The widest floats that are the same everywhere, by kind."""
 
@@ -83,11 +89,116 @@ def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
 
 def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "c":
-        value = complex(float(value[0]), float(value[1]))
-    elif isinstance(value, str):
-        value = float(value)
-    filled: Any = np.asarray(value).astype(dtype)[()]
-    return filled
+        real, imaginary = value
+        return dtype.type(complex(_float_from_json(real), _float_from_json(imaginary)))
+    if dtype.kind == "b":
+        return np.bool_(_stored_flag(value))
+    if dtype.kind in "iu":
+        if type(value) is not int:
+            raise TypeError(f"{value!r:.100} is no value of {dtype}")
+        return dtype.type(value)  # OverflowError where it does not fit
+    with np.errstate(all="ignore"):
+        return np.asarray(_float_from_json(value)).astype(dtype)[()]
+
+
+def _float_from_json(value: Any) -> float:
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r:.100} is no number")
+    return float(value)
+
+
+def _check_known(fields: Any) -> None:
+    """Raise `UnsupportedFormat` for keys and values that this tstore does not know."""
+    if not isinstance(fields, dict):
+        raise TypeError(f"expected an object, found {type(fields).__name__}")
+    if fields["zarr_format"] != 3 or fields["node_type"] != "array":
+        raise UnsupportedFormat("expected the metadata of a Zarr v3 array")
+    if fields["chunk_grid"]["name"] != "regular":
+        raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r:.100} is not known")
+    if fields.get("storage_transformers"):
+        raise UnsupportedFormat("storage transformers are not known to this tstore")
+    for key in fields.keys() - _KNOWN:
+        value = fields[key]
+        if not isinstance(value, dict) or value.get("must_understand") is not False:
+            raise UnsupportedFormat(f"the metadata of an array has the key {key!r:.100}, which must be understood")
+
+
+_KNOWN = frozenset(
+    ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs")
+) | {"attributes", "dimension_names", "storage_transformers", "tstore"}
+
+
+def _configuration(item: dict[str, Any]) -> dict[str, Any]:
+    found = item.get("configuration", {})
+    if not isinstance(found, dict):
+        raise TypeError(f"a configuration is an object, not {type(found).__name__}")
+    return found
+
+
+def _stored_lengths(what: str, values: Any, least: int) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(n) is int for n in values):
+        raise TypeError(f"{what} is no list of whole numbers")
+    if len(values) > _MOST_DIMENSIONS:
+        raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MOST_DIMENSIONS}")
+    return _lengths(what, values, least)
+
+
+def _stored_dtype(name: Any) -> np.dtype[Any]:
+    if not isinstance(name, (str, dict)):
+        raise TypeError(f"a data type is a name, not {type(name).__name__}")
+    try:
+        found = dtype_named(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
+    except InvalidArgument:
+        found = None
+    if found is None or found.name != name:
+        raise UnsupportedFormat(f"data type {name!r:.100} is not known to this tstore")
+    return found
+
+
+def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
+    if not isinstance(documents, list):
+        raise TypeError("codecs are no list")
+    for document in documents:
+        if not isinstance(document, dict) or not isinstance(document.get("name"), str):
+            raise TypeError(f"{document!r:.100} is no codec with a name")
+        _configuration(document)
+    return documents
+
+
+def _stored_attributes(attributes: Any) -> dict[str, Any]:
+    if not isinstance(attributes, dict):
+        raise TypeError(f"attributes are an object, not {type(attributes).__name__}")
+    if not _is_shallow(attributes):
+        raise ValueError(f"attributes are nested more than {_MOST_LEVELS} levels deep")
+    return attributes
+
+
+def _is_shallow(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(_MOST_LEVELS):
+        inside = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for items in inside for v in items if isinstance(v, (dict, list))]
+        if not level:
+            return True
+    return False
+
+
+def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != dimensions:
+        raise ValueError(f"dimension names {names!r:.100} for {dimensions} dimensions")
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise TypeError(f"dimension names {names!r:.100} are not all text")
+    return tuple(names)
+
+
+def _stored_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r:.100} is neither true nor false")
+    return value
 
 
 class ArrayMeta:
@@ -100,28 +211,25 @@ class ArrayMeta:
     def __init__(self, document: bytes) -> None:
         try:
             fields = msgspec.json.decode(document)
-            if fields["zarr_format"] != 3 or fields["node_type"] != "array":
-                raise UnsupportedFormat("expected the metadata of a Zarr v3 array")
-            if fields["chunk_grid"]["name"] != "regular":
-                raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r} is not known")
+            _check_known(fields)
             self.document = document
-            self.shape = _lengths("shape", fields["shape"], 0)
-            self.chunks = _lengths("chunks", fields["chunk_grid"]["configuration"]["chunk_shape"], 1)
+            self.shape = _stored_lengths("shape", fields["shape"], 0)
+            self.chunks = _stored_lengths("chunks", _configuration(fields["chunk_grid"])["chunk_shape"], 1)
             if len(self.shape) != len(self.chunks):
                 raise ValueError(f"chunks {self.chunks} for the shape {self.shape}")
-            self.dtype = dtype_named(fields["data_type"])
-            self.codecs: list[dict[str, Any]] = fields["codecs"]
+            self.dtype = _stored_dtype(fields["data_type"])
+            _check_bytes("shape", self.shape, self.dtype)
+            _check_bytes("chunks", self.chunks, self.dtype)
+            self.codecs = _stored_codecs(fields["codecs"])
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
-            self.attributes: dict[str, Any] = dict(fields.get("attributes", {}))
-            self.dimension_names: tuple[str | None, ...] | None = (
-                tuple(fields["dimension_names"]) if fields.get("dimension_names") is not None else None
-            )
-            self.sparse: bool = fields.get("tstore", {}).get("sparse", False)
+            self.attributes = _stored_attributes(fields.get("attributes", {}))
+            self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
+            self.sparse = _stored_flag(fields.get("tstore", {}).get("sparse", False))
         except UnsupportedFormat:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise Corrupt(f"metadata of an array does not parse: {error!r}") from error
+            raise Corrupt(f"metadata of an array does not parse: {error!r:.300}") from error
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
         self.encoded_bound = self.chain.bound
@@ -158,6 +266,8 @@ class ArrayMeta:
         if len(shape) > _MOST_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MOST_DIMENSIONS}")
         chunks = default_chunks(shape, kind.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
+        _check_bytes("shape", shape, kind)
+        _check_bytes("chunks", chunks, kind)
         if len(chunks) != len(shape):
             raise InvalidArgument(f"chunks {chunks} and shape {shape} differ in their number of dimensions")
         if dimension_names is not None:
@@ -231,6 +341,12 @@ def _lengths(what: str, values: Sequence[int], least: int) -> tuple[int, ...]:
         raise InvalidArgument(f"{what} {values!r} is not a sequence of integers") from None
     if any(n < least for n in lengths):
         raise InvalidArgument(f"{what} {lengths} holds a length below {least}")
-    if math.prod(lengths) >= 1 << 62:
+    if math.prod(n or 1 for n in lengths) >= _MOST_BYTES:
         raise InvalidArgument(f"{what} {lengths} holds more than 2^62 elements")
     return lengths
+
+
+def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise `InvalidArgument` for more values than NumPy can address, also where a length of zero hides them."""
+    if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MOST_BYTES:
+        raise InvalidArgument(f"{what} {lengths} of {dtype} takes more than 2^62 bytes")

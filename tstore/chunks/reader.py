@@ -22,7 +22,7 @@ from tstore.chunks.boxes import ChunkBox, chunk_boxes
 from tstore.chunks.grid import Cover, Selection, chunk_number, part_of
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.kv.base import Backend, PackReader, Transfer
 from tstore.kv.cached import forget
 from tstore.pool import each, scratch
@@ -103,6 +103,9 @@ async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
     def read(batch: list[ChunkBox | _Part]) -> None:
         try:
             _read_batch(backend, batch)
+        except MemoryError as error:
+            where = batch[0].where if isinstance(batch[0], ChunkBox) else batch[0].task.where
+            raise InvalidArgument(f"{where}: there is too little memory to read it ({error})") from error
         except Corrupt:
             pack = batch[0].pack if isinstance(batch[0], ChunkBox) else batch[0].task.pack
             if isinstance(pack, bytes) or not forget(backend, pack):
@@ -122,14 +125,14 @@ def _tasks(job: ReadJob, url: str) -> Iterator[_Work]:
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         row = source.row(0)
         if row is not None and _as_stored(job.out, meta) and all(r.step == 1 for r in job.selection.axes):
-            yield _Task(row.pack, row.offset, row.length, row, job, None)
+            yield _task(job, row, None)
             return
     found = chunk_boxes(job.path, meta, source, job.selection, job.out)
     yield from found.boxes
     for cover in found.others:
         row = source.row(chunk_number(cover.chunk, meta.counts))
         if row is not None:
-            yield _Task(row.pack, row.offset, row.length, row, job, cover)
+            yield _task(job, row, cover)
             continue
         if not meta.sparse:
             raise NotFound(
@@ -137,6 +140,15 @@ def _tasks(job: ReadJob, url: str) -> Iterator[_Work]:
                 "with sparse=True to read its fill value there"
             )
         part_of(job.out, cover.result)[...] = meta.fill_value
+
+
+def _task(job: ReadJob, row: ChunkRow, cover: Cover | None) -> _Task:
+    task = _Task(row.pack, row.offset, row.length, row, job, cover)
+    try:
+        job.meta.chain.check(row.length)
+    except Corrupt as error:
+        raise Corrupt(f"{task.where}: {error}") from error
+    return task
 
 
 def _as_stored(target: Values, meta: ArrayMeta) -> bool:
@@ -275,8 +287,6 @@ def _deliver(part: _Part, data: npt.NDArray[np.uint8]) -> None:
     else:
         inside, target = cover.inside, part_of(job.out, cover.result)
     if meta.chain.identity:
-        if task.row.length != meta.encoded_bound:
-            raise Corrupt(f"{task.where}: expected {meta.encoded_bound} bytes, found {task.row.length}")
         strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
         start = sum(s.start * t for s, t in zip(inside, strides, strict=True)) - part.skipped
         values: Values = np.ndarray(

@@ -38,7 +38,7 @@ from tstore.arguments import checked_attributes, checked_text
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkRow, ChunkTable, Span, layered
 from tstore.commits.manifest import Manifest, Record, Root
-from tstore.errors import Corrupt, InvalidArgument
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
 
 __all__ = [
     "OWN",
@@ -60,9 +60,10 @@ OWN = "tstore"
 class Node:
     """A group or an array of a tree; its chunks lie in spans of manifests, later ones over earlier ones."""
 
-    __slots__ = ("_chunks", "document", "spans")
+    __slots__ = ("_chunks", "document", "path", "spans")
 
-    def __init__(self, document: bytes, spans: tuple[Span, ...]) -> None:
+    def __init__(self, path: str, document: bytes, spans: tuple[Span, ...]) -> None:
+        self.path = path
         self.document = document
         self.spans = spans
         self._chunks: ChunkTable | None = None
@@ -70,21 +71,27 @@ class Node:
     @property
     def is_array(self) -> bool:
         """Whether the node is an array, not a group."""
-        return _kind(self.document) == "array"
+        try:
+            return _kind(self.document) == "array"
+        except Corrupt as error:
+            raise Corrupt(f"{self.path}: {error}") from error
 
     @property
     def meta(self) -> ArrayMeta:
         """The metadata of an array."""
-        return ArrayMeta.parse(self.document)
+        try:
+            return ArrayMeta.parse(self.document)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.path}: {error}") from error
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of the group or array."""
-        fields = msgspec.json.decode(self.document)
-        found = fields.get("attributes", {}) if isinstance(fields, dict) else None
-        if not isinstance(found, dict):
-            raise Corrupt("the attributes of a node are no JSON object")
-        return found
+        with parsing(f"{self.path or 'the root group'}: its metadata"):
+            found = msgspec.json.decode(self.document).get("attributes", {})
+            if not isinstance(found, dict):
+                raise TypeError("attributes are no JSON object")
+            return found
 
     def row(self, number: int) -> ChunkRow | None:
         """Where one chunk of the array lies, None where it was never written."""
@@ -135,10 +142,10 @@ class Tree:
             for path, document, fresh, span in manifest.nodes():
                 old = nodes.get(path)
                 if old is None or (fresh and path not in made):
-                    nodes[path] = Node(document, (span,))
+                    nodes[path] = Node(path, document, (span,))
                     made.add(path)
                 else:
-                    nodes[path] = Node(document, layered(old.spans, span))
+                    nodes[path] = Node(path, document, layered(old.spans, span))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
@@ -169,7 +176,7 @@ class Tree:
     @staticmethod
     def of(root: Root) -> Tree:
         """The tree in a root."""
-        nodes = {path: Node(document, (span,)) for path, document, _, span in root.manifest.nodes()}
+        nodes = {path: Node(path, document, (span,)) for path, document, _, span in root.manifest.nodes()}
         return Tree(root.version, nodes, root.tags)
 
 

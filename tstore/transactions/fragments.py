@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import Span
 from tstore.commits.manifest import Fragment, Manifest, Record
 from tstore.commits.tree import Node, Tree, is_below, parents
@@ -95,8 +94,9 @@ def check_complete(name: str, manifest: Manifest) -> None:
     """Raises `Inconsistent` where an array that the group created lacks chunks."""
     missing = []
     for path, document, fresh, span in manifest.nodes():
-        if fresh and Node(document, ()).is_array:
-            meta = ArrayMeta.parse(document)
+        node = Node(path, document, ())
+        if fresh and node.is_array:
+            meta = node.meta
             count = span.stop - span.start
             if count != meta.chunk_count and not meta.sparse:
                 missing.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
@@ -123,9 +123,8 @@ def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[M
         for path, document, fresh, _ in manifest.nodes():
             host, expected, made = first.setdefault(path, (fragment.host, document, fresh))
             if expected != document:
-                differing.append(
-                    f"{path}: host {host} has {_short(expected)}, host {fragment.host} has {_short(document)}"
-                )
+                one, other = _short(path, expected), _short(path, document)
+                differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
             elif made != fresh:  # what the others wrote into the old one would become part of the new one
                 maker, writer = (host, fragment.host) if made else (fragment.host, host)
                 differing.append(f"{path}: host {maker} created or resized it, host {writer} did not")
@@ -150,7 +149,7 @@ def _check_places(name: str, fragments: Sequence[Fragment], manifests: Sequence[
             tops = [top for top in deleted if is_below(path, top)]
             meeting += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
         for above in parents(path):
-            if above in nodes and Node(nodes[above][1], ()).is_array:
+            if above in nodes and Node(above, nodes[above][1], ()).is_array:
                 meeting.append(f"{path}: host {host} created it below {above}, an array of host {nodes[above][0]}")
     if meeting:
         raise Inconsistent(
@@ -183,8 +182,8 @@ def _twice(node: Node, spans: Sequence[Span]) -> list[tuple[int, ...]]:
     return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
 
 
-def _short(document: bytes) -> str:
-    node = Node(document, ())
+def _short(path: str, document: bytes) -> str:
+    node = Node(path, document, ())
     if not node.is_array:
         return "a group"
     meta = node.meta

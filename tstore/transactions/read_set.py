@@ -78,6 +78,6 @@ def _changed_chunks(path: str, numbers: set[int], before: Node | None, after: No
         return []
     if after is None or before.document != after.document:
         return [path]
-    counts = ArrayMeta.parse(before.document).counts
+    counts = before.meta.counts
     differing = [n for n in before.chunks.differing(after.chunks).tolist() if n in numbers]
     return [f"{path}, chunk {tuple(int(i) for i in np.unravel_index(n, counts))}" for n in differing]

@@ -83,9 +83,9 @@ class StagedArray:
         turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
         values = part_of(values, turned)
-        per_axis = [along(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
-        if not all(per_axis):
+        if not all(axes):  # before the chunks along the others are told, which may be any number
             return
+        per_axis = [along(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         pieces = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if pieces:
             job = WriteJob(self.path, self.meta, pieces)

@@ -1,0 +1,326 @@
+"""The compressors of a chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
+
+A stored frame is not trusted. Each compressor compares the size that a frame declares with the expected size
+before it allocates or decodes anything; a frame without a trustworthy size (gzip) is decoded up to the expected
+size. So the memory for a chunk follows from the metadata of its array, never from the chunk. Any other codec is
+`UnsupportedFormat` as soon as the metadata is parsed: its output could not be bounded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numcodecs.blosc
+import numpy as np
+import numpy.typing as npt
+from numcodecs import Zstd
+
+from tstore.errors import Corrupt, UnsupportedFormat
+
+__all__ = ["Bytes", "Compressor", "as_compressor", "feasible", "longest_encoding"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_WHOLE = (1 << 31) - 1  # the codecs take C ints
+_DEEPEST_RATIO = 1 << 15  # of zstd, which says 128 KiB with four bytes; deflate and LZ stay far below
+
+
+class Compressor(Protocol):
+    """A bytes→bytes codec. Decoding raises `Corrupt` where the data is not an encoding of the expected size."""
+
+    most: int | None
+    """The longest data that it can encode, in bytes."""
+
+    def encode(self, data: Any) -> bytes:
+        """Return the encoded data."""
+
+    def decode_into(self, data: memoryview, out: Bytes) -> None:
+        """Fill `out`, which has exactly the size that is expected."""
+
+    def decode(self, data: memoryview, most: int) -> Any:
+        """Return what was encoded, of at most `most` bytes."""
+
+
+def longest_encoding(size: int) -> int:
+    """Return the most bytes that a compressor makes of `size` bytes.
+
+    zstd adds 1/256, gzip 1/1000 (zlib's own worst case is 1/8), blosc 16 bytes.
+    """
+    return size + size // 8 + 4096
+
+
+def feasible(size: int, encoded: int, compressors: int = 1) -> bool:
+    """Return whether so many encoded bytes can hold `size` bytes under that number of compressors."""
+    most: int = (encoded + 4) * _DEEPEST_RATIO**compressors
+    return size <= most
+
+
+def as_compressor(document: Mapping[str, Any]) -> Compressor:
+    """Return the compressor of a codec in a `zarr.json`; `UnsupportedFormat` for one that is not known."""
+    name = document.get("name")
+    kind = _COMPRESSORS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise UnsupportedFormat(
+            f"codec {name!r:.100} is not known to this tstore; "
+            f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
+        )
+    settings = document.get("configuration") or {}
+    try:
+        found: Compressor = kind(**settings)
+    except TypeError:
+        raise UnsupportedFormat(
+            f"codec {name!r} with configuration {settings!r:.200} is not known to this tstore"
+        ) from None
+    return found
+
+
+def _check_whole(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise TypeError
+    return value
+
+
+def _wrong_size(expected: int, found: int | str) -> Corrupt:
+    return Corrupt(f"expected {expected} decoded bytes, found {found}")
+
+
+def _declared(expected: int, found: int) -> Corrupt:
+    return Corrupt(f"expected {expected} decoded bytes, but a frame declares {found}")
+
+
+class _GZip:
+    """Zarr's `gzip`, without the time of day in its header: equal chunks must have equal bytes."""
+
+    most = None
+
+    def __init__(self, level: int = 5) -> None:
+        self._level = _check_whole(level, 0, 9)
+
+    def encode(self, data: Any) -> bytes:
+        return gzip.compress(data, self._level, mtime=0)
+
+    def decode_into(self, data: memoryview, out: Bytes) -> None:
+        found = self.decode(data, out.size)
+        if len(found) != out.size:
+            raise _wrong_size(out.size, len(found))
+        out[:] = np.frombuffer(found, np.uint8)
+
+    def decode(self, data: memoryview, most: int) -> Any:
+        """Decode the members one by one; each ends with its own checksum and length, which zlib compares."""
+        try:
+            member = zlib.decompressobj(wbits=31)
+            found = member.decompress(data, most + 1)
+            if len(found) <= most and member.eof and not member.unused_data:
+                return found
+            return _members(data, most)
+        except zlib.error as error:
+            raise Corrupt(f"gzip bytes do not decode: {error}") from error
+
+
+_GZIP_PIECE = 16 << 10  # bytes: zlib copies what follows a member, which would be quadratic in their number
+
+
+def _members(data: memoryview, most: int) -> bytes:
+    """Return the contents of all members; zeros may follow each."""
+    parts: list[bytes] = []
+    left, at, inside = most, 0, False
+    member = zlib.decompressobj(wbits=31)
+    while at < len(data):
+        piece = bytes(data[at : at + _GZIP_PIECE])
+        if not inside and parts:
+            at += len(piece)
+            piece = piece.lstrip(b"\0")
+            at -= len(piece)
+            if not piece:
+                continue
+        part = member.decompress(piece, left + 1)
+        if len(part) > left:
+            raise _wrong_size(most, "more")
+        parts.append(part)
+        left -= len(part)
+        at += len(piece) - len(member.unused_data)
+        inside = not member.eof
+        if member.eof:
+            member = zlib.decompressobj(wbits=31)
+    if inside or not parts:
+        raise Corrupt("gzip bytes end before their end is marked")
+    return b"".join(parts)
+
+
+class _Zstd:
+    """Zarr's `zstd`."""
+
+    most = None
+
+    def __init__(self, level: int = 0, checksum: bool = False) -> None:
+        if type(checksum) is not bool:
+            raise TypeError
+        self._codec = Zstd(_check_whole(level, -(1 << 17), 22), checksum)
+
+    def encode(self, data: Any) -> bytes:
+        found: bytes = self._codec.encode(data)
+        return found
+
+    def decode_into(self, data: memoryview, out: Bytes) -> None:
+        """Decode frames that declare this size, or one that declares none: some writers cannot know it."""
+        _, size, _ = _zstd_header(data, 0)
+        if size is not None and size != out.size:
+            size = _zstd_size(data, out.size)
+        if size is not None and size != out.size:
+            raise _declared(out.size, size)
+        try:
+            self._codec.decode(data, out)
+        except (RuntimeError, ValueError) as error:
+            raise Corrupt(f"zstd bytes do not decode to {out.size} bytes: {error}") from error
+
+    def decode(self, data: memoryview, most: int) -> Any:
+        size = _zstd_size(data, most)
+        if size is None:
+            raise UnsupportedFormat(
+                "a zstd frame does not declare its size, and another compressor comes before it in the chain; "
+                "encode the chunk with the size of its content"
+            )
+        if size > most or not feasible(size, len(data)):
+            raise _declared(most, size)
+        out = np.empty(size, np.uint8)
+        self.decode_into(data, out)
+        return out
+
+
+_ZSTD_MAGIC = 0xFD2FB528
+_ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen after it
+
+
+def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
+    """Return where the blocks of a frame begin, the size that it declares, and whether a checksum ends it."""
+    if len(data) < at + 6 or int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
+        if len(data) >= at + 8 and int.from_bytes(data[at : at + 4], "little") & ~15 == _ZSTD_SKIPPABLE:
+            return at + 8, 0, False
+        raise Corrupt(f"{len(data)} bytes are not frames of zstd")
+    descriptor = data[at + 4]
+    single = descriptor >> 5 & 1
+    start = at + 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
+    width = (single, 2, 4, 8)[descriptor >> 6]
+    size = int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
+    return start + width, size if width else None, bool(descriptor & 4)
+
+
+def _zstd_size(data: memoryview, most: int) -> int | None:
+    """Return the size that all frames declare together, or more than `most`; None where one declares none."""
+    total, at = 0, 0
+    while at < len(data) and total <= most:
+        start, size, checked = _zstd_header(data, at)
+        if size is None:
+            return None
+        total += size
+        if int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
+            at = start + int.from_bytes(data[at + 4 : at + 8], "little")
+            continue
+        last = False
+        while not last:
+            if start + 3 > len(data):
+                raise Corrupt("zstd bytes end within a frame")
+            block = int.from_bytes(data[start : start + 3], "little")
+            last = bool(block & 1)
+            start += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+        at = start + (4 if checked else 0)
+    return total
+
+
+_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+_BLOSC_HEADER = 16  # bytes: version, version of the compressor, flags, typesize, and three sizes of four bytes
+_BLOSC_VERSION = 2
+_BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
+_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed apart, in blocks of 128 or more
+_BLOSC_LARGE = 1 << 20  # bytes of a block
+
+
+class _Blosc:
+    """Zarr's `blosc`.
+
+    c-blosc takes a frame's header at its word, and does not look whether its own buffers could be allocated. So
+    each frame's header, and where its blocks begin, are validated before the library sees it, and memory for its
+    buffers is tried for. What remains is left to c-blosc: the streams inside a block (which it decodes with the
+    bounds that were validated), a system that grants memory which it does not have, and memory that another thread
+    takes between the trial and the use.
+    """
+
+    most: int | None = (1 << 31) - 17
+    """blosc counts in int32."""
+
+    def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
+        # With threads of its own, blosc puts blocks in the order in which they end: equal chunks must have
+        # equal bytes. zarr-python switches them off as well.
+        numcodecs.blosc.use_threads = False
+        if cname not in numcodecs.blosc.list_compressors() or shuffle not in _SHUFFLES:
+            raise TypeError
+        self._codec = numcodecs.blosc.Blosc(
+            cname,
+            _check_whole(clevel, 0, 9),
+            _SHUFFLES.index(shuffle),
+            _check_whole(blocksize, 0, _WHOLE),
+            _check_whole(typesize, 1, _WHOLE),
+        )
+
+    def encode(self, data: Any) -> bytes:
+        found: bytes = self._codec.encode(data)
+        return found
+
+    def decode_into(self, data: memoryview, out: Bytes) -> None:
+        if (size := _blosc_size(data)) != out.size:
+            raise _declared(out.size, size)
+        typesize, blocksize = data[3], int.from_bytes(data[8:12], "little")
+        _check_blosc(data, size, typesize, blocksize)
+        if blocksize > _BLOSC_LARGE:
+            np.empty(2 * blocksize + 4 * typesize + 64, np.uint8)  # MemoryError here rather than a crash there
+        try:
+            self._codec.decode(data, out)
+        except (RuntimeError, ValueError) as error:
+            raise Corrupt(f"blosc bytes do not decode: {error}") from error
+
+    def decode(self, data: memoryview, most: int) -> Any:
+        size = _blosc_size(data)
+        if size > most or not feasible(size, len(data)):
+            raise _declared(most, size)
+        out = np.empty(size, np.uint8)
+        self.decode_into(data, out)
+        return out
+
+
+def _blosc_size(data: memoryview) -> int:
+    """Return the size that a frame declares for its content."""
+    if len(data) < _BLOSC_HEADER or int.from_bytes(data[12:16], "little") != len(data):
+        raise Corrupt(f"{len(data)} bytes are not a frame of blosc")
+    return int.from_bytes(data[4:8], "little")
+
+
+def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> None:
+    """Raise `Corrupt` where a header contradicts itself, or a block lies outside of the frame."""
+    version, flags = data[0], data[2]
+    if version != _BLOSC_VERSION or flags & _BLOSC_RESERVED:
+        raise UnsupportedFormat(
+            f"a blosc frame of version {version} with flags {flags:#04x} is not known to this tstore; "
+            f"expected version {_BLOSC_VERSION}"
+        )
+    sane = typesize > 0 and 0 < blocksize <= size
+    if sane and flags & _BLOSC_COPIED:
+        sane = len(data) == size + _BLOSC_HEADER
+    elif sane:
+        split = not flags & _BLOSC_UNSPLIT and typesize <= _BLOSC_SPLITS and blocksize // typesize >= 128
+        blocks = -(-size // blocksize)
+        starts = _BLOSC_HEADER + 4 * blocks
+        sane = starts <= len(data) and not (split and size >= blocksize and blocksize % typesize)
+        if sane:
+            begins = np.frombuffer(data, "<i4", blocks, _BLOSC_HEADER)
+            sane = starts <= int(begins.min()) and int(begins.max()) <= len(data) - 4
+    if not sane:
+        raise Corrupt(
+            f"the header of a blosc frame of {len(data)} bytes is impossible: {size} bytes of content, blocks of "
+            f"{blocksize}, elements of {typesize}, flags {flags:#04x}"
+        )
+
+
+_COMPRESSORS: dict[str, Any] = {"zstd": _Zstd, "gzip": _GZip, "blosc": _Blosc}
