@@ -83,12 +83,12 @@ def _check_whole(value: Any, low: int, high: int) -> int:
     return value
 
 
-def _wrong_size(expected: int, found: int | str) -> Corrupt:
+def _wrong_size(expected: int | str, found: int | str) -> Corrupt:
     return Corrupt(f"expected {expected} decoded bytes, found {found}")
 
 
-def _declared(expected: int, found: int) -> Corrupt:
-    return Corrupt(f"expected {expected} decoded bytes, but a frame declares {found}")
+def _wrong_declaration(expected: int | str, found: int) -> Corrupt:
+    return Corrupt(f"expected {expected} decoded bytes, but the frame declares {found}")
 
 
 class _GZip:
@@ -138,7 +138,7 @@ def _members(data: memoryview, most: int) -> bytes:
                 continue
         part = member.decompress(piece, left + 1)
         if len(part) > left:
-            raise _wrong_size(most, "more")
+            raise _wrong_size(f"at most {most}", "more")
         parts.append(part)
         left -= len(part)
         at += len(piece) - len(member.unused_data)
@@ -170,7 +170,7 @@ class _Zstd:
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
         if size is not None and size != out.size:
-            raise _declared(out.size, size)
+            raise _wrong_declaration(out.size, size)
         try:
             self._codec.decode(data, out)
         except (RuntimeError, ValueError) as error:
@@ -184,7 +184,7 @@ class _Zstd:
                 "encode the chunk with the size of its content"
             )
         if size > most or not feasible(size, len(data)):
-            raise _declared(most, size)
+            raise _wrong_declaration(f"at most {most}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out
@@ -271,7 +271,7 @@ class _Blosc:
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
         if (size := _blosc_size(data)) != out.size:
-            raise _declared(out.size, size)
+            raise _wrong_declaration(out.size, size)
         typesize, blocksize = data[3], int.from_bytes(data[8:12], "little")
         _check_blosc(data, size, typesize, blocksize)
         if blocksize > _BLOSC_LARGE:
@@ -284,7 +284,7 @@ class _Blosc:
     def decode(self, data: memoryview, most: int) -> Any:
         size = _blosc_size(data)
         if size > most or not feasible(size, len(data)):
-            raise _declared(most, size)
+            raise _wrong_declaration(f"at most {most}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out
