@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tstore.chunks.grid import Index, Selection, whole
 from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.reader import new_values
 from tstore.errors import InvalidArgument, Misuse
 
 __all__ = ["Array", "ArraySource"]
@@ -113,7 +114,7 @@ class Array:
         bytes have changed.
         """
         if out is None:
-            out = np.empty(self.shape, self.dtype)
+            out = new_values(self.path, self.shape, self.dtype)
         elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.writeable:
             raise InvalidArgument(
                 f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "

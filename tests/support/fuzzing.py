@@ -1,7 +1,7 @@
 """Seeded fuzzers: how they mutate bytes and documents, and the time and memory within which every case must end.
 
-`TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks` runs each fuzzer for ten minutes instead of some hundred cases and
-prints how many it tried; `TSTORE_FUZZ_SEED=7` repeats one case.
+`TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks` runs each fuzzer for ten minutes instead of some hundred cases,
+and prints how many it tried; `TSTORE_FUZZ_SEED=7` repeats one case.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tstore.arguments import shown
@@ -24,6 +23,7 @@ from tstore.checkpoint.structure import (
 )
 from tstore.chunks.grid import Selection
 from tstore.chunks.packed import is_packed
+from tstore.chunks.reader import new_values
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch, parsing
 from tstore.snapshot import Snapshot
 from tstore.store import Store, opened
@@ -134,12 +134,12 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
                 raise InvalidArgument(f"{path}: packed=True gives whole arrays, not Shards; leave one of them out")
             results[path] = await snapshot.read_packed(path)
         elif not isinstance(leaf, Shards):
-            out = results[path] = np.empty(meta.shape, meta.dtype)
+            out = results[path] = new_values(path, meta.shape, meta.dtype)
             wanted.append((path, None, out))
         else:
             outs = []
             for index, _ in leaf.parts:
-                out = np.empty(tuple(s.stop - s.start for s in index), meta.dtype)
+                out = new_values(path, tuple(s.stop - s.start for s in index), meta.dtype)
                 wanted.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
                 outs.append(out)
             shards.append((path, leaf, outs))

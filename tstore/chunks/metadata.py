@@ -195,6 +195,15 @@ def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:
     return tuple(names)
 
 
+def _stored_sparse(own: Any) -> bool:
+    """Return whether an array is sparse, from tstore's own field."""
+    if not isinstance(own, dict):
+        raise TypeError("the field 'tstore' is no object")
+    if not own.keys() <= {"must_understand", "sparse"}:
+        raise UnsupportedFormat("the field 'tstore' has keys that this tstore does not know")
+    return _stored_flag(own.get("sparse", False))
+
+
 def _stored_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{value!r:.100} is neither true nor false")
@@ -225,7 +234,7 @@ class ArrayMeta:
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
             self.attributes = _stored_attributes(fields.get("attributes", {}))
             self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
-            self.sparse = _stored_flag(fields.get("tstore", {}).get("sparse", False))
+            self.sparse = _stored_sparse(fields.get("tstore", {}))
         except UnsupportedFormat:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:

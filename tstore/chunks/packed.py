@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tstore.chunks.grid import Selection
 from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.reader import ReadJob, read_chunks
+from tstore.chunks.reader import ReadJob, new_values, read_chunks
 from tstore.chunks.table import ChunkSource
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.kv.base import Backend
@@ -45,7 +45,7 @@ async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> lis
     jobs, payloads = [], []
     for path, meta, source, numbers in wanted:
         size = meta.encoded_bound
-        out = np.empty((len(numbers), size), np.uint8)
+        out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
         # To the reader they are the chunks of an array of bytes, compressed as they are.
         compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
         stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,), compressed)

@@ -27,7 +27,7 @@ from tstore.kv.base import Backend, PackReader, Transfer
 from tstore.kv.cached import forget
 from tstore.pool import each, scratch
 
-__all__ = ["ReadJob", "pack_reader", "read_chunks"]
+__all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
 
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
@@ -51,6 +51,14 @@ class ReadJob:
         self.source = source
         self.selection = selection
         self.out = out
+
+
+def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
+    """Return an array to read into; `InvalidArgument` where it does not fit into memory."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise InvalidArgument(f"{path}: {error}, which is more memory than there is; read a part of it") from error
 
 
 class _Task(NamedTuple):
