@@ -12,7 +12,7 @@ import numpy as np
 from numcodecs.abc import Codec
 
 from exmy.chunk import ChunkCodec
-from exmy.elements import Array
+from exmy.elements import Array, output_dtype
 from exmy.errors import SizeError
 from exmy.format import Format
 from exmy.quantized import Quantized
@@ -59,10 +59,10 @@ class Exmy(Codec):  # type: ignore[misc]
         if not (target.flags.c_contiguous and target.flags.writeable):
             raise SizeError("out is not contiguous or read-only; expected writable, C-contiguous memory")
         values = target.reshape(-1).view(np.uint8)
-        wanted = q.dequantize(q.dtype).reshape(-1)
-        if values.size != wanted.nbytes:
-            raise SizeError(f"out has {values.size} bytes; expected {wanted.nbytes} for {q.dtype} {q.shape}")
-        values[:] = wanted.view(np.uint8)
+        wanted = q.size * output_dtype(q.dtype).itemsize
+        if values.size != wanted:  # before anything is decoded, as what the bytes declare may be large
+            raise SizeError(f"out has {values.size} bytes; expected {wanted} for {q.dtype} {q.shape}")
+        values[:] = q.dequantize(q.dtype).reshape(-1).view(np.uint8)
         filled: Array = target
         return filled
 
