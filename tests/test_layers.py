@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("commits", "commits.manifest", "checkpoint.shards"),
     (
         "commits.tree",
+        "checkpoint.patterns",
         "checkpoint.structure",
         "commits.retention",
         "transactions",

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tstore.arguments import shown
 from tstore.checkpoint.leaves import dtype_of
+from tstore.checkpoint.patterns import compile_patterns
 from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.steps import chosen_snapshot
 from tstore.checkpoint.structure import (
-    compile_patterns,
     flatten,
     paths_in,
     scalars_in,

@@ -19,7 +19,6 @@ import numpy as np
 from tstore.errors import InvalidArgument
 
 __all__ = [
-    "compile_patterns",
     "flatten",
     "paths_in",
     "scalars_in",
@@ -343,17 +342,3 @@ def scalars_in(document: Document) -> dict[str, Any]:
 
     walk(document, "")
     return found
-
-
-def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[str], bool]:
-    """A test of paths against globs: `*` within one name, `**` over any number, `?` one character."""
-    texts = [patterns] if isinstance(patterns, str) else list(patterns)
-    joined = re.compile("|".join(f"(?:{_regex(t)})" for t in texts) or r"(?!)")
-    return lambda path: joined.fullmatch(path) is not None
-
-
-def _regex(pattern: str) -> str:
-    parts = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
-    return "".join(
-        parts.get(t, re.escape(t)) for t in re.findall(r"\*\*/|/\*\*(?=$)|\*\*|\*|\?|[^*?/]+|/", pattern)
-    )

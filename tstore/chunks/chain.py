@@ -90,10 +90,10 @@ class _Exmy:
             self.size = self.codec.size(chunk_shape)
         except exmy.SizeError as error:
             raise InvalidArgument(
-                f"codec exmy with {dict(settings)} does not fit chunks of shape {chunk_shape}: {error}"
+                f"codec exmy with {settings!r:.200} does not fit chunks of shape {chunk_shape}: {error}"
             ) from None
         except exmy.ExmyError as error:
-            raise UnsupportedFormat(f"codec exmy: {error}") from None
+            raise UnsupportedFormat(f"codec exmy: {error!s:.300}") from None
         self._dtype = dtype
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
@@ -135,7 +135,7 @@ class Chain:
                 self._array = _Exmy(dtype, chunk_shape, settings)
             case name:
                 raise UnsupportedFormat(
-                    f"codec {name!r} with configuration {dict(settings)} is not known to this tstore; "
+                    f"codec {name!r:.100} with configuration {settings!r:.200} is not known to this tstore; "
                     "install a newer one, or use 'bytes' (little-endian) or 'exmy' first in a chain"
                 )
         if len(rest) > _MOST_COMPRESSORS:

@@ -232,6 +232,8 @@ class ArrayMeta:
             self.codecs = _stored_codecs(fields["codecs"])
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
+            if self.chain.packed is not None and not np.isfinite(np.float64(self.fill_value)):
+                raise ValueError(f"fill value {self.fill_value} can't be encoded by exmy")
             self.attributes = _stored_attributes(fields.get("attributes", {}))
             self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
             self.sparse = _stored_sparse(fields.get("tstore", {}))

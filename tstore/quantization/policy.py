@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,8 @@ import exmy
 import msgspec
 import numpy as np
 
-from tstore.checkpoint.structure import compile_patterns
+from tstore.arguments import checked_attributes
+from tstore.checkpoint.patterns import compile_patterns
 from tstore.chunks.chain import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.errors import InvalidArgument, listed
 
@@ -118,9 +119,11 @@ class Rules:
         for pattern, codecs in listed.items():
             if not isinstance(pattern, str) or not isinstance(codecs, str | Mapping | list | tuple | None):
                 raise InvalidArgument(
-                    f"the rule {pattern!r}: {codecs!r} can't be read; expected a path pattern, and None, "
+                    f"the rule {pattern!r}: {codecs!r:.100} can't be read; expected a path pattern, and None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
                 )
+            if isinstance(codecs, list | tuple):
+                _check_codecs(pattern, codecs)
             if is_exmy(codecs):
                 _check_exmy(pattern, codecs)
         self._tests = [(p, compile_patterns(p), codecs, _names(p)) for p, codecs in listed.items()]
@@ -162,6 +165,21 @@ class Rules:
             )
 
 
+def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
+    """Raise `InvalidArgument` for a list that holds anything but Zarr codecs."""
+    checked_attributes({"codecs": codecs}, f"the rule {pattern!r}: ")
+    for codec in codecs:
+        if (
+            not isinstance(codec, Mapping)
+            or not isinstance(codec.get("name"), str)
+            or not isinstance(codec.get("configuration", {}), Mapping)
+        ):
+            raise InvalidArgument(
+                f"the rule {pattern!r}: {codec!r:.100} is no codec of Zarr; expected a mapping such as "
+                '{"name": "zstd", "configuration": {"level": 1}}'
+            )
+
+
 def _check_exmy(pattern: str, codecs: Codecs) -> None:
     """Raise `InvalidArgument` for a format that exmy does not know, even if no array would be stored in it."""
     try:
@@ -197,7 +215,7 @@ def parse_policy(text: bytes, where: str) -> dict[str, Any]:
     """
     try:
         document = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{where} is no JSON: {error}") from None
     if not isinstance(document, dict) or not document:
         raise InvalidArgument(f'{where}: expected an object such as {{"**/norm*": null, "**": "e3m2"}}')

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal
 
+import exmy
+
 from tstore.arguments import checked_tag
 from tstore.checkpoint.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.chunks.chain import as_configuration, is_exmy
@@ -98,6 +100,7 @@ async def quantize(
         "scale": None if scale == "search" else scale,
     }
     recipe = {key: value for key, value in given.items() if value is not None}
+    _check_recipe(recipe)
     request = describe_request(formats, target, recipe, automatic=automatic)
 
     async def once(store: Store) -> QuantizeReport:
@@ -151,6 +154,14 @@ async def quantize_report(where: str | os.PathLike[str] | Store, at: int | str |
     """The report that a quantized commit keeps; `NotFound` where the version or tag is no such commit."""
     async with opened(where, "r") as store:
         return stored_report(await store.snapshot(at))
+
+
+def _check_recipe(recipe: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument` for an axis, block or scale that no format of eXmY has."""
+    try:
+        exmy.ChunkCodec.of({"format": "e4m3", **recipe})
+    except exmy.ExmyError as error:
+        raise InvalidArgument(f"axis, block and scale of a quantization: {error!s:.300}") from None
 
 
 def _target(
