@@ -166,18 +166,20 @@ def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
     return document
 
 
-def _is_document(node: Any) -> bool:
+def _is_document(node: Any, level: int = 0) -> bool:
     if _is_pair(node) and node[0] == "array":  # most nodes are
         return isinstance(node[1], str)
     match node:
         case ["scalar", str()] | ["none"]:
             return True
+        case [_, [*_]] | [_, _, [*_]] if level == _DEEPEST:
+            return False
         case ["dict", [*items]]:
-            return all(_is_pair(i) and _is_scalar(i[0]) and _is_document(i[1]) for i in items)
+            return all(_is_pair(i) and _is_scalar(i[0]) and _is_document(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:
-            return all(map(_is_document, items))
+            return all(_is_document(item, level + 1) for item in items)
         case ["dataclass" | "namedtuple", str(), [*items]]:
-            return all(_is_pair(i) and isinstance(i[0], str) and _is_document(i[1]) for i in items)
+            return all(_is_pair(i) and isinstance(i[0], str) and _is_document(i[1], level + 1) for i in items)
     return _is_scalar(node)
 
 

@@ -90,7 +90,9 @@ def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
 def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind == "c":
         real, imaginary = value
-        return dtype.type(complex(_float_from_json(real), _float_from_json(imaginary)))
+        number = complex(_float_from_json(real), _float_from_json(imaginary))
+        with np.errstate(all="ignore"):
+            return dtype.type(number)
     if dtype.kind == "b":
         return np.bool_(_stored_flag(value))
     if dtype.kind in "iu":

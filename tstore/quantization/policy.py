@@ -34,6 +34,9 @@ CodecRules = Codecs | Mapping[str, Codecs]
 """Codecs for all arrays, or by path pattern, first match first."""
 
 
+_MOST_DECIBEL = 1000  # far beyond float64, whose own rounding is 320 dB below its values
+
+
 @dataclass(frozen=True)
 class MinSqnr:
     """Each array gets the eXmY format of the fewest bits that keeps its SQNR at `decibel` or above."""
@@ -41,8 +44,10 @@ class MinSqnr:
     decibel: float
 
     def __post_init__(self) -> None:
-        if not math.isfinite(_number("min_sqnr", self.decibel)):
-            raise InvalidArgument(f"min_sqnr={self.decibel!r}: expected a finite number of decibels")
+        if not -_MOST_DECIBEL <= _number("min_sqnr", self.decibel) <= _MOST_DECIBEL:
+            raise InvalidArgument(
+                f"min_sqnr={self.decibel!r}: expected a number of decibels from -{_MOST_DECIBEL} to {_MOST_DECIBEL}"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,10 @@ class Match(NamedTuple):
 def _number(what: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(f"{what}={value!r}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidArgument(f"{what}: the integer does not fit into a float") from None
 
 
 ONE_DIMENSIONAL = "one-dimensional; a rule with its name encodes it"

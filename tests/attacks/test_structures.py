@@ -1,0 +1,128 @@
+"""Structure documents that another program wrote into a root group: a checkpoint is restored, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
+
+import tstore
+from tstore.checkpoint.structure import flatten, paths_in, scalars_in, stored_document, unflatten, unflatten_like
+from tstore.convert.checkpoint import export_safetensors
+from tstore.errors import TStoreError
+
+
+class State(NamedTuple):
+    mu: Any
+    count: int
+
+
+@dataclasses.dataclass
+class Model:
+    w: Any
+    name: str
+
+
+TREE = {
+    "params": [np.ones(3), {"b": np.arange(4), 5: 1, "5": 2.5, b"x": None}],
+    "opt": State(np.zeros((2, 2)), 7),
+    "model": Model(np.float32(1), "net"),
+    "odd": (1j, True, "text", b"\xff", float("nan"), -(10**20), ()),
+}
+DOCUMENT, LEAVES = flatten(TREE)
+VALUES = {path: np.asarray(leaf) for path, leaf in LEAVES.items()}
+WORDS = ["array", "scalar", "dict", "list", "tuple", "dataclass", "namedtuple", "none", "int", "float", "complex"]
+ODD: list[Any] = [*ABSURD, *WORDS, *LEAVES, "bool", "str", "bytes", "object", "__class__", "..", "a/b", "%"]
+ODD += [["none"], ["list", []], ["dict", []], ["int", "5"], ["int", "9" * 5000], ["float", "0x1p99999"], ["tuple"]]
+ODD += [["array", "params/0"], ["scalar", "opt/0"], ["complex", "1 2 3"], ["bytes", "zz"], ["bool", "maybe"]]
+
+
+def document(choice: random.Random) -> Any:
+    """Return another structure document; None where its text is none of JSON any more."""
+    found: Any = DOCUMENT
+    if choice.random() < 0.1:
+        try:
+            return msgspec.json.decode(mutated(json.dumps(DOCUMENT).encode(), choice))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+    if choice.random() < 0.05:
+        levels = choice.choice((100, 150, 190, 210, 300, 450))
+        for _ in range(levels):
+            found = choice.choice((["list", [found]], ["dict", [[["str", "k"], found]]], [found], {"a": found}))
+        return found
+    for _ in range(choice.choice((1, 1, 2, 5))):
+        found = changed(found, choice, ODD)
+    return found
+
+
+def test_odd_structures() -> None:
+    def attack(choice: random.Random) -> bool:
+        stored = document(choice)
+        paths = list(VALUES)
+        found = stored_document(stored, paths)
+        if found is None:
+            try:
+                there = list(paths_in(stored))
+            except Exception:  # it is no document
+                return False
+            found = stored_document(stored, there)
+            if found is None or not set(there) <= VALUES.keys():
+                return False
+        tree = unflatten(found, VALUES)
+        repr(tree)
+        some = {path: VALUES[path] for path in paths if choice.random() < 0.5}
+        unflatten(found, some)
+        unflatten_like(TREE, some, scalars_in(found))
+        return True
+
+    fuzz("structures", attack, 1500)
+
+
+def test_odd_structures_in_a_store(tmp_path: Path) -> None:
+    with asyncio.Runner() as runner:
+        store = runner.run(tstore.open(f"memory://{uuid.uuid4()}"))
+        runner.run(tstore.save(store, TREE, 1))
+        snapshot = runner.run(store.snapshot())
+        root = snapshot.tree.nodes[""]
+        good = root.document
+
+        def attack(choice: random.Random) -> bool:
+            fields = json.loads(good)
+            fields["attributes"]["tstore"]["structure"] = document(choice)
+            root.document = json.dumps(fields).encode("utf-8", "surrogatepass")
+            if choice.random() < 0.1:
+                root.document = good.replace(b'"structure":', b'"structure":' + nested(choice).encode() + b',"x":')
+            out = tmp_path / str(uuid.uuid4())
+            accepted = True
+            for call in (
+                lambda: tstore.restore(store, 1),
+                lambda: tstore.restore(store, 1, target=TREE),
+                lambda: tstore.restore(store, 1, only="params/**"),
+                lambda: export_safetensors(store, out, step=1),
+            ):
+                try:
+                    runner.run(call())
+                except TStoreError:
+                    accepted = False
+            out.unlink(missing_ok=True)
+            return accepted
+
+        fuzz("structures in a store", attack, 150)
+
+
+@pytest.mark.parametrize("levels", [201, 300, 490, 980])
+def test_a_structure_deeper_than_a_tree_can_be_is_none(levels: int) -> None:
+    found: Any = ["array", "w"]
+    for _ in range(levels):
+        found = ["list", [found]]
+    with bounded_time(2):
+        assert stored_document(found, ["w"]) is None
