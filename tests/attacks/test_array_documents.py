@@ -76,7 +76,10 @@ def use(meta: ArrayMeta) -> None:
     assert meta.with_shape([n // 2 for n in meta.shape]).chunks == meta.chunks
     if meta.chunk_size * meta.dtype.itemsize <= 1 << 20:
         chunk = np.full(meta.chunks, meta.fill_value, meta.dtype)
-        encoded = meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8))
+        try:
+            encoded = meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8))
+        except InvalidArgument:  # a value beyond the format
+            return
         meta.chain.decode(encoded, np.empty(meta.chunks, meta.dtype))
 
 

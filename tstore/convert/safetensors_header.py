@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeAlias
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
@@ -59,6 +60,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _METADATA = "__metadata__"
 _HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
+_LONG = 1 << 20  # bytes of a header
 _LENGTH = 8  # bytes of the header length
 _SIZE_MAX = 2**63 - 1  # bytes of one array in memory
 _NDIM_MAX = 64  # dimensions of a NumPy array
@@ -198,6 +200,8 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
 
     if not text.startswith(b"{"):
         raise _corrupt(path, "the header", "a JSON object", repr(text[:20]))
+    if len(text) > _LONG:
+        _check_form(text, path)
     try:
         fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
     except UnicodeError as error:
@@ -205,6 +209,14 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _corrupt(path, "the header", "a JSON object", str(error)) from error
     return fields
+
+
+def _check_form(text: bytes, path: Path) -> None:
+    """Raise `Corrupt` where a long header is not of the form of any: json would take ten times its size for it."""
+    try:
+        msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _corrupt(path, "the header", "a JSON object of tensors", f"{error!s:.200}") from error
 
 
 def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo:
