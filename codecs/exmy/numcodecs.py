@@ -47,7 +47,7 @@ class Exmy(Codec):  # type: ignore[misc]
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the shape and dtype that were encoded.
+        """Return the values in the shape and dtype that were encoded: at most 32 bytes for each of buf.
 
         out: a writable, C-contiguous buffer of as many bytes, to write to and return (SizeError, DtypeError
         otherwise).  FormatError, SizeError where buf is not what `encode` returned.

@@ -9,6 +9,7 @@ import random
 import struct
 import subprocess
 import sys
+import uuid
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,10 @@ import numcodecs.blosc
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fuzzing import fuzz, mutated
+from fuzzing import bounded_memory, fuzz, mutated
 from numcodecs import Zstd
 
+import tstore
 from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
 
@@ -186,6 +188,7 @@ BOMBS: dict[str, tuple[list[dict[str, Any]], int, Callable[[], bytes]]] = {
 BOMB = """
 import os, pathlib, resource, sys
 import numpy as np
+import tstore
 from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import Corrupt, UnsupportedFormat
 def peak():
@@ -233,6 +236,7 @@ def test_a_large_blosc_block_without_memory_is_an_error() -> None:
     code = """
 import resource
 import numpy as np
+import tstore
 from tstore.chunks.metadata import ArrayMeta
 codec = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 1 << 26}
 meta = ArrayMeta.of((1 << 24,), "float32", (1 << 24,), [{"name": "bytes", "configuration": {"endian": "little"}},
@@ -283,3 +287,19 @@ def test_too_many_compressors_are_refused() -> None:
         meta_of([PLAIN, *[ZSTD] * 9], 2)
     with pytest.raises(InvalidArgument, match="too long for blosc"):
         meta_of([PLAIN, blosc(), *[ZSTD] * 3, blosc()], 500_000_000)
+
+
+@pytest.mark.parametrize("codecs", [None, "lossless", "e4m3", [PLAIN, GZIP, ZSTD]], ids=str)
+async def test_a_reference_of_an_absurd_length_is_corrupt(codecs: Any) -> None:
+    """A manifest that says that a chunk has 2^40 bytes, with valid checksums over what it says."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await (await tx.create_array("g/w", (8, 6), "float32", (4, 6), codecs)).write(np.ones((8, 6)))
+    snapshot = await store.snapshot()
+    table = snapshot.tree.nodes["g/w"].chunks
+    for length in (0, 1, 1 << 20, 1 << 40, 1 << 61):
+        table.length = np.full(len(table), length, np.uint64)
+        for wanted in (np.s_[:], np.s_[1:2, 3]):
+            array = await snapshot.array("g/w")
+            with bounded_memory(1 << 28), pytest.raises(Corrupt, match=r"^g/w, chunk .0, 0.: "):
+                await array[wanted].read()
