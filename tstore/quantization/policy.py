@@ -46,7 +46,8 @@ class MinSqnr:
     def __post_init__(self) -> None:
         if not -_MOST_DECIBEL <= _number("min_sqnr", self.decibel) <= _MOST_DECIBEL:
             raise InvalidArgument(
-                f"min_sqnr={self.decibel!r}: expected decibels, from -{_MOST_DECIBEL} to {_MOST_DECIBEL}"
+                f"min_sqnr={self.decibel!r}: expected a finite number of decibels from "
+                f"-{_MOST_DECIBEL} to {_MOST_DECIBEL}"
             )
 
 
