@@ -132,6 +132,7 @@ HALVES = b"a" * 20, b"b" * 20
         (GZIP, frames(gzip.compress(HALVES[0]), b"\0" * 1000, gzip.compress(HALVES[1]), b"\0" * 1000)),
         (GZIP, frames(*[gzip.compress(b"")] * 100, gzip.compress(b"".join(HALVES)))),
     ],
+    ids=range(7),  # of the bytes they would hold the time of day
 )
 def test_several_frames_are_one_chunk(codec: dict[str, Any], data: bytes) -> None:
     meta, out = meta_of([PLAIN, codec], 10), np.zeros(10, np.float32)
