@@ -10,37 +10,24 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import ADMIN, MARKER, PACK, READ, WRITE, Client, Process, client_of, everybody, serving, wire
 
+from tests.attacks import requests
+from tests.attacks.case import Case
+from tests.attacks.requests import HEAD, put
+from tests.attacks.target import Target, files, lay_out
 from tstore.server import Access, Limits, Server
-
-SECRET = b"what lies beside the store"
-HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
-CREATE = HEAD + b"If-None-Match: *\r\n"
-
-
-def put(length: int, path: str = PACK, *fields: str) -> bytes:
-    more = "".join(f"{field}\r\n" for field in (f"Content-Length: {length}", *fields))
-    return f"PUT {path} HTTP/1.1\r\n".encode() + CREATE + more.encode() + b"\r\n"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with a store, beside which a secret lies."""
-    (tmp_path / "secret").write_bytes(SECRET)
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "pack-0").write_bytes(SECRET)
-    place = tmp_path / "store"
-    (place / "txn" / "old").mkdir(parents=True)
-    (place / "tstore.json").write_bytes(MARKER)
-    (place / "txn" / "old" / "pack-0").write_bytes(b"committed")
-    (place / "txn" / "old" / ".0123456789abcdef.tmp").write_bytes(SECRET)
-    return place
+    return lay_out(tmp_path)
 
 
 @pytest.fixture
@@ -50,8 +37,9 @@ async def server(place: Path) -> AsyncIterator[Server]:
         yield server
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+@pytest.fixture
+async def target(server: Server, place: Path) -> Target:
+    return Target(server, place)
 
 
 async def still_well(server: Server) -> None:
@@ -59,78 +47,16 @@ async def still_well(server: Server) -> None:
         assert (await client("GET", "/txn/old/pack-0")).body == b"committed"
 
 
-TRAVERSAL = [
-    "/../secret",
-    "/txn/../../secret",
-    "/txn/old/../../../secret",
-    "/..%2fsecret",
-    "/%2e%2e/secret",
-    "/%2e%2e%2fsecret",
-    "/%252e%252e/secret",
-    "/%252e%252e%252fsecret",
-    "/..%5csecret",
-    "/..\\secret",
-    "/%5c..%5c..%5csecret",
-    "/txn/old/..%c0%af..%c0%afsecret",
-    "/%c0%ae%c0%ae/secret",
-    "/%uff0e%uff0e/secret",
-    "//etc/passwd",
-    "/%2fetc%2fpasswd",
-    "/./secret",
-    "/secret%00",
-    "/tstore.json%00.txt",
-    "/tstore.json%0d%0aSet-Cookie:x",
-    "/tstore.json/",
-    "/tstore.json/.",
-    "/tstore.json;x",
-    "/tstore.json?x",
-    "/TSTORE.JSON",
-    "/commits/../tstore.json",
-    "/txn/old/.0123456789abcdef.tmp",
-    "/txn/.hidden/pack-0",
-    "/txn/old",
-    "/txn/old/",
-    "/txn//old/pack-0",
-    "/txn/old//pack-0",
-    "/txn/old/pack-0/x",
-    "/proc/self/environ",
-    "/dev/zero",
-    "/~root/secret",
-    "/C:/secret",
-    "/file:///etc/passwd",
-    "/" + "a/" * 400 + "b",
-    "/txn/" + "a" * 5000 + "/pack-0",
-    "/%",
-    "/%g0",
-    "/%ff",
-    "*",
-    "http://127.0.0.1/tstore.json",
-    "tstore.json",
-]
+@pytest.mark.parametrize("case", requests.CASES, ids=[case.name for case in requests.CASES])
+async def test_requests(target: Target, case: Case) -> None:
+    """The cases that `python -m tests.attacks` sends to a process of its own."""
+    await case.run(target)
 
 
-@pytest.mark.parametrize("names", ["layout", "any"])
-async def test_no_path_leads_out_of_the_store(place: Path, names: Any) -> None:
-    before = files(place.parent)
-    async with Server(place, access=Access({ADMIN: "admin"}), names=names) as server:
-        for path in TRAVERSAL:
-            for request in (
-                f"GET {path} HTTP/1.1\r\n",
-                f"DELETE {path} HTTP/1.1\r\n",
-                f"PUT {path} HTTP/1.1\r\nIf-None-Match: *\r\nContent-Length: 1\r\n",
-            ):
-                token = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n\r\nx"
-                async with wire(server) as raw:
-                    await raw.send(f"{request}{token}".encode())
-                    answer = await raw.rest()
-                assert SECRET not in answer
-                assert b"root:" not in answer
-                if names == "layout":
-                    assert answer.split()[1] in (b"400", b"403", b"404"), (request, answer)
-        made = {k: v for k, v in files(place.parent).items() if k not in before}
-        assert all(name.startswith("store/") and "/." not in name for name in made)
-        if names == "layout":
-            assert files(place.parent) == before
+async def test_paths_where_any_name_is_served(place: Path) -> None:
+    async with Server(place, access=Access({ADMIN: "admin"}), names="any") as server:
+        for path in requests.TRAVERSAL:
+            await requests.no_path_leads_out(Target(server, place), path, strict=False)
 
 
 async def test_no_link_leads_out_of_the_store(place: Path, server: Server) -> None:
@@ -157,129 +83,12 @@ async def test_no_link_leads_out_of_the_store(place: Path, server: Server) -> No
     assert after == before
 
 
-SMUGGLED = b"PUT /txn/new/pack-9 HTTP/1.1\r\n" + CREATE + b"Content-Length: 1\r\n\r\nx"
+async def test_a_body_too_long_is_refused_before_it_comes(target: Target) -> None:
+    await requests.too_long(target, (4 << 20) + 1)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-        b"Content-Length: 5\r\nContent-Length: 0\r\n\r\n",
-        b"Content-Length: 0\r\nContent-Length: 5\r\n\r\n",
-        b"Content-Length: 0, 5\r\n\r\n",
-        b"Content-Length: +0\r\n\r\n",
-        b"Content-Length: -1\r\n\r\n",
-        b"Content-Length: 0x0\r\n\r\n",
-        b"Content-Length : 0\r\n\r\n",
-        b"Content-Length: \r\n\r\n",
-        b"Content-Length: 99999999999999999999999999\r\n\r\n",
-        b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-        b" Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"X: y\r\n Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"X: y\rTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
-        b'Transfer-Encoding: chunked\r\n\r\n1;x="\n\r\nx\r\n0\r\n\r\n',
-        b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n\r\n",
-    ],
-    ids=lambda fields: fields[:40].decode("latin-1").encode("unicode_escape").decode(),
-)
-async def test_a_request_hidden_in_another_is_not_done(place: Path, server: Server, fields: bytes) -> None:
-    """Where two readers could see the end of a body in two places, there is one answer and the connection ends."""
-    async with wire(server) as raw:
-        await raw.send(b"PUT /txn/new/pack-0 HTTP/1.1\r\n" + CREATE + fields + SMUGGLED)
-        raw.writer.write_eof()
-        answers = await raw.rest()
-    assert answers.count(b"HTTP/1.1 ") <= 1
-    assert not answers.startswith(b"HTTP/1.1 2")
-    assert not (place / "txn" / "new").exists() or not any(p.is_file() for p in (place / "txn" / "new").iterdir())
-    await still_well(server)
-
-
-async def test_requests_behind_each_other_are_told_apart(server: Server) -> None:
-    async with wire(server) as raw:
-        body = b"PUT /txn/new/pack-9 HTTP/1.1\r\n\r\n"
-        await raw.send(
-            put(len(body)) + body + b"GET /txn/old/pack-0 HTTP/1.1\r\n" + HEAD + b"\r\n" + put(1, PACK) + b"x"
-        )
-        assert [await raw.answer() for _ in range(2)] == [(201, b""), (200, b"committed")]
-        assert (await raw.answer())[0] == 412
-
-
-@pytest.mark.parametrize(
-    "flood",
-    [
-        b"".join(b"X-%d: y\r\n" % i for i in range(50_000)),
-        b"X: " + b"y" * (8 << 20) + b"\r\n",
-        b"y" * (8 << 20),
-        b"Cookie: " + b"a=b; " * 100_000 + b"\r\n",
-    ],
-    ids=["many", "long", "no colon", "cookies"],
-)
-async def test_floods_of_headers(server: Server, flood: bytes) -> None:
-    async with wire(server) as raw:
-        await raw.send(b"GET /tstore.json HTTP/1.1\r\n" + HEAD + flood + b"\r\n")
-        assert (await raw.answer())[0] in (0, 400, 431)  # 0: cut off while it still sent
-    async with wire(server) as raw:
-        await raw.send(b"GET /" + b"a" * (8 << 20) + b" HTTP/1.1\r\n\r\n")
-        assert (await raw.answer())[0] in (0, 400, 414)
-    await still_well(server)
-
-
-@pytest.mark.parametrize("length", [(4 << 20) + 1, 1 << 62])
-async def test_a_body_too_long_is_refused_before_it_comes(place: Path, server: Server, length: int) -> None:
-    async with wire(server) as raw:
-        await raw.send(put(length))
-        assert (await raw.answer())[0] == 413
-    assert not (place / PACK[1:]).exists()
-
-
-async def test_an_endless_body_is_cut_off(place: Path, server: Server) -> None:
-    for request in (PACK, "/latest", f"/commits/{1:020d}"):
-        async with wire(server) as raw:
-            await raw.send(f"PUT {request} HTTP/1.1\r\n".encode() + CREATE + b"Transfer-Encoding: chunked\r\n\r\n")
-            sending = asyncio.ensure_future(send_for_ever(raw.writer))
-            assert (await raw.answer())[0] in (411, 413)
-            sending.cancel()
-            await asyncio.wait([sending])
-    assert files(place / "txn").keys() == {"old/pack-0", "old/.0123456789abcdef.tmp"}
-    await still_well(server)
-
-
-async def send_for_ever(writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while True:
-            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-            await writer.drain()
-
-
-async def test_a_body_without_permission_is_not_taken(place: Path, server: Server) -> None:
-    async with wire(server) as raw:
-        await raw.send(b"PUT %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (PACK.encode(), 1 << 40))
-        assert (await raw.answer())[0] == 401
-
-
-async def test_a_client_that_goes_away_leaves_nothing(place: Path) -> None:
-    before = files(place)
-    async with Server(place, access=everybody()) as server:
-        for sent in (0, 1, 100_000, 2_999_999):
-            async with wire(server) as raw:
-                await raw.send(put(3_000_000) + b"x" * sent)
-                raw.writer.transport.abort()
-        for end in (b"5\r\nab", b"5\r\nabcde\r\nzz\r\n", b"5\r\nabcde"):
-            async with wire(server) as raw:
-                await raw.send(
-                    f"PUT {PACK} HTTP/1.1\r\n".encode() + CREATE + b"Transfer-Encoding: chunked\r\n\r\n" + end
-                )
-                raw.writer.write_eof()
-                assert not (await raw.rest()).startswith(b"HTTP/1.1 2")
-        async with client_of(server, WRITE) as client:
-            assert (await client.create(PACK, b"whole")).status == 201
-    assert files(place) == before | {PACK[1:]: b"whole"}  # once what those left has been given up
+async def test_an_endless_pack_is_cut_off(target: Target) -> None:
+    await requests.endless(target, PACK)
 
 
 async def test_heads_that_never_end(place: Path) -> None:
@@ -357,30 +166,6 @@ async def test_two_servers_of_one_store_race(place: Path) -> None:
             assert (place / path[1:]).read_bytes() == bodies[winner]
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        "",
-        " ",
-        "x" * 8000,
-        f"{WRITE} {WRITE}",
-        f"{WRITE}\t",
-        WRITE[:-1],
-        WRITE.upper(),
-        "é" * 20,
-        "\x80" * 20,
-        "../" * 9,
-    ],
-)
-async def test_odd_tokens(server: Server, token: str) -> None:
-    async with wire(server) as raw:
-        line = b"Authorization: Bearer " + token.encode("latin-1") + b"\r\n"
-        await raw.send(b"GET /tstore.json HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n")
-        status, body = await raw.answer()
-        assert status in (400, 401) or (status == 200 and token.strip() == WRITE)
-        assert WRITE.encode() not in body
-
-
 # ---- processes
 
 
@@ -430,18 +215,18 @@ def exchange(served: Process, request: bytes, expected: bytes) -> None:
         assert raw.recv(1 << 16).startswith(expected)
 
 
-class Target(NamedTuple):
+class Fuzzed(NamedTuple):
     served: Process
     place: Path
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     """A server in a process of its own, which must be as well in the end as in the beginning."""
     place = tmp_path_factory.mktemp("fuzzed")
     (place / "tstore.json").write_bytes(MARKER)
     with serving(place) as served:
-        yield Target(served, place)
+        yield Fuzzed(served, place)
         logged = served.end()
     assert [e for e in logged if e["level"] not in ("info", "warning") or e.get("status", 0) >= 500] == []
     assert WRITE not in str(logged)
@@ -473,7 +258,7 @@ FIELDS = st.tuples(NAMES, VALUES).map(lambda f: f[0] + b": " + f[1]) | RANGES | 
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> bytes:
+def requested(draw: st.DrawFn) -> bytes:
     """One that can be made out, more or less."""
     body = draw(st.sampled_from([b"", MARKER, b"1", b"5\r\nabcde\r\n0\r\n\r\n"]) | ANY)
     head = [draw(METHODS) + b" " + draw(PATHS) + b" HTTP/1.1", HEAD[:-2], *draw(st.lists(FIELDS, max_size=3))]
@@ -483,15 +268,15 @@ def requests(draw: st.DrawFn) -> bytes:
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(requests() | requests() | ANY, min_size=1, max_size=3).map(b"".join))
-def test_fuzzed_requests(target: Target, sent: bytes) -> None:
-    with socket.create_connection(target.served.address, timeout=60) as raw:
+@given(st.lists(requested() | requested() | ANY, min_size=1, max_size=3).map(b"".join))
+def test_fuzzed_requests(fuzzed: Fuzzed, sent: bytes) -> None:
+    with socket.create_connection(fuzzed.served.address, timeout=60) as raw:
         raw.settimeout(0.02)  # it may wait for the rest of what is no whole request
         with contextlib.suppress(ConnectionError, TimeoutError):
             raw.sendall(sent)
             while raw.recv(1 << 16):
                 pass
-    with socket.create_connection(target.served.address, timeout=60) as raw:
+    with socket.create_connection(fuzzed.served.address, timeout=60) as raw:
         raw.sendall(b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n")
         answer = b""
         while data := raw.recv(1 << 16):

@@ -8,11 +8,13 @@ import io
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import IO, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -20,6 +22,9 @@ from tstore.server import Access, Server
 
 MARKER = b'{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'
 PACK = "/txn/abc/pack-0-0"
+LONGEST = 1800
+"""Seconds after which a process of `serving` ends by itself."""
+
 READ, WRITE, ADMIN = "reader-0123456789", "writer-0123456789", "admin-0123456789"
 
 
@@ -95,14 +100,18 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire(server: Server) -> AsyncIterator[Wire]:
-    host, port = server.url.removeprefix("http://").rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
+async def wire(
+    server: Server | Process, trusting: ssl.SSLContext | None = None, source: str | None = None
+) -> AsyncIterator[Wire]:
+    """A connection to the server, over TLS to one of https; from the address `source` of this machine."""
+    to = urlsplit(server.url)
+    local = None if source is None else (source, 0)
+    reader, writer = await asyncio.open_connection(to.hostname, to.port, ssl=trusting, local_addr=local)
     try:
         yield Wire(reader, writer)
     finally:
         writer.close()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
             await writer.wait_closed()
 
 
@@ -115,8 +124,8 @@ class Process(NamedTuple):
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self.url.removeprefix("http://").split(":")
-        return host, int(port)
+        to = urlsplit(self.url)
+        return to.hostname or "", to.port or 0
 
     def said(self) -> str:
         """What it has logged so far."""
@@ -136,7 +145,8 @@ def serving(
     store: object, *options: str, tokens: str = f"write {WRITE}", stderr: int | None = None, **limits: int
 ) -> Iterator[Process]:
     """A process that serves a store, with `limits` of the system, as NOFILE=64; it logs to a file, or `stderr`."""
-    code = "import resource, sys; from tstore import cli\n"
+    # the alarm ends it should the tests be killed before they can
+    code = f"import resource, signal, sys; signal.alarm({LONGEST}); from tstore import cli\n"
     for name, value in limits.items():
         code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
     command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), "--create", *options]

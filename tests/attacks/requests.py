@@ -1,0 +1,468 @@
+"""Requests that are malformed, hide another one, leave the store's folder, or contradict themselves.
+
+Each case takes a `Target` whose folder is laid out as `lay_out` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+from collections.abc import Iterator
+
+from served import ADMIN, MARKER, PACK, READ, WRITE, Wire
+
+from tests.attacks.case import Case, check, family
+from tests.attacks.target import SECRET, Target, files
+
+__all__ = ["CASES", "CREATE", "HEAD", "fuzzed", "no_path_leads_out", "put", "refused"]
+
+HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
+CREATE = HEAD + b"If-None-Match: *\r\n"
+ASKED = b"GET /txn/old/pack-0 HTTP/1.1\r\n"
+CLOSED = 0
+"""The status of `Wire.answer` if the connection was closed instead, as it is where a client still sends."""
+
+
+def put(length: int, path: str = PACK, *fields: str) -> bytes:
+    """Return the head of a request that creates an object."""
+    more = "".join(f"{field}\r\n" for field in (f"Content-Length: {length}", *fields))
+    return f"PUT {path} HTTP/1.1\r\n".encode() + CREATE + more.encode() + b"\r\n"
+
+
+async def refused(target: Target, request: bytes, *statuses: int) -> None:
+    """Check that a request is answered with one of these statuses, changes nothing, and harms no other."""
+    before = target.files()
+    status, body = await target.ask(request)
+    check(status in statuses, f"answered {status} {body[:200]!r}, expected one of {statuses}")
+    check(SECRET not in body, "the answer shows what lies beside the store")
+    check(target.files() == before, "the folder has changed")
+    await target.still_well()
+
+
+# ---- paths
+
+
+TRAVERSAL = [
+    "/../secret",
+    "/txn/../../secret",
+    "/txn/old/../../../secret",
+    "/..%2fsecret",
+    "/%2e%2e/secret",
+    "/%2e%2e%2fsecret",
+    "/%252e%252e/secret",
+    "/%252e%252e%252fsecret",
+    "/..%5csecret",
+    "/..\\secret",
+    "/%5c..%5c..%5csecret",
+    "/txn/old/..%c0%af..%c0%afsecret",
+    "/%c0%ae%c0%ae/secret",
+    "/%uff0e%uff0e/secret",
+    "//etc/passwd",
+    "/%2fetc%2fpasswd",
+    "/./secret",
+    "/secret%00",
+    "/tstore.json%00.txt",
+    "/tstore.json%0d%0aSet-Cookie:x",
+    "/tstore.json/",
+    "/tstore.json/.",
+    "/tstore.json;x",
+    "/tstore.json?x",
+    "/TSTORE.JSON",
+    "/commits/../tstore.json",
+    "/txn/old/.0123456789abcdef.tmp",
+    "/txn/.hidden/pack-0",
+    "/txn/old",
+    "/txn/old/",
+    "/txn//old/pack-0",
+    "/txn/old//pack-0",
+    "/txn/old/pack-0/x",
+    "/proc/self/environ",
+    "/dev/zero",
+    "/~root/secret",
+    "/C:/secret",
+    "/file:///etc/passwd",
+    "/" + "a/" * 400 + "b",
+    "/txn/" + "a" * 5000 + "/pack-0",
+    "/%",
+    "/%g0",
+    "/%ff",
+    "*",
+    "http://127.0.0.1/tstore.json",
+    "tstore.json",
+]
+
+
+async def no_path_leads_out(target: Target, path: str, *, strict: bool = True) -> None:
+    """Ask for a path with each method; `strict` where no such name exists in a store."""
+    before = files(target.place.parent)
+    for request in (
+        f"GET {path} HTTP/1.1\r\n",
+        f"DELETE {path} HTTP/1.1\r\n",
+        f"PUT {path} HTTP/1.1\r\nIf-None-Match: *\r\nContent-Length: 1\r\n",
+    ):
+        token = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n\r\nx"
+        async with target.wire() as raw:
+            await raw.send(f"{request}{token}".encode())
+            answer = await raw.rest()
+        check(
+            SECRET not in answer and b"root:" not in answer, f"{request.split(maxsplit=1)[0]} shows a file outside"
+        )
+        if strict:
+            check(
+                answer.split()[1] in (b"400", b"403", b"404"), f"{request.strip()!r} is answered {answer[:80]!r}"
+            )
+    after = files(target.place.parent)
+    made = {name for name, data in after.items() if before.get(name) != data}
+    check(all(n.startswith("store/") and "/." not in n for n in made), f"files were made: {sorted(made)}")
+    check(not strict or after == before, f"the folder has changed: {sorted(made)}")
+
+
+async def no_link_leads_out(target: Target) -> None:
+    place = target.place
+    (place / "txn" / "linked").symlink_to(place.parent / "outside")
+    (place / "txn" / "old" / "pack-1").symlink_to(place.parent / "secret")
+    os.mkfifo(place / "txn" / "old" / "pack-2")
+    before = files(place.parent)
+    admin = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n"
+    for path in ("/txn/linked/pack-0", "/txn/old/pack-1", "/txn/old/pack-2"):
+        for method in ("GET", "DELETE"):
+            status, body = await target.ask(f"{method} {path} HTTP/1.1\r\n{admin}\r\n".encode())
+            check(status in (204, 403, 404) and SECRET not in body, f"{method} {path} is answered {status}")
+    for path in ("/txn/linked/pack-9", "/txn/old/pack-1"):
+        status, _ = await target.ask(put(1, path) + b"x")
+        check(status in (403, 412), f"PUT {path} is answered {status}")
+    listed = await target.ask(f"GET /?list HTTP/1.1\r\n{admin}\r\n".encode())
+    names = [entry["key"] for entry in json.loads(listed[1])["entries"]]
+    check("txn/old/pack-0" in names and not any("linked" in n or "pack-1" in n or "pack-2" in n for n in names),
+          f"the list shows {names}")  # fmt: skip
+    (place / "txn" / "linked").unlink()
+    check(files(place.parent) == {k: v for k, v in before.items() if "linked" not in k}, "a file has changed")
+    (place / "txn" / "old" / "pack-1").unlink()
+    (place / "txn" / "old" / "pack-2").unlink()
+
+
+def label(data: bytes) -> str:
+    return data[:40].decode("latin-1").encode("unicode_escape").decode()
+
+
+# ---- requests in requests
+
+
+SMUGGLED = b"PUT /txn/new/pack-9 HTTP/1.1\r\n" + CREATE + b"Content-Length: 1\r\n\r\nx"
+TWO_ENDS = [
+    b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    b"Content-Length: 5\r\nContent-Length: 0\r\n\r\n",
+    b"Content-Length: 0\r\nContent-Length: 5\r\n\r\n",
+    b"Content-Length: 0, 5\r\n\r\n",
+    b"Content-Length: +0\r\n\r\n",
+    b"Content-Length: -1\r\n\r\n",
+    b"Content-Length: 0x0\r\n\r\n",
+    b"Content-Length : 0\r\n\r\n",
+    b"Content-Length: \r\n\r\n",
+    b"Content-Length: 99999999999999999999999999\r\n\r\n",
+    b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    b" Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"X: y\r\n Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"X: y\rTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
+    b'Transfer-Encoding: chunked\r\n\r\n1;x="\n\r\nx\r\n0\r\n\r\n',
+    b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n\r\n",
+]
+
+
+async def two_ends(target: Target, fields: bytes) -> None:
+    """Where two readers could see the end of a body in two places, there is one answer and the connection ends."""
+    async with target.wire() as raw:
+        await raw.send(b"PUT /txn/new/pack-0 HTTP/1.1\r\n" + CREATE + fields + SMUGGLED)
+        if raw.writer.can_write_eof():
+            raw.writer.write_eof()
+        else:
+            await raw.send(b"\r\n\r\n")
+        try:
+            async with asyncio.timeout(10):
+                answers = await raw.rest()
+        except TimeoutError:
+            answers = b""  # it waits for the rest of the body, which TLS can't say is at its end
+    check(answers.count(b"HTTP/1.1 ") <= 1, f"two answers: {answers[:200]!r}")
+    check(not answers.startswith(b"HTTP/1.1 2"), f"taken: {answers[:80]!r}")
+    check(not [n for n in target.files() if n.startswith("txn/new")], "an object was stored")
+    await target.still_well()
+
+
+async def behind_each_other(target: Target, _: None) -> None:
+    async with target.wire() as raw:
+        body = b"PUT /txn/row/pack-9 HTTP/1.1\r\n\r\n"
+        path = f"/txn/row/pack-{random.getrandbits(60)}"
+        await raw.send(put(len(body), path) + body + ASKED + HEAD + b"\r\n" + put(1, path) + b"x")
+        said = [await raw.answer() for _ in range(3)]
+    check([s for s, _ in said] == [201, 200, 412] and said[1][1] == b"committed", f"answered {said}")
+    check(not (target.place / "txn/row/pack-9").exists(), "the body of one request was done as another")
+
+
+# ---- heads
+
+
+HEADS: list[tuple[str, bytes]] = [
+    ("50,000 fields", b"".join(b"X-%d: y\r\n" % i for i in range(50_000))),
+    ("a field of 8 MiB", b"X: " + b"y" * (8 << 20) + b"\r\n"),
+    ("8 MiB without a colon", b"y" * (8 << 20)),
+    ("100,000 cookies", b"Cookie: " + b"a=b; " * 100_000 + b"\r\n"),
+    ("100,000 ranges", b"Range: bytes=" + b"0-0," * 100_000 + b"1-1\r\n"),
+    ("100,000 tags", b"If-None-Match: " + b'"x", ' * 100_000 + b'"y"\r\n'),
+]
+
+
+async def flooded_head(target: Target, flood: bytes) -> None:
+    await refused(target, b"GET /tstore.json HTTP/1.1\r\n" + HEAD + flood + b"\r\n", CLOSED, 400, 431)
+
+
+LINES: list[tuple[str, bytes, tuple[int, ...]]] = [
+    ("a path of 8 MiB", b"GET /" + b"a" * (8 << 20) + b" HTTP/1.1\r\n\r\n", (CLOSED, 400, 414)),
+    *(
+        (label(method)[:12], method + ASKED.removeprefix(b"GET") + HEAD + b"\r\n", (CLOSED, 400, 405))
+        for method in (
+            b"POST", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT", b"PROPFIND", b"MKCOL", b"MOVE", b"COPY", b"LOCK",
+            b"PURGE", b"put", b"delete", b"G\x00ET", b"GET\xff", b"A" * 10_000,
+        )
+    ),
+    ("HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (CLOSED, 400, 404, 405, 505)),
+    ("HTTP/0.9", b"GET /txn/old/pack-0\r\n\r\n", (CLOSED, 400, 401)),
+    ("HTTP/9.9", b"PUT /txn/new/pack-0 HTTP/9.9\r\n" + CREATE + b"Content-Length: 1\r\n\r\nx", (CLOSED, 400, 505)),
+    ("two hosts", ASKED + HEAD + b"Host: evil.example\r\n\r\n", (CLOSED, 200, 400)),
+    ("a CR in a field", ASKED + HEAD + b"X: a\rb\r\n\r\n", (CLOSED, 400)),
+    ("a NUL in a field", ASKED + HEAD + b"X: a\x00b\r\n\r\n", (CLOSED, 400)),
+    ("a name with a space", ASKED + HEAD + b"X Y: z\r\n\r\n", (CLOSED, 400)),
+    ("an empty name", ASKED + HEAD + b": z\r\n\r\n", (CLOSED, 400)),
+    ("TLS to a plain port", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\0" * 500 + b"\r\n\r\n", (CLOSED, 400)),
+    ("an object with a query", b"GET /txn/old/pack-0?list HTTP/1.1\r\n" + HEAD + b"\r\n", (400,)),
+    *(
+        (f"list {query}", b"GET /?list&" + query.encode() + b" HTTP/1.1\r\n" + HEAD + b"\r\n", (400, 403))
+        for query in (
+            "limit=0", "limit=-1", "limit=1e9", "limit=" + "9" * 200, "delimiter=x", "prefix=../",
+            "prefix=%2e%2e/", "prefix=/", "prefix=%00", "list", "prefix=a&prefix=b", "x=y", "after=%ff",
+            "prefix=txn/..%2f",
+        )
+    ),
+]  # fmt: skip
+
+
+async def odd_line(target: Target, given: tuple[bytes, tuple[int, ...]]) -> None:
+    request, statuses = given
+    await refused(target, request, *statuses)
+
+
+# ---- conditions
+
+
+def conditional(*fields: str, path: str = PACK, body: bytes = b"x") -> bytes:
+    lines = "".join(f"{field}\r\n" for field in fields)
+    length = f"Content-Length: {len(body)}\r\n"
+    return f"PUT {path} HTTP/1.1\r\n{length}{lines}".encode() + HEAD + b"\r\n" + body
+
+
+CONDITIONS: list[tuple[str, bytes, tuple[int, ...]]] = [
+    ("none", conditional(), (428,)),
+    ("If-Match: *", conditional("If-Match: *"), (400, 412, 428)),
+    ("both", conditional("If-None-Match: *", "If-Match: *"), (400,)),
+    ("both, a tag", conditional("If-None-Match: *", 'If-Match: "x"'), (400,)),
+    ("a tag", conditional('If-None-Match: "x"'), (400, 428)),
+    ("* and a tag", conditional("If-None-Match: *", 'If-None-Match: "x"'), (400,)),
+    ("twice", conditional("If-None-Match: *", "If-None-Match: *"), (400,)),
+    ("an empty one", conditional("If-None-Match:"), (400, 428)),
+    ("a date", conditional("If-Unmodified-Since: Sat, 21 Nov 2026 08:00:00 GMT"), (400, 412, 428)),
+    ("taken", conditional("If-None-Match: *", path="/txn/old/pack-0"), (412,)),
+    ("replacing a pack", conditional(path="/txn/old/pack-0"), (428,)),
+    ("replacing the marker", conditional(path="/tstore.json", body=MARKER), (428,)),
+    ("replacing a record", conditional(path=f"/commits/{1:020d}"), (428,)),
+    ("Content-Range", conditional("If-None-Match: *", "Content-Range: bytes 0-0/2"), (415,)),
+    ("Content-Encoding", conditional("If-None-Match: *", "Content-Encoding: gzip"), (415,)),
+    ("another checksum", conditional("If-None-Match: *", "X-TStore-XXH3: " + "0" * 32), (409,)),
+    ("no checksum", conditional("If-None-Match: *", "X-TStore-XXH3: é"), (400, 409)),
+    ("a hint that is none", conditional(path="/latest", body=b"-1"), (422,)),
+    ("a range backwards", ASKED + HEAD + b"Range: bytes=5-2\r\n\r\n", (200, 416)),
+    ("a range of 9^30", ASKED + HEAD + b"Range: bytes=" + b"9" * 30 + b"-\r\n\r\n", (200, 416)),
+    ("If-Match another", ASKED + HEAD + b'If-Match: "x"\r\n\r\n', (412,)),
+]
+
+
+# ---- tokens
+
+
+ODD_TOKENS = [
+    "", " ", "x" * 8000, f"{WRITE} {WRITE}", f"{WRITE}\t", WRITE[:-1], WRITE.upper(), "é" * 20, "\x80" * 20,
+    "../" * 9,
+]  # fmt: skip
+
+
+async def odd_token(target: Target, token: str) -> None:
+    line = b"Authorization: Bearer " + token.encode("latin-1") + b"\r\n"
+    status, body = await target.ask(b"GET /tstore.json HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n")
+    right = token.strip() == WRITE
+    check(status in (400, 401) or (status == 200 and right), f"answered {status}")
+    check(WRITE.encode() not in body, "the answer shows the token")
+
+
+NO_TOKEN = [
+    ("none", b""),
+    ("Basic", b"Authorization: Basic " + WRITE.encode() + b"\r\n"),
+    ("in a cookie", b"Cookie: token=" + WRITE.encode() + b"\r\n"),
+    ("two of them", b"Authorization: Bearer x\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"),
+    ("no kind", b"Authorization: " + WRITE.encode() + b"\r\n"),
+]
+
+
+async def no_token(target: Target, fields: bytes) -> None:
+    for method in ("GET", "DELETE", "PUT"):  # HEAD has no body that could be waited for
+        request = f"{method} /txn/old/pack-0 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n".encode()
+        status, _ = await target.ask(request + fields + b"\r\n")
+        check(status in (400, 401), f"{method} is answered {status}")
+    await target.still_well()
+
+
+# ---- bodies
+
+
+async def too_long(target: Target, length: int) -> None:
+    await refused(target, put(length), 413)
+
+
+async def endless(target: Target, path: str) -> None:
+    before = target.files()
+    async with target.wire() as raw:
+        await raw.send(f"PUT {path} HTTP/1.1\r\n".encode() + CREATE + b"Transfer-Encoding: chunked\r\n\r\n")
+        sending = asyncio.ensure_future(send_for_ever(raw))
+        try:
+            status, _ = await raw.answer()
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+    check(status in (CLOSED, 411, 413), f"answered {status}")
+    await unchanged_soon(target, before)
+    await target.still_well()
+
+
+async def send_for_ever(raw: Wire) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            raw.writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await raw.writer.drain()
+
+
+async def without_permission(target: Target, _: None) -> None:
+    request = b"PUT %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (PACK.encode(), 1 << 40)
+    await refused(target, request, 401)
+
+
+async def goes_away(target: Target, sent: bytes) -> None:
+    before = target.files()
+    async with target.wire() as raw:
+        await raw.send(sent)
+        raw.writer.transport.abort()
+    await unchanged_soon(target, before)
+    await target.still_well()
+
+
+async def unchanged_soon(target: Target, before: dict[str, bytes]) -> None:
+    """Check that nothing of an upload stays once the server has given it up."""
+    after = target.files()
+    for _ in range(200):
+        if after == before:
+            return
+        await asyncio.sleep(0.05)
+        after = target.files()
+    check(after == before, f"what it left stays: {sorted(after.keys() - before.keys())}")
+
+
+CHUNKED = f"PUT {PACK} HTTP/1.1\r\n".encode() + CREATE + b"Transfer-Encoding: chunked\r\n\r\n"
+LEFT = [
+    *((f"after {n} bytes", put(3_000_000) + b"x" * n) for n in (0, 1, 100_000, 2_999_999)),
+    *(
+        (f"chunks that end in {end!r}", CHUNKED + end)
+        for end in (b"5\r\nab", b"5\r\nabcde\r\nzz\r\n", b"5\r\nabcde")
+    ),
+    ("after Expect", put(10, PACK, "Expect: 100-continue")),
+]
+
+
+# ---- the list of all
+
+
+_REFUSED = "it is refused, nothing outside is shown or changed, and an honest reader is answered next"
+
+
+def _cases() -> Iterator[Case]:
+    yield from family(
+        "path", "asks for it with GET, DELETE and PUT", "no byte outside the store is shown or changed",
+        no_path_leads_out, [(path[:40], path) for path in TRAVERSAL],
+    )  # fmt: skip
+    links = "reads, writes and lists links and a FIFO that lie in the store"
+    yield Case("links", links, "none is followed", no_link_leads_out)
+    yield from family(
+        "hidden request", "sends a body with two possible ends", "at most one answer, and no success", two_ends,
+        [(label(fields), fields) for fields in TWO_ENDS],
+    )  # fmt: skip
+    yield from family(
+        "requests in a row", "sends three at once", "each is told apart", behind_each_other, [("three", None)]
+    )
+    yield from family("head", "sends a head without measure", _REFUSED, flooded_head, HEADS)
+    yield from family("line", "sends an odd request", _REFUSED, odd_line, [(n, (r, s)) for n, r, s in LINES])
+    yield from family(
+        "condition", "sends an odd condition", _REFUSED, odd_line, [(n, (r, s)) for n, r, s in CONDITIONS]
+    )
+    yield from family(
+        "token", "shows an odd token", "401, and no token in the answer", odd_token,
+        [(repr(token)[:30], token) for token in ODD_TOKENS],
+    )  # fmt: skip
+    yield from family("no token", "shows none", "401 for each method", no_token, NO_TOKEN)
+    yield from family("too long", "declares a body", "413 before it comes", too_long, [("2^62 bytes", 1 << 62)])
+    yield from family(
+        "endless body", "sends chunks for ever", "it is cut off, and nothing stays", endless,
+        [(path[:12], path) for path in ("/latest", f"/commits/{1:020d}")],
+    )  # fmt: skip
+    yield from family("no permission", "sends 1 TiB", "401 before it comes", without_permission, [("1 TiB", None)])
+    yield from family("goes away", "ends in the middle of a body", "nothing of it stays", goes_away, LEFT)
+
+
+CASES = list(_cases())
+
+
+# ---- seeded
+
+
+_WORDS = [
+    b"Range", b"If-Range", b"If-Match", b"If-None-Match", b"If-Modified-Since", b"Content-Length", b"Host",
+    b"Transfer-Encoding", b"Connection", b"Upgrade", b"Expect", b"Content-Encoding", b"Authorization",
+    b"X-TStore-XXH3", b"Content-Type", b"Content-Range", b"Cookie", b"*", b"chunked", b"close", b"100-continue",
+    b"gzip", b"bytes=0-", b"bytes=-1", b"GET", b"PUT", b"HEAD", b"DELETE", b"POST", b"HTTP/1.1", b"HTTP/1.0", b"0",
+    b"/tstore.json", b"/latest", b"/?list", b"/?list&limit=", b"/txn/abc/pack-0-0",
+    b"/commits/00000000000000000001",
+    b"/roots/00000000000000000064", b"/txn/abc/part-00000-of-00001", b"/-/health", b"\r\n", b"\r\n", b": ", b" ",
+    b"\0", b"\xff", b"%2e%2e", b"5\r\nabcde\r\n0\r\n\r\n", MARKER,
+]  # fmt: skip
+
+
+async def fuzzed(target: Target, seed: int) -> None:
+    """Send requests of which parts were swapped, doubled and left out."""
+    choice = random.Random(seed)
+    good = b"PUT /txn/fuzz/pack-%d HTTP/1.1\r\n" % seed + CREATE + b"Content-Length: 5\r\n\r\nabcde"
+    sent = bytearray(choice.choice([good, ASKED + HEAD + b"\r\n", good + ASKED + HEAD + b"\r\n"]))
+    for _ in range(choice.randrange(1, 6)):
+        at = choice.randrange(len(sent))
+        sent[at : at + choice.choice((0, 0, 1, 4, 20))] = choice.choice(_WORDS)
+    async with target.wire() as raw:
+        await raw.send(bytes(sent))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05):  # it may wait for the rest of what is no whole request
+                answer = await raw.rest()
+                check(b"HTTP/1.1 500" not in answer, f"seed {seed}: a 500 for {bytes(sent)!r}")
+    head = f"GET /tstore.json HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
+    said = await target.ask(head.encode())
+    check(said == (200, MARKER), f"seed {seed}: an honest GET after {bytes(sent)!r} is answered {said}")
