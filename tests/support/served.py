@@ -131,6 +131,10 @@ class Process(NamedTuple):
         """What it has logged so far."""
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
 
+    def said_after(self, offset: int) -> bytes:
+        """What it has logged behind so many bytes, up to the last whole line."""
+        return os.pread(self.log.fileno(), 16 << 20, offset).rpartition(b"\n")[0] + b"\n"
+
     def end(self) -> list[dict[str, Any]]:
         """Ends it as a service manager does; what it logged."""
         self.process.send_signal(signal.SIGTERM)

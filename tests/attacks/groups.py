@@ -1,0 +1,32 @@
+"""The groups of attacks, in the order in which they run."""
+
+from __future__ import annotations
+
+from tests.attacks import requests
+from tests.attacks.case import family
+from tests.attacks.judge import Group
+
+__all__ = ["PRELOAD", "SHARES", "groups"]
+
+SHARES = {"requests": 3, "scopes": 6, "metadata": 3, "floods": 8, "stores": 4}
+"""The time of each in relation to the others'."""
+
+PRELOAD = ["tests.attacks.honest"]
+"""What clients in processes of their own need."""
+
+_SEEDED = 60
+
+
+def groups(seed: int) -> list[Group]:
+    """Return all groups; those that go on elsewhere, as over TLS, have the same name."""
+    seeded = family(
+        "seeded",
+        "sends requests of which parts were swapped, doubled and left out",
+        "no 500, and an honest reader is answered next",
+        requests.fuzzed,
+        [(str(n), n) for n in range(seed * _SEEDED, (seed + 1) * _SEEDED)],
+    )
+    return [
+        Group("requests", [*requests.CASES, *seeded], lambda stage: stage.target, bare=True),
+        Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True),
+    ]

@@ -1,0 +1,126 @@
+"""Honest clients beside an attack, and after it: each is a coroutine function for a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
+
+from served import ADMIN, READ, WRITE
+
+import tstore
+from tests.attacks.specimen import digest_of, tree_of
+from tstore.store import Store
+
+__all__ = ["Site", "audit", "read_on", "save_once"]
+
+
+class Site(NamedTuple):
+    """Where a store is served."""
+
+    url: str
+    ca_file: str | None = None
+
+    async def open(self, token: str, mode: Any = "r") -> Store:
+        """Open the store with a token."""
+        options = {"token": token} | ({} if self.ca_file is None else {"ca_file": self.ca_file})
+        return await tstore.open(self.url, mode, storage_options=options)
+
+
+async def audit(
+    site: Site, values: dict[int, str], commits: dict[int, tuple[str | None, str]], step: int | None
+) -> list[str]:
+    """Return the faults that honest clients meet: a reader, `verify`, a gc, and a writer who saves `step`.
+
+    Without a step nothing is changed, and the gc is a dry run.
+    """
+    faults: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def noted(what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(20):
+                yield
+        except Exception as error:
+            faults.append(f"{what}: {type(error).__name__}: {error}"[:300])
+
+    async def look(store: Store) -> None:
+        for version, digest in values.items():
+            async with noted(f"restore at {version}"):
+                if digest_of(await tstore.restore(store, at=version)) != digest:
+                    faults.append(f"version {version} has other values")
+        async with noted("history"):
+            found = {c.version: (c.tag, c.message) async for c in store.history()}
+            changed = [v for v, told in commits.items() if found.get(v) != told]
+            if changed:
+                faults.append(f"the history tells otherwise of versions {changed[:5]}")
+        async with noted("verify"):
+            report = await store.verify()
+            faults.extend(f"verify: {fault}"[:300] for fault in report.faults[:3])
+        async with noted("transactions"):
+            await store.transactions()
+        async with noted("snapshot"):
+            snapshot = await store.snapshot()
+            for path in snapshot.paths():
+                await snapshot.array(path)
+        async with noted("steps"):
+            missing = {2, 3} - set(await tstore.steps(store))
+            if missing:
+                faults.append(f"steps {sorted(missing)} are not listed")
+
+    async with noted("open"):
+        async with await site.open(READ) as reader, await site.open(ADMIN, "r+") as admin:
+            await look(reader)
+            async with noted("gc --dry-run"):
+                report = await admin.collect(dry_run=True)
+                if report.objects:
+                    faults.append(f"gc --dry-run would remove {report.objects} objects")
+            if step is None or faults:
+                return faults
+            async with await site.open(WRITE, "r+") as writer:
+                async with noted("save"):
+                    await tstore.save(writer, tree_of(step), step)
+            async with noted("gc"):
+                await admin.collect()
+        async with await site.open(READ) as reader:
+            await look(reader)
+            async with noted("restore of the new step"):
+                if digest_of(await tstore.restore(reader, step)) != digest_of(tree_of(step)):
+                    faults.append("the step that was saved has other values")
+    return faults
+
+
+async def read_on(tell: Callable[[Any], None], site: Site, values: dict[int, str], patience: float) -> None:
+    """Restore versions for ever, every other time over a new connection; tell of each whether that was right.
+
+    One read is a whole restore by tstore's own client, with all its retries; one that takes more than `patience`
+    seconds counts as failed.
+    """
+    kept: Store | None = None
+    turn = 0
+    while True:
+        turn += 1
+        version = list(values)[turn % len(values)]
+        try:
+            async with asyncio.timeout(patience):
+                if kept is None:
+                    kept = await site.open(READ)
+                if turn % 2:
+                    right = digest_of(await tstore.restore(kept, at=version)) == values[version]
+                else:
+                    async with await site.open(READ) as fresh:
+                        right = digest_of(await tstore.restore(fresh, at=version)) == values[version]
+            tell((right, "other values"))
+        except Exception as error:
+            tell((False, f"{type(error).__name__}: {error}"[:300]))
+        await asyncio.sleep(0.02)
+
+
+async def save_once(site: Site, step: int, size: int) -> None:
+    """Save a step of `size` values, and restore it."""
+    tree = tree_of(step, size)
+    async with await site.open(WRITE, "r+") as store:
+        await tstore.save(store, tree, step)
+        if digest_of(await tstore.restore(store, step)) != digest_of(tree):
+            raise ValueError("the step has other values than were saved")

@@ -1,0 +1,116 @@
+"""Runs groups of cases, and keeps count of what held and what broke."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.attacks.case import Broken, Case
+from tests.attacks.stage import Stage
+
+__all__ = ["Group", "Result", "run"]
+
+LONGEST = 120.0
+"""Seconds after which a case that does not end is broken."""
+
+
+class Group(NamedTuple):
+    """Cases that attack the same thing in the same surroundings."""
+
+    name: str
+    cases: Sequence[Case]
+    subject: Callable[[Stage], Any]
+    """What its cases take."""
+    bare: bool = False
+    """Whether it needs a small folder that `lay_out` makes in place of a whole store."""
+    tls: bool = False
+    served: bool = True
+    """Whether it needs a server."""
+
+
+@dataclass
+class Result:
+    """What became of the cases of a group."""
+
+    name: str
+    held: int = 0
+    broken: list[tuple[Case, str]] = field(default_factory=list)
+    untried: int = 0
+    seconds: float = 0.0
+    server_memory: int = 0
+    server_files: int = 0
+    client_memory: int = 0
+    asked: int = 0
+    kept: int = 0
+
+    @property
+    def tried(self) -> int:
+        """How many cases were run."""
+        return self.held + len(self.broken)
+
+    def document(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {
+            "group": self.name,
+            "tried": self.tried,
+            "held": self.held,
+            "broken": [{"case": c.name, "does": c.does, "held": c.held, "found": m} for c, m in self.broken],
+            "untried": self.untried,
+            "seconds": round(self.seconds, 1),
+            "server_peak_bytes": self.server_memory,
+            "server_peak_files": self.server_files,
+            "client_peak_bytes": self.client_memory,
+            "honest_requests": self.asked,
+            "honest_requests_kept": self.kept,
+        }
+
+
+async def run(
+    group: Group, stage: Stage, seconds: float, result: Result, tell: Callable[[Case, str], None]
+) -> None:
+    """Run the cases of a group for at most so long, each until it ends; `tell` hears of those that break."""
+    began = time.monotonic()
+    stage.children.memory = 0
+    try:
+        for case in group.cases:
+            if time.monotonic() - began > seconds:
+                result.untried += 1
+                continue
+            error = await _error_of(case, group, stage)
+            if error:
+                result.broken.append((case, error))
+                tell(case, error)
+            else:
+                result.held += 1
+    finally:
+        stage.close()
+        result.seconds += time.monotonic() - began
+        result.server_memory = max(result.server_memory, stage.memory)
+        result.server_files = max(result.server_files, stage.files)
+        result.client_memory = max(result.client_memory, stage.children.memory)
+        result.asked += stage.asked
+        result.kept += stage.kept
+
+
+async def _error_of(case: Case, group: Group, stage: Stage) -> str:
+    """What a case broke, "" if nothing."""
+    try:
+        async with asyncio.timeout(LONGEST):
+            if not group.served:
+                await case.run(group.subject(stage))
+                return ""
+            if stage.worn:
+                stage.fresh()
+            async with stage.watched():
+                await case.run(group.subject(stage))
+            stage.check_log()
+        return ""
+    except Broken as broken:
+        stage.worn = True
+        return str(broken)
+    except Exception as error:  # a case that can't go on has not held
+        stage.worn = True
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,147 @@
+"""Where attacks happen: a server process, honest clients in processes beside it, and what they all spend."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import served
+import trustme
+
+from tests.attacks.case import Broken, check
+from tests.attacks.children import Children
+from tests.attacks.honest import Site, audit
+from tests.attacks.meter import Meter
+from tests.attacks.specimen import Specimen
+from tests.attacks.target import TOKENS, Target
+
+__all__ = ["MEMORY", "Certificate", "Stage"]
+
+MEMORY = 640 << 20
+"""The most that a server may have resident, whatever is sent to it: its budget of bodies, and itself."""
+
+FILES = 1024 + 512
+"""The most descriptors that it may have open: its connections, and what they read."""
+
+AUDIT = 90.0
+
+
+class Certificate:
+    """A certificate for this machine, and the authority that clients trust."""
+
+    def __init__(self, folder: Path) -> None:
+        authority = trustme.CA()
+        made = authority.issue_cert("127.0.0.1")
+        self.cert, self.key, self.authority = (str(folder / n) for n in ("cert.pem", "key.pem", "ca.pem"))
+        made.private_key_pem.write_to_path(self.key)
+        for blob in made.cert_chain_pems:
+            blob.write_to_path(self.cert, append=True)
+        authority.cert_pem.write_to_path(self.authority)
+        self.trusting = ssl.create_default_context(cafile=self.authority)
+        self.options = ("--tls-cert", self.cert, "--tls-key", self.key)
+
+
+class Stage:
+    """A server of a copy of a store; `fresh` begins again with another copy."""
+
+    def __init__(self, template: Path, specimen: Specimen | None, children: Children, seed: int) -> None:
+        self.specimen = specimen
+        self.children = children
+        self.random = random.Random(seed)
+        self.certificate: Certificate | None = None
+        self.options: tuple[str, ...] = ()
+        self.memory = self.files = self.asked = self.kept = 0
+        self.worn = True
+        """Whether the next case is to begin with `fresh`."""
+        self._template = template
+        """A folder with what is to be copied: `store`, and what lies beside it."""
+        self._stack = contextlib.ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tstore-attacks-")))
+        self._numbers = itertools.count(1)
+        self._serving = contextlib.ExitStack()
+
+    def with_tls(self) -> None:
+        """Serve over TLS from the next `fresh` on."""
+        self.certificate = Certificate(self._folder)
+
+    def fresh(self) -> None:
+        """Start a server of a new copy in place of the one before."""
+        self._serving.close()
+        number = next(self._numbers)
+        place = self._folder / str(number) / "store"
+        shutil.copytree(self._template, place.parent, symlinks=True)
+        self._serving = contextlib.ExitStack()
+        self._serving.callback(shutil.rmtree, place.parent, ignore_errors=True)
+        self.process, self.target = self._serving.enter_context(self._served(place, self.options))
+        self.meter = Meter(self.process.process.pid)
+        self._logged = 0
+        self.worn = False
+
+    @contextlib.contextmanager
+    def _served(self, place: Path, options: tuple[str, ...]) -> Iterator[tuple[served.Process, Target]]:
+        tls = () if self.certificate is None else self.certificate.options
+        with served.serving(place, *tls, *options, tokens=TOKENS) as process:
+            trusting = None if self.certificate is None else self.certificate.trusting
+            yield process, Target(process, place, trusting)
+
+    @contextlib.contextmanager
+    def beside(self, *options: str) -> Iterator[Target]:
+        """Another server of the same folder, with these options."""
+        with self._served(self.target.place, options) as (_, target):
+            yield target
+
+    @property
+    def site(self) -> Site:
+        """Where honest clients find the store."""
+        return Site(self.process.url, None if self.certificate is None else self.certificate.authority)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Measure the server as long as the block takes, and check that it has spent no more than it may."""
+        self.meter.reset()
+        try:
+            async with self.meter.watching():
+                yield
+        finally:
+            self.memory, self.files = max(self.memory, self.meter.memory), max(self.files, self.meter.files)
+        check(self.process.process.poll() is None, "the server has ended")
+        said = f"the server had {self.meter.memory >> 20} MiB resident, expected at most {MEMORY >> 20}"
+        check(self.meter.memory <= MEMORY, said)
+        check(self.meter.files <= FILES, f"the server had {self.meter.files} files open, expected at most {FILES}")
+
+    async def check_audit(self, step: int | None) -> None:
+        """Check that honest clients find everything as it was, and can go on; see `audit`."""
+        assert self.specimen is not None
+        ended = await self.children.run(
+            audit, self.site, self.specimen.values, self.specimen.commits, step, seconds=AUDIT
+        )
+        check(not ended.error, f"the audit of honest clients failed: {ended.error}")
+        check(not ended.result, "; ".join(ended.result or ()))
+
+    def check_log(self) -> None:
+        """Check that the server has logged no fault of its own, and no token."""
+        text = self.process.said_after(self._logged)
+        self._logged += len(text)
+        for token in (served.READ, served.WRITE, served.ADMIN):
+            check(token.encode() not in text, "the log shows a token")
+        for line in text.splitlines():
+            if b'"level": "error"' in line or b"Traceback" in line or b'"status": 500' in line:
+                with contextlib.suppress(json.JSONDecodeError):
+                    raise Broken(f"the server logged {_short(json.loads(line))}")
+
+    def close(self) -> None:
+        """End the server, and remove what it served."""
+        self._serving.close()
+        self._stack.close()
+
+
+def _short(logged: dict[str, object]) -> str:
+    text = str({k: v for k, v in logged.items() if k not in ("time", "client")})
+    return text if len(text) < 400 else f"{text[:200]} … {text[-200:]}"
