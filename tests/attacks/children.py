@@ -1,4 +1,4 @@
-"""Clients in processes of their own, forked from one that has imported tstore: a crash or a freeze stays theirs."""
+"""Clients in processes of their own, forked from one that has imported tstore: a crash or a freeze is theirs."""
 
 from __future__ import annotations
 

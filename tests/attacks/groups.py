@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import requests
+from tests.attacks import floods, requests, scopes
 from tests.attacks.case import family
 from tests.attacks.judge import Group
 
@@ -29,4 +29,7 @@ def groups(seed: int) -> list[Group]:
     return [
         Group("requests", [*requests.CASES, *seeded], lambda stage: stage.target, bare=True),
         Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True),
+        Group("scopes", scopes.CASES, lambda stage: stage),
+        Group("floods", floods.PLAIN, lambda stage: stage),
+        Group("floods", floods.TLS, lambda stage: stage, tls=True),
     ]

@@ -98,6 +98,15 @@ class Stage:
             yield target
 
     @property
+    def newest(self) -> int:
+        """The newest version of the store that is served."""
+        return len(list((self.target.place / "commits").iterdir()))
+
+    def next_step(self) -> int:
+        """Return a step that nobody has saved."""
+        return 1000 + next(self._numbers)
+
+    @property
     def site(self) -> Site:
         """Where honest clients find the store."""
         return Site(self.process.url, None if self.certificate is None else self.certificate.authority)

@@ -1,0 +1,405 @@
+"""More than a server can take: slow, silent, many, aborted. Honest clients beside each must get on with their work.
+
+A flood is a coroutine function that goes on until it is cancelled. What floods comes from another address of this
+machine than honest clients and shows another token, so that a server may tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import resource
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from urllib.parse import urlsplit
+
+from served import Wire
+
+from tests.attacks.case import Case, check
+from tests.attacks.honest import read_on, save_once
+from tests.attacks.scopes import request
+from tests.attacks.stage import Stage
+from tests.attacks.target import HOSTILE
+
+__all__ = ["PLAIN", "TLS", "beside"]
+
+SOURCE = "127.0.0.2"
+LONG = "txn/long/pack-0"
+"""An object that is longer than what the system keeps for a client that does not read."""
+
+LONG_SIZE = 32 << 20
+SECONDS = 4.0
+"""How long a flood lasts at least; at most until an honest save has ended or `SAVE` is over."""
+
+SAVE = 20.0
+SAVED = 1_000_000
+"""The values of a save: 4 MB."""
+
+PATIENCE = 10.0
+SETTLED = 1.0
+"""Seconds until a flood is at its full strength, before the save begins."""
+
+KEPT = 0.9
+LEAST = 3
+"""How many reads must have succeeded at least, however slow the machine."""
+
+Flood = Callable[[Stage], Awaitable[None]]
+
+
+async def beside(stage: Stage, flood: Flood, seconds: float = SECONDS, saved: int = SAVED) -> None:
+    """Let a flood come, and check that honest clients beside it keep nine of ten requests and finish a save.
+
+    What counts as a request is a whole restore by tstore's own client with its own retries (see `read_on`).
+    """
+    assert stage.specimen is not None
+    _lay_long_object(stage)
+    _allow_files()
+    reads: asyncio.Queue[tuple[bool, str]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    reading = asyncio.ensure_future(
+        stage.children.run(
+            read_on,
+            stage.site,
+            stage.specimen.values,
+            PATIENCE,
+            seconds=2 * SAVE + seconds,
+            progress=reads.put_nowait,
+        )
+    )
+    flooding: asyncio.Future[None] = loop.create_future()
+    try:
+        first = await asyncio.wait_for(reads.get(), PATIENCE * 2)
+        check(first[0], f"an honest read before the flood fails: {first[1]}")
+        began = loop.time()
+        flooding = asyncio.ensure_future(flood(stage))
+        await asyncio.sleep(SETTLED)
+        while not reads.empty():
+            reads.get_nowait()
+        saving = await stage.children.run(save_once, stage.site, stage.next_step(), saved, seconds=SAVE)
+        await asyncio.sleep(max(0.0, began + seconds - loop.time()))
+        check(not flooding.done(), f"the flood has ended: {flooding}")
+    finally:
+        flooding.cancel()
+        reading.cancel()
+        await asyncio.wait([flooding, reading])
+    told = [reads.get_nowait() for _ in range(reads.qsize())]
+    right = sum(good for good, _ in told)
+    stage.asked += max(len(told), 1)
+    stage.kept += right
+    why = next((message for good, message in told if not good), "none was answered in time")
+    check(not saving.error, f"a save beside it is not done: {saving.error}; reads: {right} of {len(told)}")
+    check(right >= LEAST and right >= KEPT * len(told), f"{right} of {len(told)} honest reads succeeded: {why}")
+
+
+def _lay_long_object(stage: Stage) -> None:
+    path = stage.target.place / LONG
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(LONG_SIZE)
+
+
+def _allow_files() -> None:
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# ---- how floods are made
+
+
+async def crowd(count: int, one: Callable[[int], Awaitable[None]]) -> None:
+    """Do something in so many tasks again and again; what the server does to them is theirs to bear."""
+
+    async def again(number: int) -> None:
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                await one(number)
+            await asyncio.sleep(0.02)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(again(number))
+
+
+async def at_rate(rate: float, one: Callable[[], None]) -> None:
+    """Do something so many times a second."""
+    loop = asyncio.get_running_loop()
+    began, done = loop.time(), 0
+    while True:
+        due = int((loop.time() - began) * rate) - done
+        for _ in range(min(due, 100)):
+            one()
+        done += due  # what was missed is not made up for
+        await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def callers(stage: Stage, kept: int, sent: bytes) -> Iterator[Callable[[], None]]:
+    """What makes a connection, sends some bytes and nothing more, and keeps it; the oldest beyond `kept` is closed."""
+    to = urlsplit(stage.process.url)
+    opened: deque[socket.socket] = deque()
+
+    def call() -> None:
+        raw = socket.socket()
+        raw.setblocking(False)
+        raw.bind((SOURCE, 0))
+        raw.connect_ex((to.hostname, to.port))
+        opened.append(raw)
+        if sent and len(opened) > 20:
+            with contextlib.suppress(OSError):
+                opened[-20].send(sent)  # it is connected by now
+        if len(opened) > kept:
+            opened.popleft().close()
+
+    try:
+        yield call
+    finally:
+        for raw in opened:
+            raw.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(stage: Stage) -> AsyncIterator[Wire]:
+    """A connection from where floods come; it is broken at the end."""
+    async with stage.target.wire(SOURCE) as raw:
+        try:
+            yield raw
+        finally:
+            raw.writer.transport.abort()
+
+
+# ---- slow ones
+
+
+def _upload(key: str, length: int) -> bytes:
+    head = request("PUT", key, b"", HOSTILE, "If-None-Match: *")
+    return head.replace(b"Content-Length: 0", b"Content-Length: %d" % length).replace(
+        b"Connection: close\r\n", b""
+    )
+
+
+def slow_uploads(count: int, name: str, length: int, piece: int, pause: float) -> Flood:
+    """Declare `length` bytes for each of so many objects, and send a piece now and then."""
+
+    async def flood(stage: Stage) -> None:
+        numbers = itertools.count()
+
+        async def one(_: int) -> None:
+            async with connected(stage) as raw:
+                await raw.send(_upload(f"txn/slow{next(numbers)}/{name}", length))
+                while not raw.reader.at_eof():
+                    raw.writer.write(bytes(piece))
+                    await raw.writer.drain()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause):
+                            if not await raw.reader.read(1 << 16):
+                                return
+
+        await crowd(count, one)
+
+    return flood
+
+
+async def slow_heads(stage: Stage) -> None:
+    """Begin 1,200 requests, and send a byte of each now and then."""
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number * 0.002)
+        async with connected(stage) as raw:
+            await raw.send(b"GET /tstore.json HTTP/1.1\r\nX: ")
+            while not raw.reader.at_eof():
+                raw.writer.write(b"y")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(2):
+                        if not await raw.reader.read(1 << 16):
+                            return
+
+    await crowd(1200, one)
+
+
+async def stalled_downloads(stage: Stage) -> None:
+    """Ask for a long object over 300 connections, and read nothing."""
+
+    async def one(_: int) -> None:
+        raw = socket.socket()
+        try:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.setblocking(False)
+            raw.bind((SOURCE, 0))
+            to = urlsplit(stage.process.url)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(raw, (to.hostname, to.port))
+            await loop.sock_sendall(raw, request("GET", LONG, b"", HOSTILE))
+            await asyncio.sleep(60)
+        finally:
+            raw.close()
+
+    await crowd(300, one)
+
+
+# ---- silent ones
+
+
+def silent(rate: float, sent: bytes = b"") -> Flood:
+    """Connect so many times a second, send little or nothing, and wait."""
+
+    async def flood(stage: Stage) -> None:
+        with callers(stage, 3000, sent) as call:
+            await at_rate(rate, call)
+
+    return flood
+
+
+# ---- many
+
+
+def asking(count: int, *requests: bytes) -> Flood:
+    """Ask in turn over so many kept connections, as fast as the answers come."""
+
+    async def flood(stage: Stage) -> None:
+        async def one(_: int) -> None:
+            async with connected(stage) as raw:
+                for asked in itertools.cycle(requests):
+                    raw.writer.write(asked.replace(b"Connection: close\r\n", b""))
+                    if asked.startswith(b"HEAD"):
+                        await raw.reader.readuntil(b"\r\n\r\n")
+                    elif (await raw.answer())[0] == 0:
+                        return
+
+        await crowd(count, one)
+
+    return flood
+
+
+async def aborted_downloads(stage: Stage) -> None:
+    """Ask for a long object, take the first bytes, and break the connection."""
+
+    async def one(_: int) -> None:
+        async with connected(stage) as raw:
+            await raw.send(request("GET", LONG, b"", HOSTILE))
+            await raw.reader.read(1000)
+
+    await crowd(32, one)
+
+
+async def aborted_uploads(stage: Stage) -> None:
+    """Send a part of a pack, and break the connection."""
+    numbers = itertools.count()
+
+    async def one(_: int) -> None:
+        async with connected(stage) as raw:
+            await raw.send(_upload(f"txn/gone{next(numbers)}/pack-0", 8 << 20) + bytes(300_000))
+            await asyncio.sleep(0.05)
+
+    await crowd(16, one)
+
+
+async def tiny_chunks(stage: Stage) -> None:
+    """Send packs in chunks of one byte."""
+    numbers = itertools.count()
+    chunks = b"1\r\nx\r\n" * 2000
+
+    async def one(_: int) -> None:
+        async with connected(stage) as raw:
+            head = _upload(f"txn/tiny{next(numbers)}/pack-0", 0)
+            await raw.send(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
+            while not raw.reader.at_eof():
+                raw.writer.write(chunks)
+                await raw.writer.drain()
+                await asyncio.sleep(0)
+
+    await crowd(8, one)
+
+
+async def empty_requests(stage: Stage) -> None:
+    """Open 300 connections a second, each for one request."""
+
+    async def one(_: int) -> None:
+        async with connected(stage) as raw:
+            await raw.send(request("GET", "tstore.json", b"", HOSTILE))
+            await raw.rest()
+
+    await crowd(24, one)
+
+
+# ---- lists
+
+
+NAMES = 60_000
+LISTED = 8.0
+"""Seconds of the server's processor that a list of all these may cost."""
+
+
+async def many_names(stage: Stage) -> None:
+    """List a folder of many names, page by page, and check what that costs the server."""
+    folder = stage.target.place / "txn" / "many-names"
+    folder.mkdir()
+    (folder / "pack-0").write_bytes(b"")
+    for number in range(1, NAMES):
+        os.link(folder / f"pack-{(number - 1) // 10_000 * 10_000}", folder / f"pack-{number}")
+        if number % 10_000 == 0:  # file systems bound the links of a file
+            (folder / f"pack-{number}").unlink()
+            (folder / f"pack-{number}").write_bytes(b"")
+    before, after, found = stage.meter.cpu, "", 0
+    while after is not None:
+        asked = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
+        status, body = await stage.target.ask(asked)
+        check(status == 200, f"a page behind {after!r} is answered {status}")
+        page = json.loads(body)
+        found, after = found + len(page["entries"]), page["next"]
+        spent = stage.meter.cpu - before
+        check(spent <= LISTED, f"{found} of {NAMES} names have cost {spent:.1f} s of the server's processor")
+    check(found == NAMES, f"the list has {found} of {NAMES} names")
+
+
+# ---- the list of all
+
+
+_HELD = "nine of ten honest restores succeed, a save of 4 MB ends and restores right, memory and files are bounded"
+_GET = request("GET", "tstore.json", b"", HOSTILE)
+_HEAD = request("HEAD", "tstore.json", b"", HOSTILE)
+_LIST = request("GET", "?list", b"", HOSTILE)
+_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)
+
+
+def _case(name: str, does: str, flood: Flood) -> Case:
+    return Case(name, does, _HELD, lambda stage: beside(stage, flood))
+
+
+PLAIN = [
+    _case(
+        "slow packs", "sends 128 packs of 64 MiB at 20 B/s each", slow_uploads(128, "pack-0", 64 << 20, 10, 0.5)
+    ),
+    _case(
+        "slow manifests",
+        "declares 100 MiB for each of 4, at 21 kB/s",
+        slow_uploads(4, "manifest", 100 << 20, 10500, 0.5),
+    ),
+    _case("slow small ones", "sends 300 heartbeats slowly", slow_uploads(300, "alive-0", 1000, 1, 1.0)),
+    _case("slow heads", "begins 1,200 requests a byte at a time", slow_heads),
+    _case("stalled downloads", "asks for 300 long objects and reads nothing", stalled_downloads),
+    _case("silent connections", "connects 300 times a second and says nothing", silent(300)),
+    _case("new connections", "makes a request on each of many connections", empty_requests),
+    _case("GET and HEAD", "asks over 64 connections as fast as it can", asking(64, _GET, _HEAD)),
+    _case("lists", "lists everything over 16 connections", asking(16, _LIST)),
+    _case("requests beyond the limit", "asks over 400 connections", asking(400, _GET)),
+    _case("aborted downloads", "breaks off long downloads", aborted_downloads),
+    _case("aborted uploads", "breaks off uploads", aborted_uploads),
+    _case("tiny chunks", "sends packs in chunks of a byte", tiny_chunks),
+    Case("many names", f"lists {NAMES} names by pages", f"{LISTED:g} s of processor time suffice", many_names),
+]
+
+TLS = [
+    _case("silent handshakes", "connects 300 times a second and sends nothing", silent(300)),
+    _case("half handshakes", "connects 300 times a second and sends half a hello", silent(300, _HELLO)),
+    _case("no handshakes", "connects 300 times a second and sends HTTP", silent(300, _GET)),
+    _case(
+        "slow packs", "sends 128 packs of 64 MiB at 20 B/s each", slow_uploads(128, "pack-0", 64 << 20, 10, 0.5)
+    ),
+    _case("GET over TLS", "asks over 32 connections as fast as it can", asking(32, _GET)),
+]
