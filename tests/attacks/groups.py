@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import floods, requests, scopes
+from tests.attacks import floods, requests, scopes, stores
 from tests.attacks.case import family
 from tests.attacks.judge import Group
 
@@ -11,7 +11,7 @@ __all__ = ["PRELOAD", "SHARES", "groups"]
 SHARES = {"requests": 3, "scopes": 6, "metadata": 3, "floods": 8, "stores": 4}
 """The time of each in relation to the others'."""
 
-PRELOAD = ["tests.attacks.honest"]
+PRELOAD = ["tests.attacks.honest", "tests.attacks.victim"]
 """What clients in processes of their own need."""
 
 _SEEDED = 60
@@ -32,4 +32,5 @@ def groups(seed: int) -> list[Group]:
         Group("scopes", scopes.CASES, lambda stage: stage),
         Group("floods", floods.PLAIN, lambda stage: stage),
         Group("floods", floods.TLS, lambda stage: stage, tls=True),
+        Group("stores", stores.CASES, lambda stage: stage, together=8),
     ]

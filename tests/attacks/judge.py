@@ -27,8 +27,8 @@ class Group(NamedTuple):
     bare: bool = False
     """Whether it needs a small folder that `lay_out` makes in place of a whole store."""
     tls: bool = False
-    served: bool = True
-    """Whether it needs a server."""
+    together: int = 0
+    """How many cases run at once, if they need no server."""
 
 
 @dataclass
@@ -75,16 +75,21 @@ async def run(
     began = time.monotonic()
     stage.children.memory = 0
     try:
-        for case in group.cases:
-            if time.monotonic() - began > seconds:
-                result.untried += 1
-                continue
-            error = await _error_of(case, group, stage)
-            if error:
-                result.broken.append((case, error))
-                tell(case, error)
-            else:
-                result.held += 1
+        turns = asyncio.Semaphore(max(1, group.together))
+
+        async def judge(case: Case) -> None:
+            async with turns:
+                if time.monotonic() - began > seconds:
+                    result.untried += 1
+                elif error := await _error_of(case, group, stage):
+                    result.broken.append((case, error))
+                    tell(case, error)
+                else:
+                    result.held += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for case in group.cases:
+                tasks.create_task(judge(case))
     finally:
         stage.close()
         result.seconds += time.monotonic() - began
@@ -99,7 +104,7 @@ async def _error_of(case: Case, group: Group, stage: Stage) -> str:
     """What a case broke, "" if nothing."""
     try:
         async with asyncio.timeout(LONGEST):
-            if not group.served:
+            if group.together:
                 await case.run(group.subject(stage))
                 return ""
             if stage.worn:
