@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import floods, requests, scopes, stores
+from tests.attacks import floods, metadata, requests, scopes, stores
 from tests.attacks.case import family
 from tests.attacks.judge import Group
 
@@ -30,6 +30,7 @@ def groups(seed: int) -> list[Group]:
         Group("requests", [*requests.CASES, *seeded], lambda stage: stage.target, bare=True),
         Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True),
         Group("scopes", scopes.CASES, lambda stage: stage),
+        Group("metadata", metadata.CASES, lambda stage: stage),
         Group("floods", floods.PLAIN, lambda stage: stage),
         Group("floods", floods.TLS, lambda stage: stage, tls=True),
         Group("stores", stores.CASES, lambda stage: stage, together=8),

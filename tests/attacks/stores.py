@@ -377,14 +377,15 @@ SERVERS: dict[str, tuple[dict[str, Reply], tuple[str, ...]]] = {
     "a redirect of a write": ({f"/commits/{62:020d}": redirect("/x", "307 Temporary Redirect")}, WRITING),
     "a bomb as Content-Encoding": ({"/tstore.json": bomb}, OPENING),
     "503 for 10^9 seconds": (
-        {"/tstore.json": lambda r: ok(b"", "Retry-After: 1000000000", *OURS, status="503 Busy")}, OPENING
-    ),  # fmt: skip
+        {"/tstore.json": lambda r: ok(b"", "Retry-After: 1000000000", *OURS, status="503 Busy")},
+        OPENING,
+    ),
     "503 for ever": ({FIRST: lambda r: ok(b"", "Retry-After: 0", *OURS, status="503 Busy")}, OPENING),
     "a body that ends early": ({FIRST: lambda r: ok(b"tstoreR", *OURS, length=700)}, OPENING),
     "a body that is too long": ({FIRST: lambda r: ok(b"tstoreR" * 100, *OURS, length=7)}, OPENING),
     "a record of another kind": ({FIRST: lambda r: ok(marker(), *OURS)}, READING),
     "an Age of text": ({"/latest": lambda r: ok(b"1", "X-TStore-Age: nan", *OURS)}, READING),
-}  # fmt: skip
+}
 
 
 async def hostile_server(stage: Stage, given: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
