@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
@@ -19,7 +20,7 @@ from rich.console import Console
 from tests.attacks.case import Case
 from tests.attacks.children import Children
 from tests.attacks.groups import PRELOAD, SHARES, groups
-from tests.attacks.judge import Result, run
+from tests.attacks.judge import Group, Result, run
 from tests.attacks.specimen import Specimen
 from tests.attacks.stage import Stage
 from tests.attacks.table import show
@@ -27,9 +28,11 @@ from tests.attacks.target import lay_out
 
 
 async def attack(names: list[str], seconds: float, seed: int, console: Console) -> list[Result]:
-    """Run the groups of these names, within about so many seconds together."""
-    children = Children(PRELOAD)
-    results: dict[str, Result] = {}
+    """Run the groups of these names, within about so many seconds together.
+
+    Those that need no server mostly wait, so they run beside the others, but not beside floods.
+    """
+    results = {name: Result(name) for name in names}
     wanted = [group for group in groups(seed) if group.name in names]
     left, shares = seconds, sum(SHARES[group.name] for group in wanted)
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
@@ -37,18 +40,28 @@ async def attack(names: list[str], seconds: float, seed: int, console: Console) 
         bare.mkdir()
         lay_out(bare)
         specimen = await Specimen.make(whole / "store")
-        for group in wanted:
-            result = results.setdefault(group.name, Result(group.name))
-            stage = Stage(bare if group.bare else whole, specimen, children, seed)
+
+        async def begin(group: Group, share: float) -> None:
+            stage = Stage(bare if group.bare else whole, specimen, Children(PRELOAD), seed)
             if group.tls:
                 stage.with_tls()
-            spent = result.seconds
 
-            def tell(case: Case, message: str, name: str = group.name) -> None:
-                console.print(f"{name}: {case.name}: {message}", markup=False, highlight=False, soft_wrap=True)
+            def tell(case: Case, message: str) -> None:
+                text = f"{group.name}: {case.name}: {message}"
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-            await run(group, stage, left * SHARES[group.name] / shares, result, tell)
-            left, shares = left - (result.seconds - spent), shares - SHARES[group.name]
+            await run(group, stage, share, results[group.name], tell)
+
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(begin(group, seconds / 2)) for group in wanted if group.together]
+            for group in wanted:
+                if group.together:
+                    continue
+                if group.name == "floods" and beside:
+                    await asyncio.wait(beside)
+                began = time.monotonic()
+                await begin(group, left * SHARES[group.name] / shares)
+                left, shares = left - (time.monotonic() - began), shares - SHARES[group.name]
     return list(results.values())
 
 

@@ -8,8 +8,8 @@ from tests.attacks.judge import Group
 
 __all__ = ["PRELOAD", "SHARES", "groups"]
 
-SHARES = {"requests": 3, "scopes": 6, "metadata": 3, "floods": 8, "stores": 4}
-"""The time of each in relation to the others'."""
+SHARES = {"requests": 2, "scopes": 10, "metadata": 5, "floods": 10, "stores": 0}
+"""The time of each in relation to the others', for each part of a group; those beside others take none."""
 
 PRELOAD = ["tests.attacks.honest", "tests.attacks.victim"]
 """What clients in processes of their own need."""
@@ -33,5 +33,5 @@ def groups(seed: int) -> list[Group]:
         Group("metadata", metadata.CASES, lambda stage: stage),
         Group("floods", floods.PLAIN, lambda stage: stage),
         Group("floods", floods.TLS, lambda stage: stage, tls=True),
-        Group("stores", stores.CASES, lambda stage: stage, together=8),
+        Group("stores", stores.CASES, lambda stage: stage, together=12),
     ]

@@ -177,11 +177,23 @@ async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
     asking.result()
     spent = stage.meter.cpu - cpu
     key = objects[0][0]
-    for status in statuses:
-        check(status == 0 or 400 <= status < 500 or status == 503, f"{key} is answered {status}")
-    check(spent <= CPU * len(objects), f"{key} cost {spent:.1f} s of the server's processor")
-    check(longest <= SILENCE, f"an honest GET beside {key} waited for {longest:.1f} s")
-    check(stage.target.files() == before, f"{key} was refused, and the folder has changed")
+    faults = [f"{key} is answered {n}" for n in sorted({n for n in statuses if not _right(n, key)})]
+    if spent > CPU * len(objects):
+        faults.append(f"it cost {spent:.1f} s of the server's processor")
+    if longest > SILENCE:
+        faults.append(f"an honest GET beside it waited for {longest:.1f} s")
+    check(not faults, "; ".join(faults))
+    if any(200 <= status < 300 for status in statuses):
+        stage.worn = True
+        await stage.check_audit(None)
+    else:
+        check(stage.target.files() == before, f"{key} was refused, and the folder has changed")
+
+
+def _right(status: int, key: str) -> bool:
+    """Whether an answer is right: what no commit refers to may be taken, if it cost little."""
+    refused = status in (0, 503) or 400 <= status < 500
+    return refused or (status == 201 and ("/manifest" in key or "/part-" in key))
 
 
 def _cases() -> Iterator[Case]:

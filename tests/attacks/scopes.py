@@ -88,6 +88,17 @@ async def permitted(stage: Stage, given: tuple[str, str]) -> None:
         check(status in (401, 403) and target.files().keys() == after.keys(), f"a create is answered {status}")
 
 
+async def another_name(stage: Stage, _: None) -> None:
+    """Ask without a token by a name that somebody lets point here, as a page in a browser can."""
+    with stage.beside("--anonymous", "read") as target:
+        asked = request("GET", "tstore.json", b"", None)
+        for host in (b"evil.example", b"evil.example:80", b"127.0.0.1.evil.example", b"localhost.evil.example"):
+            status, _body = await target.ask(asked.replace(b"127.0.0.1", host))
+            check(status in (400, 403, 421), f"a request without a token to {host.decode()} is answered {status}")
+        status, _body = await target.ask(asked)
+        check(status == 200, f"a request without a token to the address is answered {status}")
+
+
 # ---- what an object may bring about
 
 
@@ -186,6 +197,9 @@ def _cases() -> Iterator[Case]:
         "scope", "gets, lists, replaces, creates and deletes an object of each kind", same, permitted,
         [(f"{scope}, {kind.strip('/')}", (scope, kind)) for scope in SCOPES for kind in KINDS],
     )  # fmt: skip
+    yield from family(
+        "another name", "reads what needs no token", "it is refused", another_name, [("by a page", None)]
+    )
     well = "it is refused, or harms nobody: readers, verify, gc and the next save go on, and nothing is lost"
     honest = record_of(lambda known: {})
     yield Case("honest record", "stores a record without fault", "it is taken", lambda s: taken(s, honest))

@@ -1,0 +1,130 @@
+"""`python -m tests.attacks` in small: some cases of each group, which must hold, and a judge that can say no."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.attacks import floods
+from tests.attacks.case import Case, check
+from tests.attacks.children import Children
+from tests.attacks.groups import PRELOAD, SHARES, groups
+from tests.attacks.judge import Group, Result, run
+from tests.attacks.specimen import Specimen
+from tests.attacks.stage import Stage
+from tests.attacks.table import show
+from tests.attacks.target import lay_out
+
+CHOSEN = {
+    "requests": ["path: /../secret", "line: TRACE", "token: ''", "seeded: 7"],
+    "scopes": [
+        "scope: none, commits",
+        "another name: by a page",
+        "scope: read, pack",
+        "honest record",
+        "object: a record behind a gap",
+    ],
+    "metadata": ["object: record of 100,000 levels", "object: hint of 4,000 digits"],
+    "floods": ["silent connections"],
+    "stores": ["server: redirects round", "document: codecs of text", "bomb: zstd, no frame"],
+}
+
+
+@pytest.fixture(scope="module")
+def specimens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Specimen]:
+    bare, whole = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("whole")
+    lay_out(bare)
+    return bare, whole, asyncio.run(Specimen.make(whole / "store"))
+
+
+@contextlib.contextmanager
+def shorter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(floods, "SETTLED", 0.1)
+    monkeypatch.setattr(floods, "SECONDS", 0.5)
+    yield
+
+
+async def judged(group: Group, specimens: tuple[Path, Path, Specimen]) -> Result:
+    bare, whole, specimen = specimens
+    stage, result = Stage(bare if group.bare else whole, specimen, Children(PRELOAD), 0), Result(group.name)
+    await run(group, stage, 100, result, lambda case, message: None)
+    return result
+
+
+def chosen() -> list[Group]:
+    found = [group for group in groups(0) if not group.tls]
+    return [g._replace(cases=[c for c in g.cases if c.name in CHOSEN[g.name]]) for g in found]
+
+
+@pytest.mark.parametrize("group", chosen(), ids=list(CHOSEN))
+async def test_some_of_each_group(
+    group: Group, specimens: tuple[Path, Path, Specimen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {case.name for case in group.cases} == set(CHOSEN[group.name])
+    with shorter(monkeypatch):
+        result = await judged(group, specimens)
+    assert (result.held, result.broken) == (len(CHOSEN[group.name]), [])
+
+
+def test_the_names_of_cases_are_different() -> None:
+    for group in groups(0):
+        names = [case.name for case in group.cases]
+        assert [name for name in set(names) if names.count(name) > 1] == [], group.name
+    assert {group.name for group in groups(0)} == set(SHARES)
+
+
+async def test_a_case_that_breaks_is_told(specimens: tuple[Path, Path, Specimen]) -> None:
+    """Something is lost below the server: the audit of honest clients finds it, and the next case begins anew."""
+
+    async def loses(stage: Stage) -> None:
+        next((stage.target.place / "txn").glob("*/pack-*")).unlink()
+        await stage.check_audit(None)
+
+    async def fails(stage: Stage) -> None:
+        raise ValueError("a case that can't go on")
+
+    async def grows(stage: Stage) -> None:
+        stage.meter.memory = 10 << 30
+
+    cases = [Case(f.__name__, "", "", f) for f in (loses, grows)]
+    cases[1:1] = [Case("holds", "", "", lambda stage: stage.check_audit(None))]
+    result = await judged(Group("scopes", cases, lambda stage: stage), specimens)
+    assert result.held == 1
+    told = {case.name: message for case, message in result.broken}
+    away = [Case("fails", "", "", fails)]
+    result = await judged(Group("stores", away, lambda stage: stage, together=1), specimens)
+    told |= {case.name: message for case, message in result.broken}
+    assert "gone" in told["loses"] or "no such object" in told["loses"]
+    assert told["fails"] == "ValueError: a case that can't go on"
+    assert "MiB resident" in told["grows"]
+    text = io.StringIO()
+    show([result], Console(file=text, width=200))
+    assert "stores: fails: ValueError" in text.getvalue()
+
+
+async def test_a_client_that_dies_freezes_or_raises_is_told() -> None:
+    children = Children(PRELOAD)
+    assert "ZeroDivisionError" in (await children.run(divided, seconds=20)).error
+    assert (await children.run(asyncio.sleep, 60, seconds=0.5)).error == "not done after 0.5 s"
+    assert (await children.run(asyncio.sleep, 0, seconds=20)).error == ""
+    with pytest.raises(AssertionError, match="why"):
+        check(False, "why")
+
+
+async def divided() -> None:
+    _ = 1 / 0
+
+
+def test_the_command_lists_its_cases() -> None:
+    command = [sys.executable, "-m", "tests.attacks", "--list", "--group", "floods"]
+    place = Path(__file__).parent.parent.parent
+    said = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith("floods: slow packs: sends 128 packs")
