@@ -27,7 +27,6 @@ CHOSEN = {
     "requests": ["path: /../secret", "line: TRACE", "token: ''", "seeded: 7"],
     "scopes": [
         "scope: none, commits",
-        "another name: by a page",
         "scope: read, pack",
         "honest record",
         "object: a record behind a gap",
