@@ -13,7 +13,7 @@ from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Known, framed, manifest, record
 from tests.attacks.scopes import request
 from tests.attacks.stage import Stage
-from tests.attacks.target import HOSTILE
+from tests.attacks.target import HOSTILE, changes
 
 __all__ = ["CASES"]
 
@@ -187,7 +187,8 @@ async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
         stage.worn = True
         await stage.check_audit(None)
     else:
-        check(stage.target.files() == before, f"{key} was refused, and the folder has changed")
+        made = changes(before, stage.target.files())
+        check(not made, f"{key} was refused, and the folder has changed: {made}")
 
 
 def _right(status: int, key: str) -> bool:

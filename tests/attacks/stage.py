@@ -152,5 +152,8 @@ class Stage:
 
 
 def _short(logged: dict[str, object]) -> str:
-    text = str({k: v for k, v in logged.items() if k not in ("time", "client")})
-    return text if len(text) < 400 else f"{text[:200]} … {text[-200:]}"
+    """The message of an entry, and the end of its traceback."""
+    lines = str(logged.get("exception", "")).strip().splitlines()
+    place = next((line.strip() for line in reversed(lines) if "tstore" in line), "")
+    text = str(logged.get("message") or {k: logged[k] for k in ("method", "path", "status") if k in logged})
+    return " | ".join([text[:200], place[:150], *lines[-1:]])[:500]

@@ -36,8 +36,8 @@ from tests.attacks.victim import OPENING, READING, WRITING, visit
 
 __all__ = ["CASES"]
 
-SECONDS = 80.0
-"""How long a client may take: it asks a server again for a minute."""
+SECONDS = 150.0
+"""How long a client may take: it asks a server that says nothing three times, and waits for half a minute."""
 
 MEMORY = 400 << 20
 """The most that a client may have resident."""

@@ -13,7 +13,7 @@ from served import ADMIN, READ, WRITE, Wire
 from tests.attacks.case import check
 from tstore.server import Server
 
-__all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "files", "lay_out"]
+__all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "changes", "files", "lay_out"]
 
 SECRET = b"what lies beside the store"
 HOSTILE = "hostile-0123456789"
@@ -63,6 +63,16 @@ def files(folder: Path) -> dict[str, bytes]:
             if path.is_file():
                 found[str(path.relative_to(folder))] = path.read_bytes()
     return found
+
+
+def changes(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+    """Return which files are others now; a hidden one that went was the remains of an upload."""
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    return sorted(name for name in names if name in after or not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(".")
 
 
 def lay_out(folder: Path) -> Path:
