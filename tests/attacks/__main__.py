@@ -69,7 +69,7 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.attacks", description=__doc__)
     parser.add_argument("--group", action="append", choices=list(SHARES), help="run this group only; repeatable")
-    parser.add_argument("--seconds", type=float, default=180, help="for all groups together (default: 180)")
+    parser.add_argument("--seconds", type=float, default=300, help="for all groups together (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--list", action="store_true", help="print the cases, and what holds if they fail")

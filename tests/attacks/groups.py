@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import floods, metadata, requests, scopes, stores
+from tests.attacks import floods, lists, metadata, requests, scopes, seeded, stores
 from tests.attacks.case import family
 from tests.attacks.judge import Group
 
@@ -19,19 +19,19 @@ _SEEDED = 60
 
 def groups(seed: int) -> list[Group]:
     """Return all groups; those that go on elsewhere, as over TLS, have the same name."""
-    seeded = family(
+    drawn = family(
         "seeded",
         "sends requests of which parts were swapped, doubled and left out",
         "no 500, and an honest reader is answered next",
-        requests.fuzzed,
+        seeded.fuzzed,
         [(str(n), n) for n in range(seed * _SEEDED, (seed + 1) * _SEEDED)],
     )
     return [
-        Group("requests", [*requests.CASES, *seeded], lambda stage: stage.target, bare=True),
+        Group("requests", [*requests.CASES, *drawn], lambda stage: stage.target, bare=True),
         Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True),
         Group("scopes", scopes.CASES, lambda stage: stage),
         Group("metadata", metadata.CASES, lambda stage: stage),
-        Group("floods", floods.PLAIN, lambda stage: stage),
+        Group("floods", [*lists.CASES, *floods.PLAIN], lambda stage: stage),
         Group("floods", floods.TLS, lambda stage: stage, tls=True),
         Group("stores", stores.CASES, lambda stage: stage, together=12),
     ]

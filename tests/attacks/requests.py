@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import random
 from collections.abc import Iterator
 
-from served import ADMIN, MARKER, PACK, READ, WRITE, Wire
+from served import MARKER, PACK, WRITE, Wire
 
 from tests.attacks.case import Case, check, family
-from tests.attacks.target import SECRET, Target, changes, files
+from tests.attacks.paths import TRAVERSAL, no_link_leads_out, no_path_leads_out
+from tests.attacks.target import SECRET, Target, changes
 
-__all__ = ["CASES", "CREATE", "HEAD", "fuzzed", "no_path_leads_out", "put", "refused"]
+__all__ = ["ASKED", "CASES", "CREATE", "HEAD", "put", "refused"]
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 CREATE = HEAD + b"If-None-Match: *\r\n"
@@ -40,108 +39,6 @@ async def refused(target: Target, request: bytes, *statuses: int) -> None:
     check(SECRET not in body, "the answer shows what lies beside the store")
     check(not (made := changes(before, target.files())), f"the folder has changed: {made}")
     await target.still_well()
-
-
-# ---- paths
-
-
-TRAVERSAL = [
-    "/../secret",
-    "/txn/../../secret",
-    "/txn/old/../../../secret",
-    "/..%2fsecret",
-    "/%2e%2e/secret",
-    "/%2e%2e%2fsecret",
-    "/%252e%252e/secret",
-    "/%252e%252e%252fsecret",
-    "/..%5csecret",
-    "/..\\secret",
-    "/%5c..%5c..%5csecret",
-    "/txn/old/..%c0%af..%c0%afsecret",
-    "/%c0%ae%c0%ae/secret",
-    "/%uff0e%uff0e/secret",
-    "//etc/passwd",
-    "/%2fetc%2fpasswd",
-    "/./secret",
-    "/secret%00",
-    "/tstore.json%00.txt",
-    "/tstore.json%0d%0aSet-Cookie:x",
-    "/tstore.json/",
-    "/tstore.json/.",
-    "/tstore.json;x",
-    "/tstore.json?x",
-    "/TSTORE.JSON",
-    "/commits/../tstore.json",
-    "/txn/old/.0123456789abcdef.tmp",
-    "/txn/.hidden/pack-0",
-    "/txn/old",
-    "/txn/old/",
-    "/txn//old/pack-0",
-    "/txn/old//pack-0",
-    "/txn/old/pack-0/x",
-    "/proc/self/environ",
-    "/dev/zero",
-    "/~root/secret",
-    "/C:/secret",
-    "/file:///etc/passwd",
-    "/" + "a/" * 400 + "b",
-    "/txn/" + "a" * 5000 + "/pack-0",
-    "/%",
-    "/%g0",
-    "/%ff",
-    "*",
-    "http://127.0.0.1/tstore.json",
-    "tstore.json",
-]
-
-
-async def no_path_leads_out(target: Target, path: str, *, strict: bool = True) -> None:
-    """Ask for a path with each method; `strict` where no such name exists in a store."""
-    before = files(target.place.parent)
-    for request in (
-        f"GET {path} HTTP/1.1\r\n",
-        f"DELETE {path} HTTP/1.1\r\n",
-        f"PUT {path} HTTP/1.1\r\nIf-None-Match: *\r\nContent-Length: 1\r\n",
-    ):
-        token = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n\r\nx"
-        async with target.wire() as raw:
-            await raw.send(f"{request}{token}".encode())
-            answer = await raw.rest()
-        check(
-            SECRET not in answer and b"root:" not in answer, f"{request.split(maxsplit=1)[0]} shows a file outside"
-        )
-        if strict:
-            check(
-                answer.split()[1] in (b"400", b"403", b"404"), f"{request.strip()!r} is answered {answer[:80]!r}"
-            )
-    made = changes(before, files(target.place.parent))
-    check(all(n.startswith("store/") and "/." not in n for n in made), f"files were made: {made}")
-    check(not strict or not made, f"the folder has changed: {made}")
-
-
-async def no_link_leads_out(target: Target) -> None:
-    place = target.place
-    (place / "txn" / "linked").symlink_to(place.parent / "outside")
-    (place / "txn" / "old" / "pack-1").symlink_to(place.parent / "secret")
-    os.mkfifo(place / "txn" / "old" / "pack-2")
-    before = files(place.parent)
-    admin = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\n"
-    for path in ("/txn/linked/pack-0", "/txn/old/pack-1", "/txn/old/pack-2"):
-        for method in ("GET", "DELETE"):
-            status, body = await target.ask(f"{method} {path} HTTP/1.1\r\n{admin}\r\n".encode())
-            check(status in (204, 403, 404) and SECRET not in body, f"{method} {path} is answered {status}")
-    for path in ("/txn/linked/pack-9", "/txn/old/pack-1"):
-        status, _ = await target.ask(put(1, path) + b"x")
-        check(status in (403, 412), f"PUT {path} is answered {status}")
-    listed = await target.ask(f"GET /?list HTTP/1.1\r\n{admin}\r\n".encode())
-    names = [entry["key"] for entry in json.loads(listed[1])["entries"]]
-    check("txn/old/pack-0" in names and not any("linked" in n or "pack-1" in n or "pack-2" in n for n in names),
-          f"the list shows {names}")  # fmt: skip
-    (place / "txn" / "linked").unlink()
-    made = [name for name in changes(before, files(place.parent)) if "linked" not in name]
-    check(not made, f"files have changed: {made}")
-    (place / "txn" / "old" / "pack-1").unlink()
-    (place / "txn" / "old" / "pack-2").unlink()
 
 
 def label(data: bytes) -> str:
@@ -430,37 +327,3 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = list(_cases())
-
-
-# ---- seeded
-
-
-_WORDS = [
-    b"Range", b"If-Range", b"If-Match", b"If-None-Match", b"If-Modified-Since", b"Content-Length", b"Host",
-    b"Transfer-Encoding", b"Connection", b"Upgrade", b"Expect", b"Content-Encoding", b"Authorization",
-    b"X-TStore-XXH3", b"Content-Type", b"Content-Range", b"Cookie", b"*", b"chunked", b"close", b"100-continue",
-    b"gzip", b"bytes=0-", b"bytes=-1", b"GET", b"PUT", b"HEAD", b"DELETE", b"POST", b"HTTP/1.1", b"HTTP/1.0", b"0",
-    b"/tstore.json", b"/latest", b"/?list", b"/?list&limit=", b"/txn/abc/pack-0-0",
-    b"/commits/00000000000000000001",
-    b"/roots/00000000000000000064", b"/txn/abc/part-00000-of-00001", b"/-/health", b"\r\n", b"\r\n", b": ", b" ",
-    b"\0", b"\xff", b"%2e%2e", b"5\r\nabcde\r\n0\r\n\r\n", MARKER,
-]  # fmt: skip
-
-
-async def fuzzed(target: Target, seed: int) -> None:
-    """Send requests of which parts were swapped, doubled and left out."""
-    choice = random.Random(seed)
-    good = b"PUT /txn/fuzz/pack-%d HTTP/1.1\r\n" % seed + CREATE + b"Content-Length: 5\r\n\r\nabcde"
-    sent = bytearray(choice.choice([good, ASKED + HEAD + b"\r\n", good + ASKED + HEAD + b"\r\n"]))
-    for _ in range(choice.randrange(1, 6)):
-        at = choice.randrange(len(sent))
-        sent[at : at + choice.choice((0, 0, 1, 4, 20))] = choice.choice(_WORDS)
-    async with target.wire() as raw:
-        await raw.send(bytes(sent))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.05):  # it may wait for the rest of what is no whole request
-                answer = await raw.rest()
-                check(b"HTTP/1.1 500" not in answer, f"seed {seed}: a 500 for {bytes(sent)!r}")
-    head = f"GET /tstore.json HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
-    said = await target.ask(head.encode())
-    check(said == (200, MARKER), f"seed {seed}: an honest GET after {bytes(sent)!r} is answered {said}")

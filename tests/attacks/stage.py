@@ -58,12 +58,15 @@ class Stage:
         self.certificate: Certificate | None = None
         self.options: tuple[str, ...] = ()
         self.memory = self.files = self.asked = self.kept = 0
+        self.usual = 0.0
+        """Seconds that an honest save takes while nobody attacks; 0 while that is not known."""
         self.worn = True
         """Whether the next case is to begin with `fresh`."""
         self._template = template
         """A folder with what is to be copied: `store`, and what lies beside it."""
         self._stack = contextlib.ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tstore-attacks-")))
+        self.meter: Meter
         self._numbers = itertools.count(1)
         self._serving = contextlib.ExitStack()
 

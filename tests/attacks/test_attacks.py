@@ -126,4 +126,4 @@ def test_the_command_lists_its_cases() -> None:
     command = [sys.executable, "-m", "tests.attacks", "--list", "--group", "floods"]
     place = Path(__file__).parent.parent.parent
     said = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert said.startswith("floods: slow packs: sends 128 packs")
+    assert "floods: slow packs: sends 128 packs" in said

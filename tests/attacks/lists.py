@@ -1,0 +1,44 @@
+"""A list of many names: what it costs the server."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from tests.attacks.case import Case, check
+from tests.attacks.scopes import request
+from tests.attacks.stage import Stage
+from tests.attacks.target import HOSTILE
+
+__all__ = ["CASES"]
+
+NAMES = 60_000
+LISTED = 8.0
+"""Seconds of the server's processor that a list of all these may cost."""
+
+
+async def many_names(stage: Stage) -> None:
+    """List a folder of many names, page by page, and check what that costs the server."""
+    folder = stage.target.place / "txn" / "many-names"
+    folder.mkdir()
+    (folder / "pack-0").write_bytes(b"")
+    for number in range(1, NAMES):
+        os.link(folder / f"pack-{(number - 1) // 10_000 * 10_000}", folder / f"pack-{number}")
+        if number % 10_000 == 0:  # file systems bound the links of a file
+            (folder / f"pack-{number}").unlink()
+            (folder / f"pack-{number}").write_bytes(b"")
+    before, after, found = stage.meter.cpu, "", 0
+    while after is not None:
+        asked = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
+        status, body = await stage.target.ask(asked)
+        check(status == 200, f"a page behind {after!r} is answered {status}")
+        page = json.loads(body)
+        found, after = found + len(page["entries"]), page["next"]
+        spent = stage.meter.cpu - before
+        check(spent <= LISTED, f"{found} of {NAMES} names have cost {spent:.1f} s of the server's processor")
+    check(found == NAMES, f"the list has {found} of {NAMES} names")
+
+
+CASES = [
+    Case("many names", f"lists {NAMES} names by pages", f"{LISTED:g} s of processor time suffice", many_names)
+]
