@@ -195,7 +195,7 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
     assert (await client.create(commit(1), whole)).status == 201
     assert (await client.create(commit(1), record(message="other"))).status == 412
     assert (await client("GET", commit(1))).body == whole
-    assert (await client.create(commit(2), record(base=1))).status == 201
+    assert (await client.create(commit(2), encode(Record("abd", 1, 1.0)))).status == 201
     for path, body in (
         ("/tstore.json", b"{}"),
         ("/tstore.json", MARKER[:-1] + b',"checksum":"0"}'),
@@ -213,12 +213,14 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
 
 async def test_a_root_of_another_record_is_refused(client: Client) -> None:
     for version in range(1, 65):
-        assert (await client.create(commit(version), record())).status == 201
+        data = encode(Record(f"t{version}", 0, 1.0))
+        assert (await client.create(commit(version), data)).status == 201
     key = "/roots/00000000000000000064"
     answer = await client.create(key, encode(Root(64, bytes(16), {}, NO_CHUNKS)))
     assert answer.status == 422
     assert "the root of another record" in json.loads(answer.body)["error"]
-    assert (await client.create(key, encode(Root(64, record()[-16:], {}, NO_CHUNKS)))).status == 201
+    assert (await client.create(key, encode(Root(64, data[-16:], {"t": 1}, NO_CHUNKS)))).status == 422
+    assert (await client.create(key, encode(Root(64, data[-16:], {}, NO_CHUNKS)))).status == 201
 
 
 async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:

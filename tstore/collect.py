@@ -29,17 +29,15 @@ import datetime
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from tstore import world
 from tstore.arguments import checked_duration
+from tstore.commits.condemned import is_collectable, packs_of
 from tstore.commits.expiry import living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Collection, ObjectRef, Record
 from tstore.commits.queue import Newer
 from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
-from tstore.commits.tree import Tree
 from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
 from tstore.layout import is_object, is_transaction, is_written, owner_of
@@ -166,8 +164,8 @@ class _Plan:
             tuple(self.ledger.alive[v] for v in sorted(self.ledger.alive)),
             tuple(self.expired),
             self.tags,
-            tuple(sorted(whole - living)),
-            tuple(sorted(single - held)),
+            tuple(sorted(filter(is_transaction, whole - living))),
+            tuple(sorted(filter(is_collectable, single - held))),
         )
 
     def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
@@ -239,7 +237,7 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
         return  # it is made of its own objects, and of those that its record names
     first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
     records = await together(log.record, run[first:])
-    used = _packs(await log.tree(heir))
+    used = packs_of(await log.tree(heir))
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
     owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
@@ -319,19 +317,14 @@ async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
 
 
 async def _delete(log: Log, condemned: Collection) -> None:
-    """Deletes what stands condemned; what is gone already is no error."""
-    await together(log.backend.delete, condemned.objects)
-    for transaction in condemned.transactions:
-        if is_transaction(transaction):
-            await together(log.backend.delete, await _objects(log, transaction))
-            await log.backend.delete(f"txn/{transaction}")
+    """Deletes what stands condemned; what is gone already is no error.
 
-
-def _packs(tree: Tree) -> set[str]:
-    """The packs that a tree refers to."""
-    tables = [node.chunks for node in tree.nodes.values()]
-    used = [t.packs[p] for t in tables for p in np.unique(t.pack).tolist()]
-    return {key for key in used if isinstance(key, str)}
+    Nothing else deletes here. Markers, records and hints stay, whatever a record of this or of another says.
+    """
+    await together(log.backend.delete, filter(is_collectable, condemned.objects))
+    for transaction in filter(is_transaction, condemned.transactions):
+        await together(log.backend.delete, await _objects(log, transaction))
+        await log.backend.delete(f"txn/{transaction}")
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_object", "is_record", "is_transaction", "is_written", "owner_of"]
+__all__ = ["is_object", "is_pack", "is_record", "is_root", "is_transaction", "is_written", "owner_of"]
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 _TRANSACTION = re.compile(_ID)
 _RECORD = re.compile("commits/[0-9]{20}")
+_ROOT = re.compile("roots/[0-9]{20}")
 _WRITTEN = re.compile(f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
 _OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_WRITTEN.pattern}")
 
@@ -23,6 +24,11 @@ _OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_WRIT
 def is_object(key: str) -> bool:
     """Whether an object of a store can have the name."""
     return _OBJECT.fullmatch(key) is not None
+
+
+def is_pack(key: str) -> bool:
+    """Whether it is the name of a pack."""
+    return is_written(key) and key.rpartition("/")[2].startswith("pack-")
 
 
 def is_record(key: str) -> bool:
@@ -33,6 +39,11 @@ def is_record(key: str) -> bool:
 def is_written(key: str) -> bool:
     """Whether it is the name of an object that a transaction writes."""
     return _WRITTEN.fullmatch(key) is not None
+
+
+def is_root(key: str) -> bool:
+    """Whether it is the name of a whole tree."""
+    return _ROOT.fullmatch(key) is not None
 
 
 def is_transaction(name: str) -> bool:

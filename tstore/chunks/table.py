@@ -258,6 +258,19 @@ class ChunkTable:
             _joined([t.checks for t in tables], np.uint8).reshape(-1, CHECK_SIZE),
         )
 
+    def ordered(self) -> ChunkTable:
+        """The same rows, naming the packs that they refer to in the order in which these come first."""
+        count = len(self.packs)
+        first = np.full(count, len(self))
+        np.minimum.at(first, self.pack, np.arange(len(self)))
+        order = np.argsort(first, kind="stable")[: int((first < len(self)).sum())]
+        if np.array_equal(order, np.arange(count)):
+            return self
+        renamed = np.zeros(count, "<u4")
+        renamed[order] = np.arange(len(order))
+        packs = tuple(self.packs[p] for p in order.tolist())
+        return ChunkTable(packs, self.index, renamed[self.pack], self.offset, self.length, self.checks)
+
     def compact(self) -> ChunkTable:
         """The same rows, naming only the packs that they refer to."""
         used, renamed = np.unique(self.pack, return_inverse=True)
@@ -316,7 +329,8 @@ def layered(spans: tuple[Span, ...], newest: Span) -> tuple[Span, ...]:
 def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
     """The overlaid rows of each node, one node after the other in one table, and their number per node.
 
-    Whole tables are joined and taken from once, whatever the number of nodes.
+    The table depends on the rows alone, not on the tables that they come from. Whole tables are joined and taken
+    from once, whatever the number of nodes.
     """
     base: dict[int, int] = {}
     tables: list[ChunkTable] = []
@@ -339,7 +353,7 @@ def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.
     newest = np.ones(len(at), np.bool_)
     newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
     counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
-    return joined.take(at[newest]).compact(), counts
+    return joined.take(at[newest]).ordered(), counts
 
 
 def column(data: bytes, kind: str) -> npt.NDArray[Any]:

@@ -51,6 +51,7 @@ __all__ = [
     "group_document",
     "is_below",
     "parents",
+    "spared",
 ]
 
 OWN = "tstore"
@@ -133,10 +134,7 @@ class Tree:
             tags = {tag: named for tag, named in tags.items() if named not in gone}
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
-        nodes = {} if record.replaces else dict(self.nodes)
-        for top in record.deleted:
-            for path in [p for p in nodes if is_below(p, top)]:
-                del nodes[path]
+        nodes = {} if record.replaces else dict(spared(self.nodes, record.deleted))
         made: set[str] = set()
         for manifest in manifests:
             for path, document, fresh, span in manifest.nodes():
@@ -149,15 +147,17 @@ class Tree:
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
-        """All nodes and their chunks in one manifest; every node is fresh in it."""
-        return Manifest.of([(path, n.document, True, n.spans) for path, n in self.nodes.items()])
+        """All nodes and their chunks in one manifest, sorted; every node is fresh in it."""
+        return Manifest.of([(path, n.document, True, n.spans) for path, n in sorted(self.nodes.items())])
 
     def root(self, record: bytes) -> Root:
         """This tree as the object that spares the reading of all records before it.
 
-        `record` is the checksum of the record of its version.
+        `record` is the checksum of the record of its version. The result is the same, to the byte, whatever root
+        the tree was read from: a server compares what it is sent with what it computes itself.
         """
-        return Root(self.version, record, dict(self.tags), self.manifest())
+        tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
+        return Root(self.version, record, tags, self.manifest())
 
     @staticmethod
     def empty() -> Tree:
@@ -262,6 +262,14 @@ def parents(path: str) -> Iterable[str]:
 def is_below(path: str, top: str) -> bool:
     """Whether the path is `top` or lies below it; everything lies below the root, ""."""
     return path == top or not top or path.startswith(top + "/")
+
+
+def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
+    """The nodes that lie neither at nor below a path that was deleted."""
+    tops = frozenset(deleted)
+    if not tops:
+        return nodes
+    return {p: n for p, n in nodes.items() if tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p))}
 
 
 def checked_path(path: str) -> str:

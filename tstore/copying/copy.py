@@ -9,7 +9,8 @@
    it is damaged it is deleted, but not before its replacement has been read and checked.
 5. Create the records strictly in order, each only if absent. One that is there already must have the same bytes;
    otherwise the destination has commits of its own, and the copy ends with nothing created behind it.
-6. Create the roots, whose records are there by now.
+6. Create the roots, whose records are there by now. One that the destination refuses, as a server does that can't
+   make the same of its own records, is left out: it only saves time.
 7. Where there was no store, create the marker.
 8. Write the `latest` hint.
 
@@ -48,9 +49,10 @@ from msgspec.structs import replace
 
 from tstore.commits.expiry import unexpired
 from tstore.commits.log import Log
-from tstore.commits.manifest import Collection, Record, Root, decode, reference
+from tstore.commits.manifest import Collection, Record, Root, decode, encode, reference
 from tstore.commits.records import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.commits.retention import Ledger
+from tstore.commits.tree import Tree
 from tstore.copying.destination import Destination
 from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, place
 from tstore.copying.shipment import DamagedPack, Shipment, is_sound
@@ -61,6 +63,7 @@ from tstore.kv.cached import uncached
 from tstore.kv.url import connect
 from tstore.layout import owner_of
 from tstore.marker import read_marker
+from tstore.pool import run
 from tstore.store import Store, opened
 from tstore.turns import batched, together
 
@@ -345,7 +348,8 @@ class _Copy:
             await self._records.check_unchanged()
             for version, data in zip(versions, roots, strict=True):
                 if data is not None:
-                    await self._destination.create(root_key(version), data)
+                    with contextlib.suppress(InvalidArgument):  # a server takes none that it does not make itself
+                        await self._destination.create(root_key(version), data)
 
     async def _lacks_root(self, version: int) -> bool:
         """Whether the destination, where an earlier copy may have died, lacks a root that the source has."""
@@ -353,9 +357,9 @@ class _Copy:
         return there is None and source is not None
 
     async def _root(self, version: int) -> bytes | None:
+        """The root of a version as this tstore makes it: an older one had its parts in another order."""
         try:
-            data = await self._source.get(root_key(version))
-            decode(data, Root)
+            root = decode(await self._source.get(root_key(version)), Root)
+            return await run(lambda: encode(Tree.of(root).root(root.record)))
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
-        return data

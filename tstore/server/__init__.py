@@ -2,8 +2,8 @@
 
 1. `app`: the dialect: which request gets which answer.
 2. `access`: who may do what; `names`, `metadata`: which names and which metadata are taken at all.
-3. `storing`: what is taken and removed; `served`, `folder`: the objects behind it, those of any backend and local
-   files.
+3. `storing`: what is taken and removed; `admission`: whether the log allows it, as far as that goes (`standing`);
+   `served`, `folder`: the objects behind it, those of any backend and local files.
 4. `running`: where it listens and how it ends; `connections`, `bodies`, `answers`, `limits`, `journal`: its parts.
 """
 

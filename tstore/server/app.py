@@ -151,7 +151,7 @@ class App:
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"no object of a store is named {key}")
         if request.method == "PUT":
-            return answer(201 if await self._storing.put(request, key, kind) is PutMode.CREATE else 204)
+            return answer(201 if await self._storing.put(request, key, kind, scope) is PutMode.CREATE else 204)
         if kind is not Kind.HEARTBEAT:
             self._check_scope(scope, Scope.ADMIN)
         await self._storing.remove(key, kind)

@@ -1,7 +1,7 @@
 """Whether metadata may be stored under its name: it parses, and agrees with the name; pure.
 
-The form is checked and not what it refers to: a history whose old versions were collected refers to objects that
-are gone, and may be copied all the same.
+The form is checked and not what it refers to: what a record names, and a root holds, is compared with the log by
+`admission`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from tstore.marker import Marker
 from tstore.server.names import Kind, kind_of, number_of
 from tstore.transactions.roster import Heartbeat
 
-__all__ = ["check"]
+__all__ = ["parsed"]
 
 _LATEST_TIME = 253_402_300_800  # the year 10,000: what a datetime can't hold
 _HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
 
 
-def check(key: str, kind: Kind, data: bytes) -> None:
-    """Raises `Corrupt` or `UnsupportedFormat`, with the reason, where the data can't be what the key says."""
+def parsed(key: str, kind: Kind, data: bytes) -> Record | Root | None:
+    """Return the record or root in the data, None of anything else.
+
+    Raise `Corrupt` or `UnsupportedFormat`, with the reason, where the data can't be what the key says.
+    """
     match kind:
         case Kind.MARKER:
             Marker.decode(data)
@@ -38,25 +41,27 @@ def check(key: str, kind: Kind, data: bytes) -> None:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
                 raise Corrupt("the hint is no version")
         case Kind.RECORD:
-            _check_record(decode(data, Record), number_of(key))
+            record = decode(data, Record)
+            _check_record(record, number_of(key))
+            return record
         case Kind.ROOT:
             root = decode(data, Root)
             if root.version != number_of(key) or root.version % ROOT_EVERY:
                 raise Corrupt(f"the root is of version {root.version}; expected that of its name, one of 64")
             _check_manifest(root.manifest)
+            return root
         case Kind.MANIFEST:
             _check_manifest(decode(data, Manifest))
         case Kind.FRAGMENT:
             _check_fragment(decode(data, Fragment), key)
         case _:
             pass
+    return None
 
 
 def _check_record(record: Record, version: int) -> None:
     if not 0 <= record.base < version or not 0 <= record.collected < version:
         raise Corrupt(f"a record of base {record.base} and gc {record.collected} can't become version {version}")
-    if not record.transaction or not record.transaction.isprintable() or "/" in record.transaction:
-        raise Corrupt("a record names no transaction")
     if not math.isfinite(record.time) or not 0 <= record.time < _LATEST_TIME:
         raise Corrupt(f"a record has the impossible time {record.time}")
     for manifest in record.manifests:

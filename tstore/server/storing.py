@@ -2,35 +2,34 @@
 
 1. A pack goes piece by piece to where it is kept until whole; the rest is short, is held, and is checked first.
 2. A body that ends early, stalls, is too long or has another checksum leaves nothing.
-3. A record is taken only behind the one before it, so no request can tear a hole into the log.
-4. Nothing is removed that no gc's commit condemned, the heartbeats of hosts apart.
+3. A record is taken only behind the one before it, so no request can tear a hole into the log, and only where it
+   follows from that (`admission`). So is a root.
+4. Nothing is removed that no gc's commit condemned or that a version is made of, the heartbeats of hosts apart.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import xxhash
 from aiohttp import web
 
-from tstore.commits.log import Log
-from tstore.commits.manifest import Root, check_of, decode
-from tstore.commits.records import commit_key
-from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
+from tstore.commits.manifest import Record, Root
+from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.kv.objects import PutMode
 from tstore.pool import run
+from tstore.server.access import Scope
+from tstore.server.admission import Admission
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits
-from tstore.server.metadata import check
+from tstore.server.metadata import parsed
 from tstore.server.names import Kind, number_of
 from tstore.server.served import LengthNeeded, Served
 
 __all__ = ["Storing"]
 
 _SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT, Kind.MERGER)
-_GCS = 8
 
 
 class Storing:
@@ -39,11 +38,14 @@ class Storing:
     def __init__(self, served: Served, limits: Limits) -> None:
         self._served = served
         self._limits = limits
-        self._log = Log(served.backend)
+        self._admission = Admission(served)
         self._budget = Budget(HELD)
 
-    async def put(self, request: web.BaseRequest, key: str, kind: Kind) -> PutMode:
-        """Stores the body of a request, as it asks: created, or put in place of what was there."""
+    async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
+        """Stores the body of a request, as it asks: created, or put in place of what was there.
+
+        `scope` is that of who asks.
+        """
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "an object is sent as it is and whole")
@@ -52,7 +54,7 @@ class Storing:
         if kind.streamed and mode is PutMode.CREATE:
             await self._stream(request, key)
         else:
-            await self._hold(request, key, kind, mode)
+            await self._hold(request, key, kind, mode, scope)
         return mode
 
     async def remove(self, key: str, kind: Kind) -> None:
@@ -64,8 +66,12 @@ class Storing:
         if kind in (Kind.HEARTBEAT, Kind.OTHER):
             await self._served.delete(key)
             return
-        if not await self._condemned(key):
-            raise Refused(403, f"no gc condemned {key}, so it is not removed")
+        try:
+            may_go = await self._admission.may_go(key)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise Refused(422, f"{key} is not removed: {error}") from error
+        if not may_go:
+            raise Refused(403, f"no gc condemned {key}, or a version is made of it, so it is not removed")
         if kind is not Kind.FOLDER:
             await self._served.delete(key)
         if kind is not Kind.ROOT:
@@ -85,7 +91,7 @@ class Storing:
             except LengthNeeded:
                 raise Refused(411, f"{key} needs a Content-Length") from None
 
-    async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode) -> None:
+    async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope) -> None:
         most = LONGEST_SMALL if kind in _SMALL else LONGEST_HELD
         length = declared_length(request, most)
         if length is None:
@@ -99,42 +105,21 @@ class Storing:
                 data += b"".join(pieces)
             digest.check()
             try:
-                await run(check, key, kind, bytes(data))
+                await self._keep(key, kind, bytes(data), mode, scope)
             except (Corrupt, UnsupportedFormat) as error:
                 raise Refused(422, f"{key} is not stored: {error}") from error
-            if kind is Kind.ROOT:
-                await self._check_root(key, bytes(data))
-            before = number_of(key) - 1 if kind is Kind.RECORD else 0
-            if before and not await self._served.exists(commit_key(before)):
-                said = f"there is no version {before}, and no number is left out"
-                raise Refused(422, f"{key} is not stored: {said}")
-            await self._served.put(key, bytes(data), mode)
 
-    async def _check_root(self, key: str, data: bytes) -> None:
-        """Refuses a root of another record than stands there; where none does yet, readers compare."""
-        with contextlib.suppress(NotFound):
-            record = await self._served.backend.get(commit_key(number_of(key)))
-            if decode(data, Root).record != check_of(record):
-                raise Refused(422, f"{key} is not stored: it is the root of another record than the one here")
-
-    async def _condemned(self, key: str) -> bool:
-        """Whether one of the last gcs condemned an object."""
-        try:
-            return await self._condemned_by(self._log, key)
-        except TimelineChanged:  # a backup was restored below the server, which goes on with that
-            self._log = Log(self._served.backend)
-            return await self._condemned_by(self._log, key)
-
-    async def _condemned_by(self, log: Log, key: str) -> bool:
-        last = await log.collected(await log.newest())
-        for _ in range(_GCS):
-            collection = (await log.record(last)).collection if last else None
-            if collection is None:
-                return False
-            if key in collection.objects or key.split("/")[1] in collection.transactions:
-                return True
-            last = (await log.record(last)).collected
-        return False
+    async def _keep(self, key: str, kind: Kind, data: bytes, mode: PutMode, scope: Scope) -> None:
+        """Stores an object whole, where its form and the log allow it; `Corrupt` says why not."""
+        body = await run(parsed, key, kind, data)
+        if isinstance(body, Root):
+            await self._admission.check_root(body.version, body, data)
+        if not isinstance(body, Record):
+            await self._served.put(key, data, mode)
+            return
+        made = await self._admission.admitted(number_of(key), body, len(data), scope)
+        await self._served.put(key, data, mode)
+        self._admission.took(made, data)
 
 
 class _Digest:

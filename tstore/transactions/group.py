@@ -362,7 +362,13 @@ async def _finish(log: Log, member: Membership) -> int:
         try:
             await log.backend.create(key, data, durability)
         except AlreadyExists:
-            await log.backend.settle(f"txn/{member.transaction}", durability)  # another finisher, same bytes
+            if await log.backend.get(key) != data:  # another finisher makes the same
+                raise Inconsistent(
+                    f"{log.backend.url}: the manifest of transaction {member.name!r} is not the one that its "
+                    "fragments make; somebody else wrote it. Nothing was committed: repeat it with another attempt",
+                    [key],
+                ) from None
+            await log.backend.settle(f"txn/{member.transaction}", durability)
         whole = msgspec.structs.replace(whole, manifest=reference(key, data))
     record = record_of(whole, world.now())
     record = msgspec.structs.replace(record, reused=manifest.reused(member.transaction))

@@ -1,0 +1,272 @@
+"""Which records and roots a server takes, and what it lets go: what its own log does not bear out is refused.
+
+A record is taken where it follows from the log before it (`commits.validation`), and all that it names is here:
+each manifest with the length and the checksum that it says, each pack as long as its chunks need. All this is
+looked at before it is created, and of those who race for a number one wins as ever.
+
+1. A record of a garbage collection needs the scope ADMIN, and follows from what lives (`commits.condemned`).
+2. A record that names objects which are not here needs the scope ADMIN: in a copy of a history, the versions that
+   were collected have lost theirs.
+3. A root has the very bytes that the server makes of its log.
+
+What one record makes the server read is its manifests, at most `_MOST_READ` bytes, which is also the most that is
+read at once for all records together, and the lengths of the packs that they name. The tree that the server keeps
+in memory has at most about `_HEAVIEST` bytes; a record that would make it larger is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from typing import NamedTuple
+
+from tstore.commits.condemned import check_collection, packs_of
+from tstore.commits.log import Log
+from tstore.commits.manifest import Manifest, ObjectRef, Record, Root, check_of, decode, encode
+from tstore.commits.recent import Recent
+from tstore.commits.records import ROOT_EVERY, commit_key, root_key
+from tstore.commits.tree import Tree
+from tstore.commits.validation import applied, check_form, pack_ends
+from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
+from tstore.pool import run
+from tstore.server.access import Scope
+from tstore.server.answers import Refused
+from tstore.server.limits import Budget
+from tstore.server.served import Served
+from tstore.server.standing import Standing, weight_of
+from tstore.turns import batched, together
+
+__all__ = ["Admission", "Next"]
+
+_log = logging.getLogger("tstore.server")
+
+_MOST_READ = 192 << 20
+_HEAVIEST = 256 << 20
+_SMALL = 64 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
+_NEAR = 256  # versions that others created, which are read one by one
+_AGAIN = 5.0  # seconds after which objects that a version lacked are looked for again
+
+
+class Next(NamedTuple):
+    """A record that may become the next version, and the tree that it makes."""
+
+    version: int
+    record: Record
+    tree: Tree
+    whole: bool
+    weight: int
+
+
+class Admission:
+    """Compares what is to be stored, or removed, with the log of one server."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._backend = served.backend
+        self._budget = Budget(_MOST_READ)
+        self._standing = Standing()
+        self._following = asyncio.Lock()
+        self._making_roots = asyncio.Lock()
+        self._looked = -math.inf
+        self._rooted: Recent[tuple[bytes, Tree]] = Recent(4)
+        self._roots: Recent[tuple[bytes, bytes]] = Recent(64)
+
+    async def admitted(self, version: int, record: Record, size: int, scope: Scope) -> Next:
+        """Return the record, of `size` bytes, as the next version.
+
+        `Corrupt` says why it can't be, `Refused` that the scope does not suffice, `AlreadyExists` that the version
+        was taken meanwhile.
+        """
+        standing = await self._as_of(version - 1)
+        check_form(record)
+        if record.collected != (last := standing.collected):
+            raise Corrupt(f"it says that {record.collected} was the last garbage collection; expected {last}")
+        if (became := standing.became(record)) is not None:
+            raise Corrupt(f"its transaction became version {became} before")
+        owned = [f"txn/{transaction}" for transaction in record.transactions]
+        if (gone := standing.has_condemned([*owned, *record.reused])) is not None:
+            raise Corrupt(f"a garbage collection condemned {gone}")
+        if record.void:
+            return Next(version, record, standing.tree, standing.whole, standing.weight)
+        if record.collection is not None:
+            return await self._collecting(standing, version, record, scope)
+        total = sum(where.length for where in record.manifests if isinstance(where, ObjectRef))
+        if total > _MOST_READ:
+            raise Corrupt(f"its manifests have {total} bytes; expected at most {_MOST_READ}")
+        if not (standing.whole or record.replaces or scope >= Scope.ADMIN):
+            standing = await self._whole_again(standing)
+        weight = size + total + (0 if record.replaces else standing.weight)
+        before = Next(version, record, standing.tree, standing.whole, weight)
+        async with self._budget.claim(total):
+            return await self._changing(before, size <= _SMALL and not total, scope)
+
+    def took(self, made: Next, data: bytes) -> None:
+        """Go on with a record that was created."""
+        version, record, tree, whole, weight = made
+        if self._standing.version == version - 1:
+            self._standing.goes_on(version, record, check_of(data), tree, whole=whole, weight=weight)
+        if version % ROOT_EVERY == 0 and whole:
+            self._rooted.put(version, (check_of(data), tree))
+
+    async def check_root(self, version: int, root: Root, data: bytes) -> None:
+        """Raise `Corrupt` unless the root of a version is, to the byte, what the server makes of its log."""
+        try:
+            check = check_of(await self._backend.get(commit_key(version)))
+        except NotFound:
+            raise Corrupt(f"there is no version {version} yet") from None
+        if root.record != check:
+            raise Corrupt("it is the root of another record than the one here")
+        known = self._roots.get(version)
+        if known is None or known[0] != check:
+            async with self._making_roots:
+                tree = await self._tree_of(version, check)
+                known = check, await run(lambda: _hash(encode(tree.root(check))))
+                self._roots.put(version, known)
+        if await run(_hash, data) != known[1]:
+            raise Corrupt(f"it is not what the records up to version {version} make")
+
+    async def may_go(self, key: str) -> bool:
+        """Whether a garbage collection condemned an object, of which no version that lives is made."""
+        async with self._following:
+            standing = self._standing
+            ends = await standing.stands(self._backend)
+            if not ends or await self._served.exists(commit_key(standing.version + 1)):
+                standing = await self._follow(await Log(self._backend).newest())
+        return standing.has_condemned([key]) is not None and not await standing.needs(self._backend, key)
+
+    async def _as_of(self, version: int) -> Standing:
+        """The state as of the newest version; `AlreadyExists` where there is a later one already."""
+        async with self._following:
+            known = self._standing
+            if version and known.version == version and await known.stands(self._backend):
+                return known
+            if version and known.version != version and not await self._served.exists(commit_key(version)):
+                raise Corrupt(f"there is no version {version}, and no number is left out")
+            if await self._served.exists(commit_key(version + 1)):
+                raise AlreadyExists(f"{commit_key(version + 1)} exists already")
+            return await self._follow(version)
+
+    async def _follow(self, version: int) -> Standing:
+        """The state as of the newest version, from what is known of an older one if that still stands."""
+        known = self._standing
+        try:
+            if known.version <= version <= known.version + _NEAR and await known.stands(self._backend):
+                await known.follow(self._backend, version)
+            else:
+                self._standing = await Standing.read(self._backend, version)
+        except (Corrupt, NotFound, UnsupportedFormat) as error:
+            self._standing = Standing()
+            _log.warning("version %d can't be read: %s", version, error)
+            raise _unread(version) from error
+        return self._standing
+
+    async def _whole_again(self, standing: Standing) -> Standing:
+        """The state of a version of which objects were missing, now that they may be there."""
+        now, version = asyncio.get_running_loop().time(), standing.version
+        if now >= self._looked + _AGAIN:
+            self._looked = now
+            async with self._following:
+                self._standing = standing = await Standing.read(self._backend, version)
+        if not standing.whole or standing.version != version:
+            raise _unread(version)
+        return standing
+
+    async def _collecting(self, standing: Standing, version: int, record: Record, scope: Scope) -> Next:
+        if scope < Scope.ADMIN:
+            raise Refused(
+                403,
+                "the record of a garbage collection, also in a copy of a store, needs a token of the scope admin; "
+                f"this one has {scope.name.lower()}",
+            )
+        ledger = await standing.ledger(self._backend)
+        tree, whole, weight = standing.tree, standing.whole, standing.weight
+        if standing.version != version - 1:
+            raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
+
+        def checked() -> Tree:
+            check_collection(record, ledger, packs_of(tree) if whole else ())
+            return tree.after(version, record, [])
+
+        return Next(version, record, await run(checked), whole, weight)
+
+    async def _changing(self, before: Next, at_once: bool, scope: Scope) -> Next:
+        version, record, tree, whole, weight = before
+        absent: list[str] = []
+        manifests = [m for where in record.manifests if (m := await self._manifest(where, absent)) is not None]
+        ends = pack_ends(manifests) if at_once else await run(pack_ends, manifests)
+        known = not absent and (whole or record.replaces)
+        for keys in batched(ends):
+            for key, size in zip(keys, await together(self._served.size, keys), strict=True):
+                if size is None:
+                    absent.append(key)
+                elif size < ends[key]:
+                    raise Corrupt(f"{key} has {size} bytes, and a chunk of it ends at {ends[key]}")
+            if absent and scope < Scope.ADMIN:
+                break
+        if absent and scope < Scope.ADMIN:
+            raise Refused(
+                403,
+                f"{commit_key(version)} is not stored: {absent[0]}, which it names, is not here. To copy a store "
+                "of which versions were collected, so that their objects are gone, needs a token of the scope "
+                f"admin; this one has {scope.name.lower()}",
+            )
+
+        def made() -> Next:
+            if not known:
+                return Next(version, record, tree.after(version, record, []), False, weight)
+            result = applied(version, record, manifests, tree)
+            return _bounded(Next(version, record, result, True, weight))
+
+        return made() if at_once and weight <= _HEAVIEST else await run(made)
+
+    async def _manifest(self, where: ObjectRef | Manifest, absent: list[str]) -> Manifest | None:
+        """The manifest that a record names; None, and its key in `absent`, where it is not here."""
+        if isinstance(where, Manifest):
+            return where
+        size = await self._served.size(where.key)
+        if size is None:
+            absent.append(where.key)
+            return None
+        data = await self._backend.get(where.key) if size == where.length else b""
+        if not where.is_to(data):
+            raise Corrupt(f"{where.key} has another length, or checksum, than it says")
+        return await run(decode, data, Manifest)
+
+    async def _tree_of(self, version: int, check: bytes) -> Tree:
+        """The tree of an older version, from the root before it and the records since then."""
+        known = self._rooted.get(version)
+        if known is not None and known[0] == check:
+            return known[1]
+        below = version - ROOT_EVERY
+        if below and not await self._served.exists(root_key(below)):
+            raise Corrupt(f"{root_key(below)} is missing, from which it would be made")
+        try:
+            return await Log(self._backend).tree(version)
+        except (Corrupt, NotFound, UnsupportedFormat) as error:
+            _log.warning("the tree of version %d can't be made: %s", version, error)
+            raise Corrupt(f"version {version} can't be read here") from error
+
+
+def _unread(version: int) -> Corrupt:
+    return Corrupt(
+        f"version {version} can't be read here: objects of it are missing or damaged, or were not copied yet; "
+        "tstore verify tells which"
+    )
+
+
+def _bounded(made: Next) -> Next:
+    """The same, with the true weight of the tree where it may be too heavy; `Corrupt` where it is."""
+    if made.weight <= _HEAVIEST:
+        return made
+    root = made.tree.root(b"")
+    weight = weight_of(root.manifest)
+    if weight > _HEAVIEST:
+        raise Corrupt(f"the references to all chunks would have {weight} bytes; expected at most {_HEAVIEST}")
+    return made._replace(tree=Tree.of(root), weight=weight)
+
+
+def _hash(data: bytes) -> bytes:
+    """What tells these bytes from any others, also from those that somebody looks for."""
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,159 @@
+"""What the log behind a server says as of one version, as far as the next record is compared with it.
+
+It goes on with each record that the server takes, so that a commit costs no reading of the log but of the newest
+record. It is read anew where a backup was restored under the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tstore.commits.condemned import Condemned
+from tstore.commits.log import Log
+from tstore.commits.manifest import Alive, Manifest, Record, check_of
+from tstore.commits.records import commit_key
+from tstore.commits.retention import Ledger
+from tstore.commits.tree import Tree
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.kv.base import Backend
+from tstore.layout import owner_of
+from tstore.turns import batched, together
+
+__all__ = ["Standing", "weight_of"]
+
+_REMEMBERED = 1024
+_GCS = 8
+
+
+class Standing:
+    """The state as of `version`, whose record ends in the checksum `check`.
+
+    `tree` is what the records make. Where it is not `whole`, objects that it is made of are gone, as in the midst
+    of a history of which much was collected; then its tags alone count. Its manifests have `weight` bytes at most.
+    `collected` is the version of the newest garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.check = b""
+        self.tree = Tree.empty()
+        self.whole = True
+        self.weight = 0
+        self.collected = 0
+        self._alive: tuple[Alive, ...] = ()
+        self._condemned: list[Condemned] = []
+        self._recent: dict[str, int] = {}
+        self._ledger: Ledger | None = Ledger()
+        self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
+
+    @staticmethod
+    async def read(backend: Backend, version: int) -> Standing:
+        """Read the state as of a version that exists; `Corrupt` or `NotFound` where the log is damaged."""
+        found = Standing()
+        if version == 0:
+            return found
+        log = Log(backend)
+        found._ledger = None
+        found.version, found.check = version, (await log.stored(version)).check
+        for numbers in batched(range(max(1, version - _REMEMBERED + 1), version + 1)):
+            for number, record in zip(numbers, await together(log.record, numbers), strict=True):
+                found._remember(number, record)
+        await found._read_collections(log)
+        try:
+            found.tree = await log.tree(version)
+            found.weight = weight_of(found.tree.manifest())
+        except (Corrupt, NotFound, UnsupportedFormat):
+            found.whole = False
+            for numbers in batched(range(1, version + 1)):
+                for number, record in zip(numbers, await together(log.record, numbers), strict=True):
+                    found.tree = found.tree.after(number, record, [])
+        return found
+
+    async def _read_collections(self, log: Log) -> None:
+        self.collected = gc = await log.collected(self.version)
+        while gc and len(self._condemned) < _GCS:
+            record = await log.record(gc)
+            if record.collection is None:
+                raise Corrupt(f"version {gc} is named as a garbage collection, and is none")
+            self._alive = self._alive if self._condemned else record.collection.alive
+            self._condemned.append(Condemned.by(record.collection))
+            gc = record.collected
+
+    async def follow(self, backend: Backend, version: int) -> None:
+        """Go on to a later version, by the records that others created."""
+        log = Log(backend)
+        for numbers in batched(range(self.version + 1, version + 1)):
+            for number, (record, check) in zip(numbers, await together(log.stored, numbers), strict=True):
+                manifests: list[Manifest] = []
+                there = True
+                try:
+                    manifests = await log.manifests(record)
+                except (Corrupt, NotFound, UnsupportedFormat):
+                    there = False
+                if number == self.version + 1:  # else it was taken in meanwhile
+                    whole, weight = there and (self.whole or record.replaces), sum(map(weight_of, manifests))
+                    tree = self.tree.after(number, record, manifests)
+                    self.goes_on(number, record, check, tree, whole=whole, weight=self.weight + weight)
+
+    def goes_on(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
+        """Take in the next version, whose record ends in that checksum, and after which the tree is `tree`."""
+        self.version, self.check = version, check
+        self.tree, self.whole, self.weight = tree, whole, weight
+        self._remember(version, record)
+        if record.collection is not None:
+            self.collected, self._alive = version, record.collection.alive
+            self._condemned = [Condemned.by(record.collection), *self._condemned[: _GCS - 1]]
+            self._ledger = Ledger(self._alive)
+        elif self._ledger is not None:
+            self._ledger.add(version, record)
+
+    async def stands(self, backend: Backend) -> bool:
+        """Whether the record of the version is still the same one."""
+        try:
+            return not self.version or check_of(await backend.get(commit_key(self.version))) == self.check
+        except NotFound:
+            return False
+
+    async def ledger(self, backend: Backend) -> Ledger:
+        """Return a copy of the versions that live; the records since the last collection are read once."""
+        if self._ledger is None:
+            log, version = Log(backend), self.version
+            ledger = Ledger(self._alive)
+            for numbers in batched(range(self.collected + 1, version + 1)):
+                for number, record in zip(numbers, await together(log.record, numbers), strict=True):
+                    ledger.add(number, record)
+            if version != self.version:
+                return ledger
+            self._ledger = ledger
+        return Ledger(self._ledger.alive.values())
+
+    async def needs(self, backend: Backend, key: str) -> bool:
+        """Whether a version that lives is made of an object, or of one of its transaction."""
+        version, transactions, held = self._needed
+        if version != self.version:
+            version, ledger = self.version, await self.ledger(backend)
+            transactions, held = ledger.transactions, ledger.held
+            self._needed = version, transactions, held
+        return key in held or owner_of(key) in transactions
+
+    def became(self, record: Record) -> int | None:
+        """Return the version that a transaction of the record has become before, None where none has of late."""
+        if record.void:  # a transaction may need several of these
+            return None
+        return next((self._recent[t] for t in record.transactions if t in self._recent), None)
+
+    def has_condemned(self, keys: Iterable[str]) -> str | None:
+        """Return the first of the objects, or folders of transactions, that a recent collection condemned."""
+        return next((key for key in keys if any(gone.covers(key) for gone in self._condemned)), None)
+
+    def _remember(self, version: int, record: Record) -> None:
+        if not record.void:
+            self._recent.update(dict.fromkeys(record.transactions, version))
+        while len(self._recent) > _REMEMBERED:
+            del self._recent[next(iter(self._recent))]
+
+
+def weight_of(manifest: Manifest) -> int:
+    """Return about how many bytes a manifest has."""
+    names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
+    return sum(len(text) for column in names for text in column) + 56 * len(manifest.table)
