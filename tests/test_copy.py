@@ -621,6 +621,8 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "--port",
             "0",
             "--json",
+            "--anonymous",
+            "admin",
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None

@@ -177,8 +177,8 @@ class Admission:
         if scope < Scope.ADMIN:
             raise Refused(
                 403,
-                "the record of a garbage collection, also in a copy of a store, needs a token of the scope admin; "
-                f"this one has {scope.name.lower()}",
+                f"that needs a token of the scope admin, this one has {scope.name.lower()}: it is the record of a "
+                "garbage collection, be it in a copy of a store",
             )
         ledger = await standing.ledger(self._backend)
         tree, whole, weight = standing.tree, standing.whole, standing.weight
@@ -208,9 +208,8 @@ class Admission:
         if absent and scope < Scope.ADMIN:
             raise Refused(
                 403,
-                f"{commit_key(version)} is not stored: {absent[0]}, which it names, is not here. To copy a store "
-                "of which versions were collected, so that their objects are gone, needs a token of the scope "
-                f"admin; this one has {scope.name.lower()}",
+                f"that needs a token of the scope admin, this one has {scope.name.lower()}: {absent[0]} is not "
+                "here, and only the copy of a store of which versions were collected may name what is gone",
             )
 
         def made() -> Next:

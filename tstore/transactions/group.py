@@ -364,8 +364,8 @@ async def _finish(log: Log, member: Membership) -> int:
         except AlreadyExists:
             if await log.backend.get(key) != data:  # another finisher makes the same
                 raise Inconsistent(
-                    f"{log.backend.url}: the manifest of transaction {member.name!r} is not the one that its "
-                    "fragments make; somebody else wrote it. Nothing was committed: repeat it with another attempt",
+                    f"{log.backend.url}: somebody else wrote another manifest of transaction {member.name!r} than "
+                    "its fragments make; nothing was committed: repeat it with another attempt",
                     [key],
                 ) from None
             await log.backend.settle(f"txn/{member.transaction}", durability)

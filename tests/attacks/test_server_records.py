@@ -1,0 +1,575 @@
+"""Records and roots with right checksums that a token may send to a server, and what they would break.
+
+Each is refused and leaves nothing, and honest clients beside it are not disturbed: they read, commit, verify,
+collect and copy as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from served import ADMIN, WRITE, Client, client_of, everybody
+
+import tstore
+from tstore import Keep
+from tstore.chunks.metadata import ArrayMeta
+from tstore.chunks.table import ChunkTable, Run, Span, digest
+from tstore.commits.manifest import (
+    Alive,
+    Collection,
+    Manifest,
+    ObjectRef,
+    Part,
+    Record,
+    Root,
+    decode,
+    encode,
+    reference,
+)
+from tstore.commits.records import ROOT_EVERY, commit_key, root_key
+from tstore.commits.tree import group_document
+from tstore.errors import Denied, InvalidArgument
+from tstore.server import Server
+
+VALUES = np.arange(40_000.0)
+NOW = datetime.timedelta(0)
+NEWEST = 4  # of `filled`
+NEXT = NEWEST + 1
+META = ArrayMeta.of((4,), "f4", (4,))
+CHUNK = np.ones(4, "f4").tobytes()
+PACK = "txn/forged/pack-0"
+
+
+class Place(NamedTuple):
+    """A server of a store with three steps and an array, and clients of each scope."""
+
+    folder: Path
+    server: Server
+    write: Client
+    admin: Client
+    store: tstore.Store
+    collection: Collection
+    """What an honest garbage collection would decide that lets the oldest version expire."""
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    folder = tmp_path / "store"
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(folder, access=everybody()))
+        store = await stack.enter_async_context(await opened(server))
+        await filled(store)
+        records = [await store.log.record(version) for version in range(1, NEXT)]
+        alive = tuple(
+            Alive(v, r.transaction, r.time, r.tags, r.replaces, {}, r.reused) for v, r in enumerate(records, 1)
+        )
+        gone = Collection(alive[1:], (1,), {"step/1": 1}, (), ())
+        client = await stack.enter_async_context(client_of(server, WRITE))
+        yield Place(folder, server, client, client.with_token(ADMIN), store, gone)
+
+
+async def opened(server: Server, token: str = WRITE) -> tstore.Store:
+    return await tstore.open(server.url, storage_options={"token": token})
+
+
+async def filled(store: tstore.Store) -> None:
+    for step in (1, 2, 3):
+        await tstore.save(store, {"w": VALUES + step, "b": np.arange(3)}, step)
+    async with store.transaction(tag="own") as tx:
+        await (await tx.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def framed(body: Any, **fields: Any) -> bytes:
+    """Return the frame of a body with other values of some fields, which need not be of the right type."""
+    values = [fields.get(name, getattr(body, name)) for name in body.__struct_fields__]
+    data = encode(body)[:8] + msgspec.msgpack.encode(values)
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def manifest(
+    path: str = "forged", *, document: bytes = META.document, fresh: bool = True, chunk: int = 0, **run: Any
+) -> Manifest:
+    """Return the manifest of one array of one chunk, which travels in it."""
+    data = run.pop("pack", CHUNK)
+    table = ChunkTable.of([Run([chunk], data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))])
+    return Manifest.of([(path, document, fresh, [Span(table, 0, 1)])])
+
+
+def commit(*manifests: Manifest | ObjectRef, **fields: Any) -> Record:
+    return msgspec.structs.replace(Record("forged", NEWEST, 1.0, manifests=manifests), **fields)
+
+
+def of(*made: Manifest, **fields: Any) -> bytes:
+    return encode(commit(*made, **fields))
+
+
+def group(path: str) -> Manifest:
+    return Manifest.of([(path, group_document({}), True, ())])
+
+
+def part(transaction: str = "one", tags: tuple[str, ...] = (), bytes_added: int = 0) -> Part:
+    return Part(transaction, 1.0, "", tags, bytes_added, {})
+
+
+FAR = reference("txn/forged/manifest-0", encode(manifest()))
+NO_CODEC = META.document.replace(b'"bytes"', b'"of-nobody"')
+TWICE = ChunkTable.of([Run([1, 0], CHUNK * 2, 0, len(CHUNK), digest(CHUNK) * 2)])
+WIDE = ArrayMeta.of((8,), "f4", (4,)).document
+
+RECORDS: dict[str, Callable[[], bytes]] = {
+    "a manifest that is not there": lambda: encode(commit(FAR)),
+    "a manifest that is a pack": lambda: encode(commit(ObjectRef(PACK, 9, bytes(16)))),
+    "a manifest that is a record": lambda: encode(commit(ObjectRef(commit_key(1), 9, bytes(16)))),
+    "a manifest that is the marker": lambda: encode(commit(ObjectRef("tstore.json", 9, bytes(16)))),
+    "a manifest longer than is read": lambda: encode(commit(ObjectRef(FAR.key, 1 << 61, bytes(16)))),
+    "more manifests than go together": lambda: of(*[manifest(f"f{i}") for i in range(65)]),
+    "the same path twice": lambda: of(Manifest.of([("a", group_document({}), True, ())] * 2)),
+    "a document that is no JSON": lambda: of(manifest(document=b"\xff")),
+    "a document that is a list": lambda: of(manifest(document=b"[]")),
+    "a document of a kind of its own": lambda: of(manifest(document=b'{"zarr_format":3,"node_type":"odd"}')),
+    "a document nested deeply": lambda: of(manifest(document=b'{"node_type":' + b"[" * 100_000)),
+    "an array without a shape": lambda: of(manifest(document=b'{"zarr_format":3,"node_type":"array"}')),
+    "an array of an unknown codec": lambda: of(manifest(document=NO_CODEC)),
+    "an array of objects": lambda: of(manifest(document=META.document.replace(b"float32", b"object"))),
+    "a group with odd attributes": lambda: of(
+        Manifest.of([("g", b'{"zarr_format":3,"node_type":"group","attributes":[1]}', True, ())])
+    ),
+    "chunks of a group": lambda: of(manifest(document=group_document({}))),
+    "an array that is the root": lambda: of(manifest("")),
+    "a path that leads up": lambda: of(manifest("a/../b")),
+    "a path with an empty name": lambda: of(manifest("a//b")),
+    "a path with a NUL": lambda: of(manifest("a\0b")),
+    "a path of zarr's": lambda: of(manifest("a/zarr.json")),
+    "a path of 1,000 levels": lambda: of(manifest("a/" * 1000 + "b")),
+    "an array below an array": lambda: of(manifest("x/y")),
+    "a group below an array": lambda: of(group("x/y")),
+    "an array above an array": lambda: of(manifest("a"), manifest("a/b")),
+    "a chunk outside of its grid": lambda: of(manifest(chunk=1)),
+    "a chunk beyond 2^62": lambda: of(manifest(chunk=(1 << 63) + 1)),
+    "chunks out of order": lambda: of(
+        msgspec.structs.replace(
+            Manifest.of([("f", WIDE, True, [Span(TWICE, 0, 2)])]), index=np.array([1, 0], "<u8").tobytes()
+        )
+    ),
+    "a chunk twice": lambda: of(
+        msgspec.structs.replace(
+            Manifest.of([("f", WIDE, True, [Span(TWICE, 0, 2)])]), index=np.array([1, 1], "<u8").tobytes()
+        )
+    ),
+    "a chunk of another length": lambda: of(manifest(length=8)),
+    "a chunk behind the end of what holds it": lambda: of(manifest(offset=8)),
+    "a pack that is not there": lambda: of(manifest(pack="txn/forged/pack-1")),
+    "a pack that is too short": lambda: of(manifest(pack=PACK, offset=1 << 40)),
+    "a pack that no chunk lies in": lambda: of(msgspec.structs.replace(manifest(), packs=("", PACK))),
+    "a pack of another that it does not name": lambda: of(manifest(pack=PACK), transaction="other"),
+    "a pack of another that it does not use": lambda: of(manifest(), reused=(PACK.replace("forged", "x"),)),
+    "the marker as a pack of another": lambda: of(manifest(), reused=("tstore.json",)),
+    "a change of what is not there": lambda: of(manifest(fresh=False)),
+    "a change of an array of another shape": lambda: of(manifest("x", document=WIDE, fresh=False)),
+    "a change of what it deletes": lambda: of(manifest("x", fresh=False), deleted=("x",)),
+    "a change of what it replaces": lambda: of(manifest("x", fresh=False), replaces=True),
+    "a path to delete that leads up": lambda: of(deleted=("../x",)),
+    "an empty path to delete": lambda: of(deleted=("",)),
+    "an empty tag": lambda: of(tags=("",)),
+    "a tag that is a number": lambda: of(tags=("7",)),
+    "a tag of a step with zeros": lambda: of(tags=("step/007",)),
+    "a tag of 5,000 digits": lambda: of(tags=("step/" + "9" * 5000,)),
+    "a tag with a line": lambda: of(tags=("a\nb",)),
+    "a tag twice": lambda: of(tags=("a", "a")),
+    "a tag that it drops too": lambda: of(tags=("a",), dropped=("a",)),
+    "a tag that was set since its base": lambda: of(tags=("own",), base=1),
+    "a tag to drop that was set since its base": lambda: of(dropped=("own",), base=1),
+    "tags that are numbers": lambda: framed(commit(), tags=[1, 2]),
+    "metrics that are a list": lambda: of(facts={"metrics": [1]}),
+    "a metric that is text": lambda: of(facts={"metrics": {"loss": "low"}}),
+    "facts that are NaN": lambda: of(facts={"x": math.nan}),
+    "facts nested deeply": lambda: framed(commit(), facts={"x": msgspec.Raw(b"\x91" * 5000 + b"\xc0")}),
+    "facts that are a list": lambda: framed(commit(), facts=[1]),
+    "a message of 1 MiB": lambda: of(message="x" * (1 << 20)),
+    "less than no bytes": lambda: of(bytes_added=-1),
+    "a time beyond the calendar": lambda: of(time=1e300),
+    "a time before it": lambda: of(time=-1.0),
+    "a time that is text": lambda: framed(commit(), time="now"),
+    "a base ahead": lambda: of(base=NEXT),
+    "a base far ahead": lambda: of(base=1 << 61),
+    "a collection that is itself": lambda: of(collected=NEXT),
+    "a collection that is none": lambda: of(collected=2),
+    "no transaction": lambda: of(transaction=""),
+    "a transaction that leads up": lambda: of(transaction="../x"),
+    "a transaction with a slash": lambda: of(transaction="a/b"),
+    "a transaction with a line": lambda: of(transaction="a\nb"),
+    "a void that changes something": lambda: of(manifest(), void=True),
+    "a void with a tag": lambda: of(tags=("a",), void=True),
+    "parts without an id": lambda: of(parts=(part(""),)),
+    "parts of one id": lambda: of(parts=(part(), part())),
+    "parts with other tags": lambda: of(parts=(part(tags=("a",)),)),
+    "parts of other sizes": lambda: of(parts=(part(bytes_added=5),)),
+    "parts and a pack": lambda: of(manifest(pack=PACK), transaction="x.together", parts=(part("forged"),)),
+    "parts that are numbers": lambda: framed(commit(), parts=[1]),
+    "a body that is no list": lambda: frame(b"R", 1, {"transaction": "x"}),
+    "a body of too many fields": lambda: frame(b"R", 1, [0] * 100),
+    "a manifest for a record": lambda: encode(manifest()),
+}
+"""What a write token can't make the next version of a store."""
+
+ABSENT = {"a manifest that is not there", "a pack that is not there"}
+"""Of which an admin's token may bring a copy."""
+
+
+def frame(kind: bytes, version: int, values: Any) -> bytes:
+    data = b"tstore" + kind + bytes([version]) + msgspec.msgpack.encode(values)
+    return data + xxhash.xxh3_128_digest(data)
+
+
+Change = Callable[[Collection, Record], Collection | bytes]
+
+
+def changed(**fields: Any) -> Change:
+    return lambda gone, record: msgspec.structs.replace(gone, **fields)
+
+
+def entry(**fields: Any) -> Change:
+    """Change what is said of the first version that lives."""
+    return lambda gone, record: msgspec.structs.replace(
+        gone, alive=(msgspec.structs.replace(gone.alive[0], **fields), *gone.alive[1:])
+    )
+
+
+COLLECTIONS: dict[str, Change] = {
+    "nothing lives": changed(alive=()),
+    "all expire": lambda gone, record: Collection((), (1, 2, 3, 4), gone.tags, (), ()),
+    "the newest expires": lambda gone, record: Collection(gone.alive[:-1], (1, 4), {}, (), ()),
+    "one that does not live expires": changed(expired=(1, 99)),
+    "one expires twice": changed(expired=(1, 1)),
+    "one that expires lives": lambda gone, record: msgspec.structs.replace(gone, expired=(1, 2)),
+    "one lives twice": lambda gone, record: msgspec.structs.replace(gone, alive=(*gone.alive, gone.alive[0])),
+    "the living out of order": lambda gone, record: msgspec.structs.replace(gone, alive=gone.alive[::-1]),
+    "one of another transaction": entry(transaction="other"),
+    "one of another time": entry(time=5.0),
+    "one with another tag": entry(tags=("step/9",)),
+    "one without its tag": entry(tags=()),
+    "one with metrics": entry(metrics={"loss": 0.0}),
+    "one that replaces no more": entry(replaces=False),
+    "one that holds the marker": entry(holds=("tstore.json",)),
+    "one that holds what nobody gave": entry(holds=("txn/other/pack-0",)),
+    "no tags expire": changed(tags={}),
+    "a tag of one that lives expires": changed(tags={"step/1": 1, "step/2": 2}),
+    "a tag expires with another": changed(tags={"step/1": 2}),
+    "a transaction that lives": lambda gone, record: msgspec.structs.replace(
+        gone, transactions=(gone.alive[0].transaction,)
+    ),
+    "an empty transaction": changed(transactions=("",)),
+    "a transaction that leads up": changed(transactions=("..",)),
+    "a transaction in two folders": changed(transactions=("a/b",)),
+    "the marker": changed(objects=("tstore.json",)),
+    "a record": changed(objects=(commit_key(1),)),
+    "the hint": changed(objects=("latest",)),
+    "an empty name": changed(objects=("",)),
+    "a name with an empty part": changed(objects=("txn//pack-0",)),
+    "a name that leads up": changed(objects=("txn/../tstore.json",)),
+    "an object of one that lives": lambda gone, record: msgspec.structs.replace(
+        gone, objects=(f"txn/{gone.alive[0].transaction}/pack-0",)
+    ),
+    "it writes too": lambda gone, record: encode(msgspec.structs.replace(record, manifests=(manifest(),))),
+    "it tags too": lambda gone, record: encode(msgspec.structs.replace(record, tags=("a",))),
+    "it is void too": lambda gone, record: encode(msgspec.structs.replace(record, void=True)),
+    "another before it": lambda gone, record: encode(msgspec.structs.replace(record, collected=3)),
+    "versions that are text": lambda gone, record: framed(record, collection=[[], ["x"], {}, [], []]),
+}
+"""What not even an admin's token can make the record of a garbage collection."""
+
+
+async def test_a_record_that_the_log_does_not_bear_out_is_refused(place: Place) -> None:
+    """And honest clients go on as if nothing had been sent."""
+    for name in ("txn/forged/pack-0", "txn/other/pack-0"):
+        assert (await place.write.create(f"/{name}", CHUNK)).status == 201
+    before = files(place.folder)
+    wrong = []
+    for scope, client in (("write", place.write), ("admin", place.admin)):
+        for name, make in RECORDS.items():
+            answer = await client.create(f"/{commit_key(NEXT)}", make())
+            expected = 422 if name not in ABSENT else 403 if scope == "write" else 201
+            if answer.status != expected:
+                wrong.append((scope, name, answer.status, answer.body))
+            if answer.status == 201:
+                (place.folder / commit_key(NEXT)).unlink()
+    assert wrong == []
+    assert files(place.folder) == before
+    await goes_on(place)
+
+
+async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> None:
+    before = files(place.folder)
+    record = Record("gc-1", NEWEST, 2.0, collection=place.collection)
+    for client, status in ((place.write, 403), (place.admin, 422)):
+        wrong = []
+        for name, change in COLLECTIONS.items():
+            made = change(place.collection, record)
+            data = made if isinstance(made, bytes) else encode(msgspec.structs.replace(record, collection=made))
+            answer = await client.create(f"/{commit_key(NEXT)}", data)
+            if answer.status not in (status, 422):
+                wrong.append((name, answer.status, answer.body))
+        assert wrong == []
+    answer = await place.write.create(f"/{commit_key(NEXT)}", encode(record))
+    assert answer.status == 403
+    assert "that needs a token of the scope admin, this one has write" in json.loads(answer.body)["error"]
+    assert files(place.folder) == before
+    await goes_on(place)
+
+
+async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place) -> None:
+    """Else they would be refused for another reason than the one that is meant."""
+    record = Record("gc-1", NEWEST, 2.0, collection=place.collection)
+    assert (await place.admin.create(f"/{commit_key(NEXT)}", encode(record))).status == 201
+    made = [manifest(), manifest("g/h", pack=PACK), group("i")]
+    assert (await place.write.create(f"/{PACK}", CHUNK)).status == 201
+    for number, each in enumerate(made, NEXT + 1):
+        transaction = "forged" if any(each.packs) else f"forged{number}"
+        data = encode(commit(each, transaction=transaction, collected=NEXT, base=NEXT, tags=(f"t{number}",)))
+        answer = await place.write.create(f"/{commit_key(number)}", data)
+        assert answer.status == 201, answer
+    store = await opened(place.server)
+    assert (await store.verify()).ok
+    assert np.array_equal(await (await store.snapshot())["forged"].read(), np.ones(4, "f4"))
+
+
+async def goes_on(place: Place) -> None:
+    """Honest clients read, commit, tag, verify, collect and copy."""
+    async with await opened(place.server, ADMIN) as store:
+        assert await tstore.steps(store) == [1, 2, 3]
+        for step in (1, 2, 3):
+            assert np.array_equal((await tstore.restore(store, step))["w"], VALUES + step)
+        assert (await store.verify()).ok
+        await tstore.save(store, {"w": VALUES + 4}, 4)
+        async with store.transaction(move_tag="own") as tx:
+            await (await tx.create_array("y", (4,), "f4", (4,))).write(np.ones(4))
+        report = await store.collect(Keep(last=2), abandoned=NOW)
+        assert report.versions == [1, 2, 4]
+        url = f"{place.folder}-copied"
+        await tstore.copy(store, url)
+        for each in (store, await tstore.open(url, "r")):
+            assert (await each.verify()).ok
+            assert await tstore.steps(each) == [3, 4]
+            assert np.array_equal((await tstore.restore(each))["w"], VALUES + 4)
+
+
+# ---- roots
+
+
+async def many(store: tstore.Store, versions: int) -> None:
+    for _ in range(await store.log.newest(), versions):
+        async with store.transaction(durability="none"):
+            pass
+
+
+async def test_a_root_of_a_version_to_come_is_refused(place: Place) -> None:
+    """Readers would believe it, once its version is there; the next gc would delete what it does not show."""
+    key = f"/{root_key(ROOT_EVERY)}"
+    other = {**dict.fromkeys(("step/1", "step/2"), 1)}
+    for root in (Root(ROOT_EVERY, bytes(16), other, manifest()), Root(ROOT_EVERY, bytes(16), {}, manifest())):
+        for client in (place.write, place.admin):
+            answer = await client.create(key, encode(root))
+            assert answer.status == 422
+            assert "there is no version 64 yet" in json.loads(answer.body)["error"]
+    await many(place.store, ROOT_EVERY)
+    async with await opened(place.server) as store:
+        assert await tstore.steps(store) == [1, 2, 3]
+        assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the server that took the records", "another"])
+async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
+    await many(place.store, ROOT_EVERY + 1)
+    true = (place.folder / root_key(ROOT_EVERY)).read_bytes()
+    (place.folder / root_key(ROOT_EVERY)).unlink()
+    root = decode(true, Root)
+    forged = [
+        msgspec.structs.replace(root, tags={}),
+        msgspec.structs.replace(root, tags={**root.tags, "new": 2}),
+        msgspec.structs.replace(root, tags=dict(reversed(root.tags.items()))),
+        msgspec.structs.replace(root, manifest=manifest()),
+        msgspec.structs.replace(
+            root, manifest=msgspec.structs.replace(root.manifest, documents=(*root.manifest.documents, b"{}"))
+        ),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        server = place.server
+        if again:
+            server = await stack.enter_async_context(Server(place.folder, access=everybody()))
+        client = await stack.enter_async_context(client_of(server, WRITE))
+        for other in forged:
+            assert encode(other) != true
+            answer = await client.create(f"/{root_key(ROOT_EVERY)}", encode(other))
+            assert answer.status == 422
+            assert "not what the records up to version 64 make" in json.loads(answer.body)["error"]
+        assert (await client.create(f"/{root_key(ROOT_EVERY)}", true)).status == 201
+
+
+async def test_a_root_that_can_not_be_computed_is_refused(tmp_path: Path) -> None:
+    """Of the data that it is made of, a part is gone; and the root before it, from which it would be made."""
+    folder = tmp_path / "store"
+    async with await tstore.open(folder) as store:
+        await many(store, 3 * ROOT_EVERY)
+        async with store.transaction() as tx:
+            for i in range(200):
+                await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+        await many(store, 4 * ROOT_EVERY)
+    roots = {v: folder / root_key(v) for v in range(ROOT_EVERY, 5 * ROOT_EVERY, ROOT_EVERY)}
+    data = {v: path.read_bytes() for v, path in roots.items()}
+    async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
+        for version in (64, 128):
+            roots[version].unlink()
+        assert (await client.create(f"/{root_key(128)}", data[128])).status == 422
+        assert (await client.create(f"/{root_key(64)}", data[64])).status == 201
+        assert (await client.create(f"/{root_key(128)}", data[128])).status == 201
+        roots[256].unlink()
+        [large] = folder.glob("txn/*/manifest-*")
+        bytes_of = large.read_bytes()
+        large.unlink()
+        assert (await client.create(f"/{root_key(256)}", data[256])).status == 422
+        large.write_bytes(bytes_of)
+        assert (await client.create(f"/{root_key(256)}", data[256])).status == 201
+
+
+# ---- what is removed
+
+
+async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) -> None:
+    """One that came there otherwise, as in the files themselves."""
+    folder = tmp_path / "store"
+    async with await tstore.open(folder) as store:
+        await filled(store)
+        record = await store.log.record(NEWEST)
+        mine = Alive(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
+    names = ("tstore.json", "latest", commit_key(1), commit_key(NEXT), "", "txn/", "txn/../tstore.json", "../x")
+    gone = Collection((mine,), (1, 2, 3), {}, ("", "..", ".", "../commits"), names)
+    (folder / commit_key(NEXT)).write_bytes(encode(Record("gc-1", NEWEST, 1.0, collection=gone)))
+    (folder / "latest").write_text(str(NEXT))
+    before = {k for k in files(folder) if not k.startswith("txn/")}
+    async with Server(folder, access=everybody()) as server, client_of(server, ADMIN) as client:
+        for name in ("tstore.json", "latest", commit_key(1)):
+            assert (await client("DELETE", f"/{name}")).status == 403
+        async with await opened(server, ADMIN) as store:
+            with pytest.raises(InvalidArgument, match="of which a version that lives is made"):
+                await store.collect(None, abandoned=NOW)
+    await (await tstore.open(folder)).collect(None, abandoned=NOW)
+    assert before <= files(folder).keys()
+
+
+async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
+    """Though a collection has condemned it, as a faulty one might."""
+    record = await place.store.log.record(3)
+    gone = msgspec.structs.replace(place.collection, transactions=(record.transaction, "txn"))
+    data = encode(Record("gc-1", NEWEST, 1.0, collection=gone))
+    assert (await place.admin.create(f"/{commit_key(NEXT)}", data)).status == 422
+    (place.folder / commit_key(NEXT)).write_bytes(data)
+    [pack] = place.folder.glob(f"txn/{record.transaction}/pack-*")
+    assert (await place.admin("DELETE", f"/{pack.relative_to(place.folder)}")).status == 403
+    assert (await place.admin("DELETE", f"/{root_key(1)}")).status == 204  # there is none
+    assert pack.exists()
+
+
+# ---- honest clients
+
+
+async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path) -> None:
+    async with Server(tmp_path / "store", access=everybody()) as server, await opened(server) as store:
+        await filled(store)
+        async with store.transaction(tag="a", move_tag="own", facts={"n": 1}) as tx:
+            x = await tx.array("x")
+            await x.resize((9,))
+            await x[4:].write(np.arange(5))
+            await tx.create_group("groups/one", {"k": [1]})
+            await tx.delete("b")
+        async with store.transaction(drop_tag="a", isolation="serializable") as tx:
+            assert (await (await tx.array("x")).read())[4] == 0
+            for i in range(300):  # whose manifest does not travel in its record
+                await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+        hosts = [store.transaction(name="step/7", host=i, hosts=3, attempt="a") for i in range(3)]
+        shared = [await tx.create_array("shared", (6,), "f4", (2,)) for tx in hosts]
+        for i, array in enumerate(shared):
+            await array[2 * i : 2 * i + 2].write(np.full(2, i))
+        assert len(set(await asyncio.gather(*[tx.commit() for tx in hosts]))) == 1
+
+        async def change(i: int) -> None:
+            async with store.transaction() as tx:
+                await (await tx.array("x"))[i : i + 1].write(np.array([100 + i]))
+
+        await asyncio.gather(*[change(i) for i in range(9)])
+        async with await opened(server) as other:  # which races with the first
+            await asyncio.gather(
+                *[write(s, f"race/{j}/{i}") for i in range(8) for j, s in enumerate((store, other))]
+            )
+        old = await tstore.restore(store, 2)
+        await tstore.save(store, old, 8, metrics={"loss": math.nan})
+        assert (await store.verify()).ok
+        assert np.array_equal((await tstore.restore(store, 8))["w"], VALUES + 2)
+        await tstore.quantize(store, "e4m3", at="step/8", tag="small")
+        assert (await store.verify()).ok
+        void = Record("lost.void", await store.log.newest(), 1.0, void=True, durable=False)
+        async with client_of(server, WRITE) as client:
+            for _ in range(2):
+                number = await store.log.newest() + 1
+                assert (await client.create(f"/{commit_key(number)}", encode(void))).status == 201
+        with pytest.raises(Denied):
+            await store.collect(Keep(last=1))
+
+
+async def write(store: tstore.Store, path: str) -> None:
+    async with store.transaction() as tx:
+        await (await tx.create_array(path, (4,), "f4", (4,))).write(np.ones(4))
+
+
+async def test_a_collected_history_is_copied_by_an_admin(place: Place) -> None:
+    async with await opened(place.server, ADMIN) as store:
+        await store.collect(Keep(last=1))
+        await tstore.save(store, {"w": VALUES + 9}, 9)
+        await many(store, 2 * ROOT_EVERY + 2)
+        await store.collect(Keep(last=1))
+        async with Server(f"{place.folder}-copy", access=everybody()) as other:
+            with pytest.raises(Denied, match="needs a token of the scope admin, this one has write: txn/"):
+                await tstore.copy(store, other.url, storage_options={"token": WRITE})
+            await tstore.copy(store, other.url, storage_options={"token": ADMIN})
+            async with await opened(other) as copied:
+                assert (await copied.verify()).ok
+                assert await tstore.steps(copied) == [9]
+                assert np.array_equal((await tstore.restore(copied))["w"], VALUES + 9)
+                await tstore.save(copied, {"w": VALUES + 10}, 10)
+                assert (await copied.verify()).ok
+
+
+async def test_a_server_follows_others_who_write_to_its_folder(place: Place) -> None:
+    async with await tstore.open(place.folder) as local:
+        for step in (4, 6):
+            await tstore.save(local, {"w": VALUES + step}, step)
+            await tstore.save(place.store, {"w": VALUES + step + 1}, step + 1)
+        await local.collect(Keep(last=2))
+        await tstore.save(place.store, {"w": VALUES + 8}, 8)
+        assert (await place.store.verify()).ok
+        assert await tstore.steps(place.store) == [6, 7, 8]
+
+
+async def test_a_server_goes_on_with_a_backup_that_was_restored(place: Place) -> None:
+    for name in (commit_key(4), "latest"):
+        (place.folder / name).unlink(missing_ok=True)
+    async with await tstore.open(place.folder) as local:  # as the backup went on before
+        await tstore.save(local, {"w": VALUES}, 5)
+    async with await opened(place.server) as store:
+        await tstore.save(store, {"w": VALUES + 6}, 6)
+        assert (await store.verify()).ok
+        assert await tstore.steps(store) == [1, 2, 3, 5, 6]
