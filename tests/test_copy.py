@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -621,13 +622,18 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "--port",
             "0",
             "--json",
-            "--anonymous",
-            "admin",
         ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        token = "admin-0123456789"  # a history of which versions were collected takes no other scope
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TSTORE_SERVER_TOKENS": f"admin {token}"},
+        ) as process:
             assert process.stdout is not None
             try:
-                yield json.loads(process.stdout.readline())["url"], {}
+                yield json.loads(process.stdout.readline())["url"], {"token": token}
             finally:
                 process.terminate()
 

@@ -345,7 +345,8 @@ async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place)
         assert answer.status == 201, answer
     store = await opened(place.server)
     assert (await store.verify()).ok
-    assert np.array_equal(await (await store.snapshot())["forged"].read(), np.ones(4, "f4"))
+    array = await (await store.snapshot()).array("forged")
+    assert np.array_equal(await array.read(), np.ones(4, "f4"))
 
 
 async def goes_on(place: Place) -> None:

@@ -44,7 +44,7 @@ _log = logging.getLogger("tstore.server")
 
 _MOST_READ = 192 << 20
 _HEAVIEST = 256 << 20
-_SMALL = 64 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
+_SMALL = 16 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
 _NEAR = 256  # versions that others created, which are read one by one
 _AGAIN = 5.0  # seconds after which objects that a version lacked are looked for again
 

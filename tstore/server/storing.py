@@ -30,6 +30,7 @@ from tstore.server.served import LengthNeeded, Served
 __all__ = ["Storing"]
 
 _SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT, Kind.MERGER)
+_SHORT = 16 << 10  # bytes that are parsed sooner than a thread is woken
 
 
 class Storing:
@@ -111,7 +112,7 @@ class Storing:
 
     async def _keep(self, key: str, kind: Kind, data: bytes, mode: PutMode, scope: Scope) -> None:
         """Stores an object whole, where its form and the log allow it; `Corrupt` says why not."""
-        body = await run(parsed, key, kind, data)
+        body = parsed(key, kind, data) if len(data) <= _SHORT else await run(parsed, key, kind, data)
         if isinstance(body, Root):
             await self._admission.check_root(body.version, body, data)
         if not isinstance(body, Record):
