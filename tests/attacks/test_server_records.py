@@ -34,7 +34,6 @@ from tstore.commits.manifest import (
     Record,
     Root,
     decode,
-    encode,
     reference,
 )
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
@@ -94,10 +93,21 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+KINDS = {Record: b"R", Manifest: b"M", Root: b"T"}
+
+
 def framed(body: Any, **fields: Any) -> bytes:
-    """Return the frame of a body with other values of some fields, which need not be of the right type."""
-    values = [fields.get(name, getattr(body, name)) for name in body.__struct_fields__]
-    data = encode(body)[:8] + msgspec.msgpack.encode(values)
+    """Return the frame of a body, whatever it holds, with other values of some fields.
+
+    Not `encode`: that refuses what readers do.
+    """
+    version = 3 if getattr(body, "dropped", ()) else 2 if getattr(body, "collection", None) else 1
+    named = {name: fields.get(name, getattr(body, name)) for name in body.__struct_fields__}
+    return frame(KINDS[type(body)], version, body if not fields else list(named.values()))
+
+
+def frame(kind: bytes, version: int, values: Any) -> bytes:
+    data = b"tstore" + kind + bytes([version]) + msgspec.msgpack.encode(values)
     return data + xxhash.xxh3_128_digest(data)
 
 
@@ -115,7 +125,7 @@ def commit(*manifests: Manifest | ObjectRef, **fields: Any) -> Record:
 
 
 def of(*made: Manifest, **fields: Any) -> bytes:
-    return encode(commit(*made, **fields))
+    return framed(commit(*made, **fields))
 
 
 def group(path: str) -> Manifest:
@@ -126,17 +136,17 @@ def part(transaction: str = "one", tags: tuple[str, ...] = (), bytes_added: int 
     return Part(transaction, 1.0, "", tags, bytes_added, {})
 
 
-FAR = reference("txn/forged/manifest-0", encode(manifest()))
+FAR = reference("txn/forged/manifest-0", framed(manifest()))
 NO_CODEC = META.document.replace(b'"bytes"', b'"of-nobody"')
 TWICE = ChunkTable.of([Run([1, 0], CHUNK * 2, 0, len(CHUNK), digest(CHUNK) * 2)])
 WIDE = ArrayMeta.of((8,), "f4", (4,)).document
 
 RECORDS: dict[str, Callable[[], bytes]] = {
-    "a manifest that is not there": lambda: encode(commit(FAR)),
-    "a manifest that is a pack": lambda: encode(commit(ObjectRef(PACK, 9, bytes(16)))),
-    "a manifest that is a record": lambda: encode(commit(ObjectRef(commit_key(1), 9, bytes(16)))),
-    "a manifest that is the marker": lambda: encode(commit(ObjectRef("tstore.json", 9, bytes(16)))),
-    "a manifest longer than is read": lambda: encode(commit(ObjectRef(FAR.key, 1 << 61, bytes(16)))),
+    "a manifest that is not there": lambda: framed(commit(FAR)),
+    "a manifest that is a pack": lambda: framed(commit(ObjectRef(PACK, 9, bytes(16)))),
+    "a manifest that is a record": lambda: framed(commit(ObjectRef(commit_key(1), 9, bytes(16)))),
+    "a manifest that is the marker": lambda: framed(commit(ObjectRef("tstore.json", 9, bytes(16)))),
+    "a manifest longer than is read": lambda: framed(commit(ObjectRef(FAR.key, 1 << 61, bytes(16)))),
     "more manifests than go together": lambda: of(*[manifest(f"f{i}") for i in range(65)]),
     "the same path twice": lambda: of(Manifest.of([("a", group_document({}), True, ())] * 2)),
     "a document that is no JSON": lambda: of(manifest(document=b"\xff")),
@@ -223,17 +233,12 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "parts that are numbers": lambda: framed(commit(), parts=[1]),
     "a body that is no list": lambda: frame(b"R", 1, {"transaction": "x"}),
     "a body of too many fields": lambda: frame(b"R", 1, [0] * 100),
-    "a manifest for a record": lambda: encode(manifest()),
+    "a manifest for a record": lambda: framed(manifest()),
 }
 """What a write token can't make the next version of a store."""
 
 ABSENT = {"a manifest that is not there", "a pack that is not there"}
 """Of which an admin's token may bring a copy."""
-
-
-def frame(kind: bytes, version: int, values: Any) -> bytes:
-    data = b"tstore" + kind + bytes([version]) + msgspec.msgpack.encode(values)
-    return data + xxhash.xxh3_128_digest(data)
 
 
 Change = Callable[[Collection, Record], Collection | bytes]
@@ -285,10 +290,10 @@ COLLECTIONS: dict[str, Change] = {
     "an object of one that lives": lambda gone, record: msgspec.structs.replace(
         gone, objects=(f"txn/{gone.alive[0].transaction}/pack-0",)
     ),
-    "it writes too": lambda gone, record: encode(msgspec.structs.replace(record, manifests=(manifest(),))),
-    "it tags too": lambda gone, record: encode(msgspec.structs.replace(record, tags=("a",))),
-    "it is void too": lambda gone, record: encode(msgspec.structs.replace(record, void=True)),
-    "another before it": lambda gone, record: encode(msgspec.structs.replace(record, collected=3)),
+    "it writes too": lambda gone, record: framed(msgspec.structs.replace(record, manifests=(manifest(),))),
+    "it tags too": lambda gone, record: framed(msgspec.structs.replace(record, tags=("a",))),
+    "it is void too": lambda gone, record: framed(msgspec.structs.replace(record, void=True)),
+    "another before it": lambda gone, record: framed(msgspec.structs.replace(record, collected=3)),
     "versions that are text": lambda gone, record: framed(record, collection=[[], ["x"], {}, [], []]),
 }
 """What not even an admin's token can make the record of a garbage collection."""
@@ -320,12 +325,12 @@ async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> Non
         wrong = []
         for name, change in COLLECTIONS.items():
             made = change(place.collection, record)
-            data = made if isinstance(made, bytes) else encode(msgspec.structs.replace(record, collection=made))
+            data = made if isinstance(made, bytes) else framed(msgspec.structs.replace(record, collection=made))
             answer = await client.create(f"/{commit_key(NEXT)}", data)
             if answer.status not in (status, 422):
                 wrong.append((name, answer.status, answer.body))
         assert wrong == []
-    answer = await place.write.create(f"/{commit_key(NEXT)}", encode(record))
+    answer = await place.write.create(f"/{commit_key(NEXT)}", framed(record))
     assert answer.status == 403
     assert "that needs a token of the scope admin, this one has write" in json.loads(answer.body)["error"]
     assert files(place.folder) == before
@@ -335,12 +340,12 @@ async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> Non
 async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place) -> None:
     """Else they would be refused for another reason than the one that is meant."""
     record = Record("gc-1", NEWEST, 2.0, collection=place.collection)
-    assert (await place.admin.create(f"/{commit_key(NEXT)}", encode(record))).status == 201
+    assert (await place.admin.create(f"/{commit_key(NEXT)}", framed(record))).status == 201
     made = [manifest(), manifest("g/h", pack=PACK), group("i")]
     assert (await place.write.create(f"/{PACK}", CHUNK)).status == 201
     for number, each in enumerate(made, NEXT + 1):
         transaction = "forged" if any(each.packs) else f"forged{number}"
-        data = encode(commit(each, transaction=transaction, collected=NEXT, base=NEXT, tags=(f"t{number}",)))
+        data = framed(commit(each, transaction=transaction, collected=NEXT, base=NEXT, tags=(f"t{number}",)))
         answer = await place.write.create(f"/{commit_key(number)}", data)
         assert answer.status == 201, answer
     store = await opened(place.server)
@@ -384,7 +389,7 @@ async def test_a_root_of_a_version_to_come_is_refused(place: Place) -> None:
     other = {**dict.fromkeys(("step/1", "step/2"), 1)}
     for root in (Root(ROOT_EVERY, bytes(16), other, manifest()), Root(ROOT_EVERY, bytes(16), {}, manifest())):
         for client in (place.write, place.admin):
-            answer = await client.create(key, encode(root))
+            answer = await client.create(key, framed(root))
             assert answer.status == 422
             assert "there is no version 64 yet" in json.loads(answer.body)["error"]
     await many(place.store, ROOT_EVERY)
@@ -414,8 +419,8 @@ async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
             server = await stack.enter_async_context(Server(place.folder, access=everybody()))
         client = await stack.enter_async_context(client_of(server, WRITE))
         for other in forged:
-            assert encode(other) != true
-            answer = await client.create(f"/{root_key(ROOT_EVERY)}", encode(other))
+            assert framed(other) != true
+            answer = await client.create(f"/{root_key(ROOT_EVERY)}", framed(other))
             assert answer.status == 422
             assert "not what the records up to version 64 make" in json.loads(answer.body)["error"]
         assert (await client.create(f"/{root_key(ROOT_EVERY)}", true)).status == 201
@@ -459,7 +464,7 @@ async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) 
         mine = Alive(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
     names = ("tstore.json", "latest", commit_key(1), commit_key(NEXT), "", "txn/", "txn/../tstore.json", "../x")
     gone = Collection((mine,), (1, 2, 3), {}, ("", "..", ".", "../commits"), names)
-    (folder / commit_key(NEXT)).write_bytes(encode(Record("gc-1", NEWEST, 1.0, collection=gone)))
+    (folder / commit_key(NEXT)).write_bytes(framed(Record("gc-1", NEWEST, 1.0, collection=gone)))
     (folder / "latest").write_text(str(NEXT))
     before = {k for k in files(folder) if not k.startswith("txn/")}
     async with Server(folder, access=everybody()) as server, client_of(server, ADMIN) as client:
@@ -476,7 +481,7 @@ async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
     """Though a collection has condemned it, as a faulty one might."""
     record = await place.store.log.record(3)
     gone = msgspec.structs.replace(place.collection, transactions=(record.transaction, "txn"))
-    data = encode(Record("gc-1", NEWEST, 1.0, collection=gone))
+    data = framed(Record("gc-1", NEWEST, 1.0, collection=gone))
     assert (await place.admin.create(f"/{commit_key(NEXT)}", data)).status == 422
     (place.folder / commit_key(NEXT)).write_bytes(data)
     [pack] = place.folder.glob(f"txn/{record.transaction}/pack-*")
@@ -526,7 +531,7 @@ async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path)
         async with client_of(server, WRITE) as client:
             for _ in range(2):
                 number = await store.log.newest() + 1
-                assert (await client.create(f"/{commit_key(number)}", encode(void))).status == 201
+                assert (await client.create(f"/{commit_key(number)}", framed(void))).status == 201
         with pytest.raises(Denied):
             await store.collect(Keep(last=1))
 

@@ -5,7 +5,41 @@ count. A scope includes those below it:
 
     read     GET, HEAD, lists
     write    PUT; removing heartbeats
-    admin    DELETE, which garbage collection needs
+    admin    DELETE, and PUT of the records of garbage collections and of copies of collected stores
+
+What a token of each scope can bring about, whatever it sends:
+
+read can read every object: all versions, also expired ones that are not deleted yet, and what transactions under way
+have written so far. It changes nothing.
+
+write can
+ - commit anything that a transaction can, with any message, time, facts and metrics, and set, move and drop any tag:
+   so it decides what the newest version and the tags show. Chunks are not decoded here: those that it commits may turn
+   out damaged when they are read
+ - by tags, metrics and times decide which versions the rules of a later garbage collection keep, the newest always
+ - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
+ - commit under the id of a transaction under way, if it knows that: its owner then takes that commit for its own
+ - show heartbeats of any host, remove them, and by writing to its folder keep an abandoned transaction from being
+   collected
+ - point the hint anywhere, which costs readers some requests
+ - make the store, where the server lets clients do so and there is none
+ - use up space and numbers of versions: what is not committed goes with a later garbage collection, records stay
+write can't
+ - change, replace or remove an object that is there, the hint and heartbeats apart
+ - change a version that is committed, make one unreadable that was not, or leave a gap between them
+ - let a version expire, or have anything deleted
+ - store a record that names what is not there or does not fit, or that readers, `verify` or `gc` stumble over
+ - store a root other than the one that the server makes itself
+
+admin can besides
+ - let any version but the newest expire, and condemn any transaction that is not committed, also one under way
+ - remove what was condemned; and by a false account of what older versions hold, have a later garbage collection
+   remove what those need
+ - store records that name objects which are not there, as in a copy of a store of which versions were collected
+admin can't
+ - remove or change a marker or a record, or remove what the newest version is made of; let the newest expire
+
+A server with `--names any` takes other names too, which write can replace and admin can remove.
 
 No token ever stands in an error, a log or a `repr`; only their digests are kept.
 """

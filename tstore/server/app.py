@@ -6,10 +6,11 @@
 2. `PUT /<key>` with `If-None-Match: *` creates (201), all or nothing, durable once answered, or answers 412 where
    the key is taken; of any number of racing requests exactly one gets 201. Without that header only what may be
    replaced is taken (204): `latest` and heartbeats; for all else 428. A record, root, manifest, fragment or marker
-   is parsed and checked before it is stored, and a record needs the one before it; else 422.
+   is parsed and checked before it is stored. A record has to follow from the one before it, and what it names has
+   to be there; a root has to be what the server makes itself; else 422, or 403 where the scope does not suffice.
    `X-TStore-XXH3`, the xxh3-128 of the body in hexadecimal, is checked where it is sent: 409, to be sent again.
-3. `DELETE /<key>`: 204, also where nothing was there. Only what a gc's commit condemns can be removed, and
-   heartbeats; all else is 403, whatever the token.
+3. `DELETE /<key>`: 204, also where nothing was there. Only what a gc's commit condemns and no version is made of
+   can be removed, and heartbeats; all else is 403, whatever the token.
 4. `GET /?list&prefix=P&delimiter=/&after=NAME&limit=N`: the names behind `after` in their order, at most 1000, as
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the rest.
