@@ -9,13 +9,13 @@ count. A scope includes those below it:
 
 What a token of each scope can bring about, whatever it sends:
 
-read can read every object: all versions, also expired ones that are not deleted yet, and what transactions under way
-have written so far. It changes nothing.
+read can read every object: all versions, also expired ones that are not deleted yet, and what transactions under
+way have written so far. It changes nothing.
 
 write can
- - commit anything that a transaction can, with any message, time, facts and metrics, and set, move and drop any tag:
-   so it decides what the newest version and the tags show. Chunks are not decoded here: those that it commits may turn
-   out damaged when they are read
+ - commit anything that a transaction can, with any message, time, facts and metrics, and set, move and drop any
+   tag: so it decides what the newest version and the tags show. Chunks are not decoded here: those that it commits
+   may turn out damaged when they are read
  - by tags, metrics and times decide which versions the rules of a later garbage collection keep, the newest always
  - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
  - commit under the id of a transaction under way, if it knows that: its owner then takes that commit for its own
@@ -23,12 +23,14 @@ write can
    collected
  - point the hint anywhere, which costs readers some requests
  - make the store, where the server lets clients do so and there is none
- - use up space and numbers of versions: what is not committed goes with a later garbage collection, records stay
+ - use up space and numbers of versions: what is not committed goes with a later garbage collection, records stay;
+   and let the references of the newest version grow to 256 MiB, which each reader loads
 write can't
  - change, replace or remove an object that is there, the hint and heartbeats apart
  - change a version that is committed, make one unreadable that was not, or leave a gap between them
  - let a version expire, or have anything deleted
- - store a record that names what is not there or does not fit, or that readers, `verify` or `gc` stumble over
+ - store a record that names what is not there or does not fit, or that stops readers of other versions, `verify`
+   or `gc`
  - store a root other than the one that the server makes itself
 
 admin can besides
