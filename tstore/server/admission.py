@@ -45,6 +45,7 @@ _log = logging.getLogger("tstore.server")
 _MOST_READ = 192 << 20
 _HEAVIEST = 256 << 20
 _SMALL = 16 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
+_FEW = 4096  # nodes of a tree to which that applies
 _NEAR = 256  # versions that others created, which are read one by one
 _AGAIN = 5.0  # seconds after which objects that a version lacked are looked for again
 
@@ -100,7 +101,8 @@ class Admission:
         weight = size + total + (0 if record.replaces else standing.weight)
         before = Next(version, record, standing.tree, standing.whole, weight)
         async with self._budget.claim(total):
-            return await self._changing(before, size <= _SMALL and not total, scope)
+            quick = size <= _SMALL and not total and len(before.tree.nodes) <= _FEW
+            return await self._changing(before, quick, scope)
 
     def took(self, made: Next, data: bytes) -> None:
         """Go on with a record that was created."""
@@ -191,11 +193,11 @@ class Admission:
 
         return Next(version, record, await run(checked), whole, weight)
 
-    async def _changing(self, before: Next, at_once: bool, scope: Scope) -> Next:
+    async def _changing(self, before: Next, quick: bool, scope: Scope) -> Next:
         version, record, tree, whole, weight = before
         absent: list[str] = []
         manifests = [m for where in record.manifests if (m := await self._manifest(where, absent)) is not None]
-        ends = pack_ends(manifests) if at_once else await run(pack_ends, manifests)
+        ends = pack_ends(manifests) if quick else await run(pack_ends, manifests)
         known = not absent and (whole or record.replaces)
         for keys in batched(ends):
             for key, size in zip(keys, await together(self._served.size, keys), strict=True):
@@ -218,7 +220,7 @@ class Admission:
             result = applied(version, record, manifests, tree)
             return _bounded(Next(version, record, result, True, weight))
 
-        return made() if at_once and weight <= _HEAVIEST else await run(made)
+        return made() if quick and weight <= _HEAVIEST else await run(made)
 
     async def _manifest(self, where: ObjectRef | Manifest, absent: list[str]) -> Manifest | None:
         """The manifest that a record names; None, and its key in `absent`, where it is not here."""

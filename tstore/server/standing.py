@@ -40,6 +40,7 @@ class Standing:
         self.whole = True
         self.weight = 0
         self.collected = 0
+        self._since = 0  # the version of the collection that `_alive` is of
         self._alive: tuple[Alive, ...] = ()
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
@@ -70,13 +71,16 @@ class Standing:
         return found
 
     async def _read_collections(self, log: Log) -> None:
+        """Read what the last collections decided; one that was voided, as by a repair, decided nothing."""
         self.collected = gc = await log.collected(self.version)
         while gc and len(self._condemned) < _GCS:
             record = await log.record(gc)
-            if record.collection is None:
+            if record.collection is not None:
+                if not self._condemned:
+                    self._since, self._alive = gc, record.collection.alive
+                self._condemned.append(Condemned.by(record.collection))
+            elif not record.void:
                 raise Corrupt(f"version {gc} is named as a garbage collection, and is none")
-            self._alive = self._alive if self._condemned else record.collection.alive
-            self._condemned.append(Condemned.by(record.collection))
             gc = record.collected
 
     async def follow(self, backend: Backend, version: int) -> None:
@@ -91,9 +95,10 @@ class Standing:
                 except (Corrupt, NotFound, UnsupportedFormat):
                     there = False
                 if number == self.version + 1:  # else it was taken in meanwhile
-                    whole, weight = there and (self.whole or record.replaces), sum(map(weight_of, manifests))
+                    whole = there and (self.whole or record.replaces)
+                    weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
                     tree = self.tree.after(number, record, manifests)
-                    self.goes_on(number, record, check, tree, whole=whole, weight=self.weight + weight)
+                    self.goes_on(number, record, check, tree, whole=whole, weight=weight)
 
     def goes_on(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
         """Take in the next version, whose record ends in that checksum, and after which the tree is `tree`."""
@@ -101,7 +106,8 @@ class Standing:
         self.tree, self.whole, self.weight = tree, whole, weight
         self._remember(version, record)
         if record.collection is not None:
-            self.collected, self._alive = version, record.collection.alive
+            self.collected = self._since = version
+            self._alive = record.collection.alive
             self._condemned = [Condemned.by(record.collection), *self._condemned[: _GCS - 1]]
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
@@ -119,7 +125,7 @@ class Standing:
         if self._ledger is None:
             log, version = Log(backend), self.version
             ledger = Ledger(self._alive)
-            for numbers in batched(range(self.collected + 1, version + 1)):
+            for numbers in batched(range(self._since + 1, version + 1)):
                 for number, record in zip(numbers, await together(log.record, numbers), strict=True):
                     ledger.add(number, record)
             if version != self.version:
