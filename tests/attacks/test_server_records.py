@@ -38,7 +38,7 @@ from tstore.commits.manifest import (
 )
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
 from tstore.commits.tree import group_document
-from tstore.errors import Corrupt, Denied, InvalidArgument
+from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.server import Server, admission
 
 VALUES = np.arange(40_000.0)
@@ -450,6 +450,20 @@ async def test_a_root_that_can_not_be_computed_is_refused(tmp_path: Path) -> Non
         assert (await client.create(f"/{root_key(256)}", data[256])).status == 422
         large.write_bytes(bytes_of)
         assert (await client.create(f"/{root_key(256)}", data[256])).status == 201
+
+
+async def test_the_manifest_of_a_group_that_somebody_else_wrote_first(place: Place) -> None:
+    """A record that refers to what the hosts made would name it, and nobody could read that."""
+    hosts = [place.store.transaction(name="step/9", host=i, hosts=2, attempt="a") for i in range(2)]
+    for j, tx in enumerate(hosts):
+        for i in range(300):
+            await (await tx.create_array(f"many/{j}/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+    key = f"txn/{hosts[0].id}/manifest"
+    assert (await place.write.create(f"/{key}", framed(manifest()))).status == 201
+    outcomes = await asyncio.gather(*[tx.commit(timeout=1) for tx in hosts], return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} <= {Inconsistent}
+    assert await place.store.log.newest() == NEWEST
+    await goes_on(place)
 
 
 # ---- what one record costs
