@@ -53,6 +53,7 @@ import hashlib
 import hmac
 import os
 import re
+import stat
 from collections.abc import Mapping
 
 from tstore.errors import Denied, InvalidArgument
@@ -62,6 +63,7 @@ __all__ = ["Access", "Scope"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _SHORTEST = 16
+_LONGEST = 1 << 20  # bytes of a file of tokens
 
 
 class Scope(enum.IntEnum):
@@ -100,12 +102,23 @@ class Access:
 
     @staticmethod
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
-        """The access that a file says; `Denied` where others than its owner and group may read it."""
+        """Return the access that a file says; `Denied` where others than its owner may read it.
+
+        As with the keys of other servers, the group may read what belongs to root: so a container that is not
+        root's reads a secret that its orchestrator mounts for its group.
+        """
         where = os.fspath(path)
-        with explained("read", where), open(where, encoding="utf-8", errors="replace") as file:
-            if os.fstat(file.fileno()).st_mode & 0o007:
-                raise Denied(f"{where} can be read by everybody; make it yours alone: chmod 600 {where}")
-            return Access.parse(file.read(), where, anonymous)
+        with explained("read", where):
+            if not stat.S_ISREG(os.stat(where).st_mode):  # to open a pipe or a device might wait, or do something
+                raise InvalidArgument(f"{where} is no regular file; pass a file of lines SCOPE TOKEN")
+            fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "rb") as file:
+                known = os.fstat(fd)
+                _check_mode(known, where)
+                text = file.read(_LONGEST + 1) if stat.S_ISREG(known.st_mode) else b""
+        if len(text) > _LONGEST:
+            raise InvalidArgument(f"{where} is longer than {_LONGEST} bytes; pass a file of lines SCOPE TOKEN")
+        return Access.parse(text.decode(errors="replace"), where, anonymous)
 
     @property
     def tokens(self) -> int:
@@ -138,6 +151,17 @@ class Access:
 
     def __repr__(self) -> str:
         return f"<tstore.server.Access of {self.tokens} tokens, anonymous: {self.anonymous.name.lower()}>"
+
+
+def _check_mode(known: os.stat_result, where: str) -> None:
+    """Raises `Denied` where others may read the tokens."""
+    of_root = known.st_uid == 0 != os.geteuid()
+    if known.st_mode & (0o037 if of_root else 0o077):
+        raise Denied(
+            f"{where} can be read by others (mode {stat.S_IMODE(known.st_mode):04o}); make it yours alone: "
+            f"chmod 600 {where}, or for a Kubernetes secret set defaultMode: 0400, and an fsGroup where the "
+            "container does not run as root"
+        )
 
 
 def _scope(name: str, where: str) -> Scope:
