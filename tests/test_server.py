@@ -370,10 +370,11 @@ async def test_without_tokens_a_page_of_another_name_gets_nothing(tmp_path: Path
 async def test_tokens_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"# of the cluster\n\nread {READ}\nwrite  {WRITE}\n")
-    file.chmod(0o644)
-    with pytest.raises(Denied, match="chmod 600"):
-        Access.read(file)
-    file.chmod(0o640)
+    for mode in (0o644, 0o640, 0o604, 0o660, 0o601):
+        file.chmod(mode)
+        with pytest.raises(Denied, match=f"mode {mode:04o}.*chmod 600.*Kubernetes.*defaultMode: 0400"):
+            Access.read(file)
+    file.chmod(0o600)
     access = Access.read(file)
     assert access.tokens == 2
     assert READ not in repr(access)
@@ -556,7 +557,7 @@ def test_ctrl_c_is_a_regular_end(tmp_path: Path) -> None:
 
 def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    total, log = 12_000, logging.getLogger("tstore.server")
+    total, log = 12_000, logging.getLogger("tstore.server.access")
     with written(writing), (tmp_path / "log").open("wb") as file:
         for number in range(total):
             log.info("entry %d", number)

@@ -89,6 +89,20 @@ _log = logging.getLogger("tstore.server")
     help="How many seconds to wait for writes at shutdown.",
 )
 @click.option(
+    "--min-rate",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    metavar="KB",
+    help="The average rate, in KB a second, below which an upload or download is ended after a minute.",
+)
+@click.option(
+    "--hostname",
+    multiple=True,
+    metavar="NAME",
+    help="A name of this server, such as a proxy's. Requests without a token must use one, or an address.",
+)
+@click.option(
     "--names",
     type=click.Choice(["layout", "any"]),
     default="layout",
@@ -110,6 +124,8 @@ def serve(
     requests: int,
     max_pack: int,
     drain: float,
+    min_rate: int,
+    hostname: tuple[str, ...],
     names: Literal["layout", "any"],
     as_json: bool,
 ) -> int:
@@ -134,7 +150,8 @@ def serve(
             access=_access(token_file, anonymous),
             certificate=certificate,
             names=names,
-            limits=Limits(connections, requests, max_pack << 20, drain=drain),
+            hostnames=hostname,
+            limits=Limits(connections, requests, max_pack << 20, drain=drain, rate=min_rate << 10),
         )
         if not (create or read_only) and names == "layout":
             await _check_store(store)

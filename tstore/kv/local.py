@@ -229,8 +229,13 @@ class LocalBackend:
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
         with explained("write", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            Path(temporary).write_bytes(data)
-            os.replace(temporary, path)
+            try:
+                Path(temporary).write_bytes(data)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):  # it may never have been made; what failed is what is told
+                    os.unlink(temporary)
+                raise
 
     def _empty(self) -> bool:
         try:

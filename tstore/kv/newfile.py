@@ -8,9 +8,10 @@
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before 2 leaves the temporary file, after it the whole new one. A long one (`NewFile`) is locked
-with flock(2) while its writer lives, and the next writer of the same object removes those that are not. Where
-nothing can be locked, as on some network mounts, it removes what was not written to for an hour.
+A process killed before 2 leaves the temporary file, after it the whole new one. A long one (`NewFile`, or what a
+server receives) is locked with flock(2) while its writer lives, and the next writer of the same object, or the
+next server, removes those that are not. Where nothing can be locked, as on some network mounts, it removes what
+was not written to for an hour.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "NewFile",
     "explained",
     "fsync_folder",
+    "locked_draft",
     "new_file",
     "remove_unfinished",
     "rest_of",
@@ -93,6 +95,7 @@ class Draft:
 
     def __init__(self, folder: str, mark: str, durability: Durability) -> None:
         self._folder = folder
+        self._mark = mark
         self._durability = durability
         self._temporary = f"{folder}/.{mark}.{secrets.token_hex(8)}.tmp"
         self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -103,14 +106,14 @@ class Draft:
             os.fsync(self.fd)
 
     def publish(self, path: str) -> None:
-        """Gives it its name, in that folder, after `force`.
+        """Gives it its name, in a folder of the same file system, after `force`.
 
         FileExistsError where the name is taken; then another can be tried.
         """
         _link(self._temporary, path)
         self.close()
         if self._durability is Durability.FSYNC:
-            fsync_folder(self._folder)
+            fsync_folder(os.path.dirname(os.path.abspath(path)))
 
     def close(self) -> None:
         """Removes the temporary name; any number of times."""
@@ -119,6 +122,12 @@ class Draft:
             self.fd = -1
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._temporary)
+
+    def remove_abandoned(self) -> None:
+        """Remove the files of the same mark whose writers, which lock theirs as this one does, have ended."""
+        locks = _lock(self.fd) is not None
+        now = os.fstat(self.fd).st_mtime  # by the clock of the file system
+        remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _GIVEN_UP)
 
 
 @contextlib.contextmanager
@@ -136,10 +145,10 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
         draft.close()
 
 
-def _locked(path: str, durability: Durability) -> Draft:
-    """A draft of the file that is locked, where that can be, as long as this process holds it open."""
+def locked_draft(folder: str, mark: str, durability: Durability) -> Draft:
+    """Return a draft that is locked, where that can be, as long as this process holds it open."""
     while True:
-        draft = Draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
+        draft = Draft(folder, mark, durability)
         try:
             if _lock(draft.fd) is not False and os.fstat(draft.fd).st_nlink:
                 return draft
@@ -160,14 +169,6 @@ def _lock(fd: int) -> bool | None:
             raise
         return None
     return True
-
-
-def _remove_own(path: str, draft: Draft) -> None:
-    """Removes what creations of the file left that never ended, but not the draft of one that goes on."""
-    folder, begin = os.path.dirname(os.path.abspath(path)), f".{_mark(path)}."
-    locks = _lock(draft.fd) is not None
-    now = os.fstat(draft.fd).st_mtime  # by the clock of the file system
-    remove_unfinished(folder, begin, math.inf if locks else now - _GIVEN_UP)
 
 
 def remove_unfinished(folder: str, begin: str, before: float) -> None:
@@ -238,10 +239,10 @@ class NewFile:
         self.key = key
         self._path = path
         self._end = 0
-        self._draft = _locked(path, durability)
+        self._draft = locked_draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
         self._fd = self._draft.fd
         try:
-            _remove_own(path, self._draft)
+            self._draft.remove_abandoned()
             self.reserve(size)
         except BaseException:
             self.discard()

@@ -4,7 +4,9 @@
 2. `access`: who may do what; `names`, `metadata`: which names and which metadata are taken at all.
 3. `storing`: what is taken and removed; `admission`: whether the log allows it, as far as that goes (`standing`);
    `served`, `folder`: the objects behind it, those of any backend and local files.
-4. `running`: where it listens and how it ends; `connections`, `bodies`, `answers`, `limits`, `journal`: its parts.
+4. `transfers`, `shares`, `limits`: what clients may take, and who goes first where they want more; `bodies`,
+   `spool`: how bodies come and go; `listings`: names in pages.
+5. `running`: how it starts and ends; `listening`, `connections`: where clients come in; `answers`, `journal`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import logging
 import math
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.commits.condemned import check_collection, packs_of
@@ -33,12 +34,12 @@ from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.pool import run
 from tstore.server.access import Scope
 from tstore.server.answers import Refused
-from tstore.server.limits import Budget
 from tstore.server.served import Served
+from tstore.server.shares import Shares
 from tstore.server.standing import Standing, weight_of
 from tstore.turns import batched, together
 
-__all__ = ["Admission", "Next"]
+__all__ = ["Admission", "Next", "Sender"]
 
 _log = logging.getLogger("tstore.server")
 
@@ -48,6 +49,13 @@ _SMALL = 16 << 10  # bytes of a record that is compared at once; of a longer one
 _FEW = 4096  # nodes of a tree to which that applies
 _NEAR = 256  # versions that others created, which are read one by one
 _AGAIN = 5.0  # seconds after which objects that a version lacked are looked for again
+
+
+class Sender(NamedTuple):
+    """Who sends a record: a client, and the scope of its token."""
+
+    client: Hashable
+    scope: Scope
 
 
 class Next(NamedTuple):
@@ -63,10 +71,10 @@ class Next(NamedTuple):
 class Admission:
     """Compares what is to be stored, or removed, with the log of one server."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, wait: float) -> None:
         self._served = served
         self._backend = served.backend
-        self._budget = Budget(_MOST_READ)
+        self._memory = Shares(_MOST_READ, wait, "memory")
         self._standing = Standing()
         self._following = asyncio.Lock()
         self._making_roots = asyncio.Lock()
@@ -74,12 +82,13 @@ class Admission:
         self._rooted: Recent[tuple[bytes, Tree]] = Recent(4)
         self._roots: Recent[tuple[bytes, bytes]] = Recent(64)
 
-    async def admitted(self, version: int, record: Record, size: int, scope: Scope) -> Next:
+    async def admitted(self, version: int, record: Record, size: int, sender: Sender) -> Next:
         """Return the record, of `size` bytes, as the next version.
 
         `Corrupt` says why it can't be, `Refused` that the scope does not suffice, `AlreadyExists` that the version
         was taken meanwhile.
         """
+        scope = sender.scope
         standing = await self._as_of(version - 1)
         check_form(record)
         if record.collected != (last := standing.collected):
@@ -100,7 +109,7 @@ class Admission:
             standing = await self._whole_again(standing)
         weight = size + total + (0 if record.replaces else standing.weight)
         before = Next(version, record, standing.tree, standing.whole, weight)
-        async with self._budget.claim(total):
+        async with self._memory.claim(sender.client, total):
             quick = size <= _SMALL and not total and len(before.tree.nodes) <= _FEW
             return await self._changing(before, quick, scope)
 

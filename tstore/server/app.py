@@ -1,8 +1,8 @@
 """The dialect of HTTP/1.1 in which a store is served.
 
-1. `GET` or `HEAD /<key>`: the object, whole or one range of it (206; 416 beyond its end), with a strong `ETag`,
-   where it is known `Last-Modified`, and in answer to HEAD `X-TStore-Age`: seconds since it was written, by the
-   server's clock. `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 where there is none.
+1. `GET` or `HEAD /<key>`: the object, whole or one range of it (206; 416 beyond its end), where they are known
+   with a strong `ETag` and `Last-Modified`, and for HEAD with `X-TStore-Age`: seconds since it was written,
+   by the server's clock. `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 where there is none.
 2. `PUT /<key>` with `If-None-Match: *` creates (201), all or nothing, durable once answered, or answers 412 where
    the key is taken; of any number of racing requests exactly one gets 201. Without that header only what may be
    replaced is taken (204): `latest` and heartbeats; for all else 428. A record, root, manifest, fragment or marker
@@ -16,7 +16,8 @@
    is the `after` of the rest.
 5. `GET /-/health`: 200, or 503 once the server is about to end.
 6. Other answers: 400 for what can't be understood, 401 without a token that is known, 403 where its scope does not
-   suffice, 405, 408 for a body that stalls, 411, 413 for one too long, 415, 503 with `Retry-After`, 507.
+   suffice, 405, 408 for a body that is too slow, 411, 413 for one too long, 415, 503 with `Retry-After` where too
+   much is asked at once, 507.
 
 Every answer names the server, `Server: tstore/<version>` and, since a proxy may put its own name there,
 `X-TStore-Version: <version>`: so a client learns that all this is there.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+from collections.abc import Collection
 from urllib.parse import parse_qsl
 
 from aiohttp import web
@@ -41,6 +43,7 @@ from tstore.server.limits import Limits
 from tstore.server.names import Kind, Names, key_of, kind_of
 from tstore.server.served import Served
 from tstore.server.storing import Storing
+from tstore.server.transfers import Transfers, client_of
 
 __all__ = ["App"]
 
@@ -48,23 +51,35 @@ _PAGE = 1000
 _LIST = {"list", "prefix", "delimiter", "after", "limit"}
 _NEEDED = {"GET": Scope.READ, "HEAD": Scope.READ, "PUT": Scope.WRITE, "DELETE": Scope.WRITE}
 _METHODS = ", ".join(_NEEDED)
+_CONDITIONS = "If-Match", "If-None-Match", "If-Unmodified-Since"
 _FOR_EVER = "private, max-age=31536000, immutable"
 
 
 class App:
     """Answers the requests for the objects of one store.
 
-    `most` is the scope that no token exceeds. Where there are no tokens, requests that name the server otherwise
-    than by its address are refused: a page in a browser could make such, under a name that it lets point here.
+    `most` is the scope that no token exceeds. A request without a token has to name the server by an address,
+    localhost, or one of the `hostnames`: a page in a browser could make others, under a name of its own that it
+    lets point here. Over TLS it could not, since the certificate is for another name.
     """
 
-    def __init__(self, served: Served, access: Access, most: Scope, names: Names, limits: Limits) -> None:
+    def __init__(
+        self,
+        served: Served,
+        access: Access,
+        most: Scope,
+        names: Names,
+        limits: Limits,
+        hostnames: Collection[str],
+    ) -> None:
         self.draining = False
         self._served = served
-        self._storing = Storing(served, limits)
+        self._transfers = Transfers(limits)
+        self._storing = Storing(served, limits, self._transfers)
         self._access = access
         self._most = most
         self._names = names
+        self._hostnames = {"localhost", *map(str.lower, hostnames)}
         self._limits = limits
         self._busy = 0
         self._idle = asyncio.Event()
@@ -99,11 +114,11 @@ class App:
             return answer(503 if self.draining else 200, {"status": "ending" if self.draining else "fine"})
         if self.draining:
             raise Refused(503, "the server is about to end", {"Retry-After": "1", "Connection": "close"})
-        if self._busy > self._limits.requests:
-            raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         if request.method not in _NEEDED:
             raise Refused(405, f"this server knows {_METHODS}", {"Allow": _METHODS})
-        scope = self._admitted(request)
+        scope = self._admitted(request)  # before anything is ended for this request
+        if self._busy > self._limits.requests and not self._transfers.make_room(client_of(request)):
+            raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
             if path == "/":
                 return await self._list(request, query)
@@ -125,10 +140,23 @@ class App:
             error = ', error="invalid_token"' if given is not None else ""
             raise Refused(401, why, {"WWW-Authenticate": f'Bearer realm="tstore"{error}'})
         tally().scope = scope.name.lower()
-        if given is None and not self._access.tokens and not _is_address(request.host):
-            raise Refused(403, "without a token this server is to be asked by its address, or as localhost")
+        if given is None and not request.secure and not self._knows(request.host):
+            raise Refused(
+                403, "without a token this server is to be asked by its address, as localhost, or by a --hostname"
+            )
         self._check_scope(scope, _NEEDED[request.method])
         return scope
+
+    def _knows(self, host: str) -> bool:
+        """Whether a Host header has a name of this server: a page's that points here by its own is another."""
+        name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
+        if name in self._hostnames:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
 
     def _check_scope(self, scope: Scope, needed: Scope) -> None:
         if needed > self._most:
@@ -148,11 +176,15 @@ class App:
             async with self._served.opened(key, kind) as found:
                 if request.method == "HEAD" and found.age is None:
                     found = found._replace(age=await self._served.age(key))
-                return await send(request, found, "no-store" if kind.replaceable else _FOR_EVER, self._limits)
+                kept = "no-store" if kind.replaceable else _FOR_EVER
+                with self._transfers.begun(client_of(request)) as transfer:
+                    return await send(request, found, kept, transfer)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"no object of a store is named {key}")
         if request.method == "PUT":
             return answer(201 if await self._storing.put(request, key, kind, scope) is PutMode.CREATE else 204)
+        if any(name in request.headers for name in _CONDITIONS):
+            raise Refused(400, "a DELETE takes no condition")
         if kind is not Kind.HEARTBEAT:
             self._check_scope(scope, Scope.ADMIN)
         await self._storing.remove(key, kind)
@@ -178,13 +210,3 @@ class App:
         page, more = await self._served.page(prefix, delimiter, asked.get("after", ""), most)
         entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
         return answer(200, {"entries": entries, "folders": page.folders, "next": more})
-
-
-def _is_address(host: str) -> bool:
-    """Whether a Host header names an address, or localhost, with or without a port."""
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return name.lower() == "localhost"
-    return True

@@ -12,12 +12,13 @@ from aiohttp import web
 
 from tstore.server.answers import Refused, headers
 from tstore.server.journal import tally
-from tstore.server.limits import PIECE, Limits
+from tstore.server.limits import PIECE
 from tstore.server.served import Found
+from tstore.server.transfers import Transfer
 
 __all__ = ["declared_length", "received", "send"]
 
-_SENT = 8 << 20
+_GATHERED = 256 << 10
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
@@ -31,45 +32,39 @@ def declared_length(request: web.BaseRequest, most: int) -> int | None:
     return length
 
 
-async def received(request: web.BaseRequest, most: int, limits: Limits) -> AsyncIterator[list[bytes]]:
-    """The body, about 1 MiB at a time; refuses one that is too long, stalls, or is cut short."""
-    total, counted = 0, tally()
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # what comes is the answer, of which nothing is sent yet
-    ended = False
-    while not ended:
-        piece: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(limits.stall):
-                while size < PIECE and not ended:
-                    data = await request.content.readany()
-                    ended = not data
-                    if data:
-                        piece.append(data)
-                        size += len(data)
-        except TimeoutError:
-            raise Refused(
-                408, f"less than {PIECE} bytes of the body came in {limits.stall:g} s", {"Connection": "close"}
-            ) from None
-        except (web.RequestPayloadError, ConnectionError):
-            raise Refused(400, "the body was cut short, so nothing was stored", {"Connection": "close"}) from None
-        total += size
-        counted.received = total
-        if total > most:
-            raise _too_long(most)
-        if piece:
-            yield piece
+async def received(request: web.BaseRequest, most: int, transfer: Transfer) -> AsyncIterator[bytes]:
+    """The body, about 256 KiB at a time; refuses one that is too long, too slow, or cut short."""
+    counted, ended = tally(), False
+    try:
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # what comes is the answer, of which nothing is sent yet
+        while not ended:
+            pieces: list[bytes] = []
+            enough = transfer.moved + _GATHERED
+            async with transfer.awaiting():
+                while transfer.moved < enough and not ended:
+                    pieces.append(await request.content.readany())
+                    transfer.moved += len(pieces[-1])
+                    ended = not pieces[-1]
+            counted.received = transfer.moved
+            if transfer.moved > most:
+                raise _too_long(most)
+            if data := b"".join(pieces):
+                yield data
+    except (web.RequestPayloadError, ConnectionError):
+        raise Refused(400, "the body was cut short, so nothing was stored", {"Connection": "close"}) from None
 
 
 def _too_long(most: int) -> Refused:
     return Refused(413, f"the body is longer than the {most} bytes that are taken here", {"Connection": "close"})
 
 
-async def send(request: web.BaseRequest, found: Found, kind: str, limits: Limits) -> web.StreamResponse:
+async def send(request: web.BaseRequest, found: Found, kind: str, transfer: Transfer) -> web.StreamResponse:
     """Answers with the object, or what was asked of it."""
-    said = headers(**{"Accept-Ranges": "bytes", "ETag": f'"{found.etag}"', "Cache-Control": kind})
+    said = headers(**{"Accept-Ranges": "bytes", "Cache-Control": kind})
+    if found.etag is not None:
+        said["ETag"] = f'"{found.etag}"'
     if found.age is not None:
         said["X-TStore-Age"] = f"{found.age:.3f}"
     if found.modified is not None:
@@ -79,16 +74,17 @@ async def send(request: web.BaseRequest, found: Found, kind: str, limits: Limits
     response = web.StreamResponse(status=status, headers=said)
     response.content_type = "application/octet-stream"
     response.content_length = stop - start
-    counted, first = tally(), start
+    counted = tally()
     try:
         await response.prepare(request)
         if request.method == "HEAD":
             return response
         while start < stop:
-            async with asyncio.timeout(limits.stall):
-                start += await _send_piece(request, response, found, start, min(stop - start, _SENT))
-                counted.sent = start - first
-    except (ConnectionError, TimeoutError, EOFError):
+            async with transfer.awaiting():
+                sent = await _send_piece(request, response, found, start, min(stop - start, PIECE))
+                start, transfer.moved = start + sent, transfer.moved + sent
+            counted.sent = transfer.moved
+    except (ConnectionError, EOFError, Refused):
         if request.transport is not None:
             request.transport.abort()  # the client must not take a part for the whole
     return response
@@ -109,7 +105,7 @@ async def _send_piece(
             if sent < size:
                 raise EOFError  # somebody cut the file
             return sent
-    data = await found.piece(offset, min(size, PIECE))
+    data = await found.piece(offset, size)
     if not data:
         raise EOFError
     await response.write(data)
@@ -128,7 +124,7 @@ def _range(request: web.BaseRequest, found: Found, said: dict[str, str]) -> tupl
     """The status, and the bytes to send; several ranges, and units unknown, are answered with the whole."""
     asked = _RANGE.fullmatch(request.headers.get("Range", ""))
     only_if = request.headers.get("If-Range")
-    same = only_if is None or only_if in (said["ETag"], said.get("Last-Modified"))
+    same = only_if is None or only_if in (said.get("ETag"), said.get("Last-Modified"))
     if asked is None or not same:
         return 200, 0, found.size
     first, last, suffix = asked.groups()

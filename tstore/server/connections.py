@@ -1,9 +1,20 @@
-"""The connections of a server: how many there may be, and what is said where no request can be made out."""
+"""The connections of a server: how many there may be, which are closed first, and the answer to what is no HTTP.
+
+They are counted from when they are accepted. Beyond the limit the one is closed that has come least far: one that
+has not finished its TLS handshake before one that has sent no request, that before one whose requests were all
+refused, and that before one that is idle; among equals the one that has been there for longest. Those whose
+requests are being answered stay; if all are, the new one is closed. So a client that opens silent connections
+without end closes only its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
 import logging
+import socket
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,99 +23,166 @@ from aiohttp.http import HttpProcessingError
 
 from tstore.server.answers import answer
 from tstore.server.journal import AccessLog
-from tstore.server.limits import PIECE, Limits
+from tstore.server.limits import Limits
 
-__all__ = ["Connections"]
+__all__ = ["Connection", "Connections"]
 
 _LINGER = 2.0
 _CUT = 0.1
+_SHAKING = 2  # one of so many connections may be in a handshake: each takes half a MiB meanwhile
+_READ = 256 << 10  # bytes received ahead of who wants them; twice that at most
+_IN_VAIN = {400, 401, 403, 405}
 
 _log = logging.getLogger("tstore.server")
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
+class Stage(enum.Enum):
+    """How far a connection has come; those of an earlier one go first."""
+
+    ACCEPTED = enum.auto()
+    SILENT = enum.auto()
+    REFUSED = enum.auto()
+    SERVED = enum.auto()
+    ANSWERING = enum.auto()
+
+
 class Connections:
-    """Makes a connection for each client that calls; beyond the limit the longest open idle one has to go."""
+    """The open connections, by how far they have come."""
 
     def __init__(self, handler: Handler, limits: Limits) -> None:
         self._handler = handler
-        self._most = limits.connections
-        self._open: dict[_Connection, None] = {}
+        self._limits = limits
+        self._open = {stage: OrderedDict[Connection, None]() for stage in Stage}
         self._http = web.Server(self._answer)
         self._settings: dict[str, Any] = {
             "loop": asyncio.get_running_loop(),
             "keepalive_timeout": limits.idle,
             "lingering_time": _LINGER,
-            "read_bufsize": PIECE,
+            "read_bufsize": _READ,
             "auto_decompress": False,
             "access_log_class": AccessLog,
             "access_log": logging.getLogger("tstore.server.access"),
             "logger": _log,
         }
 
-    def __call__(self) -> web.RequestHandler:
-        """A new connection."""
-        return _Connection(self, self._http, **self._settings)
+    def accepted(self, sock: socket.socket) -> Connection | None:
+        """The connection that a socket becomes; None, and the socket is closed, where there is no room."""
+        full = sum(map(len, self._open.values())) >= self._limits.connections
+        if len(self._open[Stage.ACCEPTED]) >= max(1, self._limits.connections // _SHAKING):
+            self.make_room()
+        elif full and not self.make_room():
+            sock.close()
+            return None
+        new = Connection(self, sock, self._http, **self._settings)
+        self._open[Stage.ACCEPTED][new] = None
+        return new
+
+    def make_room(self) -> bool:
+        """Whether a connection was ended that could be."""
+        for stage in (Stage.ACCEPTED, Stage.SILENT, Stage.REFUSED, Stage.SERVED):
+            if self._open[stage]:
+                gone, _ = self._open[stage].popitem(last=False)
+                gone.cut()
+                return True
+        return False
+
+    def moved(self, connection: Connection, stage: Stage) -> None:
+        """Takes note of how far a connection has come; one that had to go is not counted again."""
+        if self._open[connection.stage].pop(connection, self) is None:
+            self._open[stage][connection] = None
+        connection.stage = stage
+
+    def closed(self, gone: Connection) -> None:
+        """Takes note that a connection has ended."""
+        self._open[gone.stage].pop(gone, None)
 
     async def close(self) -> None:
         """Closes all of them; requests should have ended."""
         self._http.pre_shutdown()
         await self._http.shutdown(_CUT)
-
-    def opened(self, new: _Connection) -> None:
-        """Makes room for a connection."""
-        if len(self._open) >= self._most:
-            gone = next((c for c in self._open if not c.answering), new)
-            self._open.pop(gone, None)
-            gone.force_close()
-            if gone is new:
-                return
-        self._open[new] = None
-
-    def closed(self, gone: _Connection) -> None:
-        """Takes note that a connection has ended."""
-        self._open.pop(gone, None)
+        while self.make_room():
+            pass
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
-        assert isinstance(connection, _Connection)
-        connection.answering = connection.asked = True
+        assert isinstance(connection, Connection)
+        connection.begin()
+        response: web.StreamResponse | None = None
         try:
             response = await self._handler(request)
+            with contextlib.suppress(ConnectionError):  # then nobody waits for it
+                async with asyncio.timeout(self._limits.stall):
+                    await response.prepare(request)
+                    await response.write_eof()
             if response.status == 408:  # no use in waiting for the rest of the body
-                await response.prepare(request)
-                await response.write_eof()
                 connection.force_close()
-            return response
+        except TimeoutError:
+            connection.cut()
+            if response is None:
+                raise
         finally:
-            connection.answering = False
+            connection.end(response)
+        return response
 
 
-class _Connection(web.RequestHandler):
-    __slots__ = ("_connections", "_first", "answering", "asked")
+class Connection(web.RequestHandler):
+    """One client's connection, from when it is accepted."""
 
-    def __init__(self, connections: Connections, http: web.Server, **settings: Any) -> None:
+    __slots__ = ("_connections", "_deadline", "_served", "_socket", "stage")
+
+    def __init__(self, connections: Connections, sock: socket.socket, http: web.Server, **settings: Any) -> None:
         super().__init__(http, **settings)
+        self.stage = Stage.ACCEPTED
         self._connections = connections
-        self._first: asyncio.TimerHandle | None = None
-        self.answering = self.asked = False
+        self._socket = sock
+        self._deadline: asyncio.TimerHandle | None = None
+        self._served = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begins to wait for the first request."""
         super().connection_made(transport)
-        self._connections.opened(self)
-        # aiohttp watches over the head of a first request in its newest versions only
-        self._first = asyncio.get_running_loop().call_later(self.keepalive_timeout, self._end_unasked)
+        self._connections.moved(self, Stage.SILENT)
+        self._cut_after(self.keepalive_timeout)  # a first request begins before that
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        """Takes note of the end."""
         self._connections.closed(self)
-        if self._first is not None:
-            self._first.cancel()
+        self._cut_after(None)
         super().connection_lost(exc)
 
-    def _end_unasked(self) -> None:
-        if not self.asked:
-            self.force_close()
+    def begin(self) -> None:
+        """Takes note of a request."""
+        self._cut_after(None)
+        self._connections.moved(self, Stage.ANSWERING)
+
+    def end(self, response: web.StreamResponse | None) -> None:
+        """Takes note of the end of a request, and how it was answered."""
+        if response is not None and response.status not in _IN_VAIN:
+            self._served = True
+        self._connections.moved(self, Stage.SERVED if self._served else Stage.REFUSED)
+        if response is None or not response.keep_alive:
+            self._cut_after(self.keepalive_timeout)
+
+    def force_close(self) -> None:
+        """Closes the connection once what was written is sent, or soon in any case."""
+        super().force_close()
+        self._cut_after(_LINGER)
+
+    def cut(self) -> None:
+        """Ends the connection at once, whatever is still to be sent, in whatever stage it is."""
+        self._cut_after(None)
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _cut_after(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self._loop.call_later(seconds, self.cut)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Logs what is a fault of this server; bytes of a client that are no request stay out of the log."""

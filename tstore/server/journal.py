@@ -4,6 +4,9 @@
 the method, the path without its query, the status, the scope of the token, bytes received and sent (of objects),
 and seconds.
 
+What clients can bring about is logged at a bounded rate (`Sparing`), their requests apart: a few entries of a kind
+in each period, and how many were left out.
+
 `written` puts the entries on a queue of bounded length, from which a thread of the standard library writes them: a
 reader that is slow, or gone, costs entries, whose number is told, and delays no request.
 """
@@ -24,11 +27,12 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-__all__ = ["AccessLog", "JsonLines", "tally", "written"]
+__all__ = ["AccessLog", "JsonLines", "Sparing", "tally", "written"]
 
 _LONGEST = 300
 _WAITING = 10_000  # entries
 _PATIENCE = 2.0  # seconds that entries are given at the end
+_FEW, _PERIOD = 5, 10.0  # entries of one place, and seconds
 
 
 class Tally:
@@ -95,22 +99,45 @@ def written(descriptor: int) -> Iterator[None]:
     entries: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
     handler = _Queued(entries)
     writer = logging.handlers.QueueListener(entries, _Lines(descriptor))
-    logs = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")]
+    logs, sparing = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")], Sparing()
     logs[0].setLevel(logging.INFO)
     for log in logs:
         log.addHandler(handler)
+        log.addFilter(sparing)  # of what is logged there, not of the requests below it
     writer.start()
     try:
         yield
     finally:
         for log in logs:
             log.removeHandler(handler)
+            log.removeFilter(sparing)
         logs[0].setLevel(logging.NOTSET)
         with entries.all_tasks_done:
             done = entries.all_tasks_done.wait_for(lambda: not entries.unfinished_tasks, _PATIENCE)
         if done:  # else nobody reads; the thread ends with the process
             handler.tell_dropped()
             writer.stop()
+
+
+class Sparing(logging.Filter):
+    """Passes a few entries of each line of code in a period; the first of the next tells how many it left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the entry is logged."""
+        place = record.pathname, record.lineno
+        begin, count = self._counts.get(place, (0.0, 0))
+        if record.created - begin < _PERIOD:
+            self._counts[place] = begin, count + 1
+            return count < _FEW
+        self._counts[place] = record.created, 1
+        if count > _FEW:
+            record.msg = f"{record.getMessage()} ({count - _FEW} more such entries were left out)"
+            record.args = None
+        return True
 
 
 class _Queued(logging.handlers.QueueHandler):

@@ -8,13 +8,12 @@ import ipaddress
 import logging
 import os
 import resource
-import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.errors import InvalidArgument, NotAStore
 from tstore.kv.local import LocalBackend
 from tstore.kv.url import connect
 from tstore.server.access import Access, Scope
@@ -22,14 +21,13 @@ from tstore.server.app import App
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
 from tstore.server.limits import LIMITS, Limits
+from tstore.server.listening import Listening
 from tstore.server.names import Names
 from tstore.server.served import Served
 
 __all__ = ["Certificate", "Server"]
 
 _MARKER = "tstore.json"
-_HANDSHAKE = 10.0
-_BACKLOG = 512
 _OTHER_FILES = 64
 
 _log = logging.getLogger("tstore.server")
@@ -49,6 +47,8 @@ class Server:
     only; `storage_options` as `tstore.open` takes them. `access` says who may do what; without it whoever reaches
     the server may read and write, and so it listens to this machine alone. Port 0 is any free one: `url` tells
     which. `names="any"` serves any names that a backend may have, and not those of a store's layout alone.
+    Requests without a token are answered only where their Host is an address, localhost, `host`, or one of
+    `hostnames`.
     Raises `InvalidArgument`, `NotAStore`, `Denied` (the port, the key), `Unavailable` (the port is taken).
     """
 
@@ -63,6 +63,7 @@ class Server:
         access: Access | None = None,
         certificate: Certificate | None = None,
         names: Names = "layout",
+        hostnames: Collection[str] = (),
         limits: Limits = LIMITS,
     ) -> None:
         if mode not in ("r", "a"):
@@ -78,12 +79,13 @@ class Server:
         self._access = access
         self._tls = None if certificate is None else _tls(certificate)
         self._names = names
+        self._hostnames = {host, *hostnames}
         self._limits = limits
 
     @property
     def url(self) -> str:
         """The URL under which the store is served."""
-        host, port = self._listening.sockets[0].getsockname()[:2]
+        host, port = self._listening.address
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -96,41 +98,27 @@ class Server:
     async def __aenter__(self) -> Server:
         backend = connect(self.store, self._options)
         await self._check_store(Served(backend))
-        self._served = ServedFolder(backend) if isinstance(backend, LocalBackend) else Served(backend)
+        wait = self._limits.wait
+        self._served = ServedFolder(backend, wait) if isinstance(backend, LocalBackend) else Served(backend, wait)
+        if self._mode == "a":
+            await self._served.tidy_up()
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
-        self._app = App(self._served, self._access, most, self._names, self._limits)
+        self._app = App(self._served, self._access, most, self._names, self._limits, self._hostnames)
         limits = _affordable(self._limits)
         self._connections = Connections(self._app.answer, limits)
-        try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                self._connections,
-                self._host,
-                self._port,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE,
-                backlog=min(_BACKLOG, limits.connections),  # so many are accepted at a time
-            )
-        except PermissionError as error:
-            raise Denied(
-                f"can't listen on {self._host}:{self._port}: {error.strerror}; try another port"
-            ) from error
-        except (OSError, OverflowError) as error:
-            raise Unavailable(
-                f"can't listen on {self._host}:{self._port}: {error}; pass another port, or 0 for any free one"
-            ) from error
-        for bound in self._listening.sockets:  # yet more may wait for their turn
-            with socket.fromfd(bound.fileno(), bound.family, bound.type) as listening:
-                listening.listen(_BACKLOG)
+        self._listening = Listening(self._connections, self._tls)
+        await self._listening.open(self._host, self._port)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listening.close()
+        self._listening.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain):
                 await self._app.drain()
         await self._connections.close()
+        await self._listening.close()
         await self._served.backend.close()
 
     async def _check_store(self, served: Served) -> None:

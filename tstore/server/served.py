@@ -1,7 +1,8 @@
 """The objects behind a server: what it reads from, creates in, lists and removes from a backend of any kind.
 
-A few packs are on their way at once, each in memory, or in a temporary file if it is long, until it is whole (see
-`Backend.upload`). `ServedFolder` (`folder`) does better with local files.
+A pack is received whole (`spool`) before it goes on to the storage, at the pace of that: so a few turns suffice
+for any number of clients, and no slow one takes them from others. `ServedFolder` (`folder`) does better with local
+files.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from io import FileIO
 from typing import NamedTuple, Protocol
 
 import xxhash
 
-from tstore.errors import InvalidArgument, NotFound
-from tstore.kv.base import Backend, Buffers, Durability, PackReader, PackWriter
+from tstore.errors import NotFound
+from tstore.kv.base import Backend, Buffers, Durability, PackReader
 from tstore.kv.objects import Entry, Page, PutMode
-from tstore.pool import run, uncancelled
-from tstore.server.limits import UPLOADS
+from tstore.pool import run
+from tstore.server.limits import LIMITS, UPLOADS
 from tstore.server.names import Kind
+from tstore.server.shares import Shares
+from tstore.server.spool import Spool
 
-__all__ = ["Found", "Incoming", "LengthNeeded", "Served"]
+__all__ = ["SMALL", "Found", "Incoming", "Served"]
 
-_SMALL = 1 << 20
+SMALL = 1 << 20
+"""Bytes of the longest object that is read whole before any of it is sent."""
 
 
 class Found(NamedTuple):
     """An object that is open for reading."""
 
     size: int
-    etag: str
-    """Changes with every change of the bytes, and never without one."""
+    etag: str | None
+    """Changes with every change of the bytes, and never without one; None where nothing does."""
     age: float | None
     modified: float | None
     source: bytes | FileIO | PackReader
@@ -57,9 +61,9 @@ def _piece(source: PackReader, offset: int, size: int) -> bytes:
 class Served:
     """The objects of a backend."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, wait: float = LIMITS.wait) -> None:
         self.backend = backend
-        self._uploads = asyncio.Semaphore(UPLOADS)
+        self._uploads = Shares(UPLOADS, wait, "its storage")
 
     @contextlib.asynccontextmanager
     async def opened(self, key: str, kind: Kind) -> AsyncIterator[Found]:
@@ -67,11 +71,11 @@ class Served:
         size = await self.backend.size(key) if kind.streamed else 0
         if size is None:
             raise NotFound(f"{self.backend.url}: there is no object {key}")
-        if size <= _SMALL:
+        if size <= SMALL:
             data = await self.backend.get(key)
             yield Found(len(data), xxhash.xxh3_128_hexdigest(data), None, None, data)
-        else:  # its name is never used again, so it tells one object from any other
-            etag = xxhash.xxh3_128_hexdigest(f"{key} {size}".encode())
+        else:  # a name that is never used again tells one object from any other
+            etag = None if kind.replaceable else xxhash.xxh3_128_hexdigest(f"{key} {size}".encode())
             yield Found(size, etag, None, None, await run(self.backend.reader, key))
 
     async def age(self, key: str) -> float | None:
@@ -119,30 +123,33 @@ class Served:
         """Removes an object; no error where it does not exist."""
         await self.backend.delete(key)
 
+    async def tidy_up(self) -> None:
+        """Removes what a server that was killed left unfinished; only files have any."""
+
     async def tidy(self, folder: str) -> None:
         """Removes a folder in which no object is left; only files have any."""
 
     @contextlib.asynccontextmanager
-    async def incoming(self, key: str, length: int | None) -> AsyncIterator[Incoming]:
-        """A new object that is filled piece by piece, and appears whole when the block ends without exception.
+    async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
+        """A new object of a client, filled piece by piece; it appears whole when the block ends without exception.
 
-        Raises `AlreadyExists` at the end where another was faster, `LengthNeeded`.
+        Raises `AlreadyExists` at the end where another was faster.
         """
-        if length is None:
-            raise LengthNeeded(f"{self.backend.url}: {key} is of unknown length")
-        async with self._uploads:
-            incoming = _Upload(self.backend, key, length)
-            try:
-                await incoming.begin()
-                yield incoming
-                await incoming.finish()
-            except BaseException:
-                await uncancelled(incoming.discard())
-                raise
+        with contextlib.closing(Spool()) as spool:
+            yield spool
+            async with self._uploads.claim(client, 1):
+                await run(self._upload, key, spool)
 
-
-class LengthNeeded(InvalidArgument):
-    """An object that comes without its length can't be received."""
+    def _upload(self, key: str, spool: Spool) -> None:
+        """Hands an object on to the storage; blocks a control thread, of which there are more than turns."""
+        writer = self.backend.upload(key, spool.size, Durability.FSYNC)
+        try:
+            if spool.size:
+                writer.append([spool.content()], spool.size)
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
 
 
 class Incoming(Protocol):
@@ -150,31 +157,3 @@ class Incoming(Protocol):
 
     async def write(self, pieces: Buffers) -> None:
         """Adds the next bytes."""
-
-
-class _Upload:
-    """It waits for memory, and for the storage, in threads of the pool: there are more of these than uploads."""
-
-    def __init__(self, backend: Backend, key: str, length: int) -> None:
-        self._backend = backend
-        self._key = key
-        self._length = length
-        self._writer: PackWriter | None = None
-
-    async def begin(self) -> None:
-        def begin() -> None:  # whoever is cancelled meanwhile still has it to discard
-            self._writer = self._backend.upload(self._key, self._length, Durability.FSYNC)
-
-        await run(begin)
-
-    async def write(self, pieces: Buffers) -> None:
-        assert self._writer is not None
-        await run(self._writer.append, pieces, sum(map(len, pieces)))
-
-    async def finish(self) -> None:
-        assert self._writer is not None
-        await run(self._writer.finish)
-
-    async def discard(self) -> None:
-        if self._writer is not None:
-            await run(self._writer.discard)

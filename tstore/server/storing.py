@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable
 
 import xxhash
 from aiohttp import web
@@ -19,28 +20,33 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.kv.objects import PutMode
 from tstore.pool import run
 from tstore.server.access import Scope
-from tstore.server.admission import Admission
+from tstore.server.admission import Admission, Sender
 from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
-from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Budget, Limits
+from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Limits
 from tstore.server.metadata import parsed
 from tstore.server.names import Kind, number_of
-from tstore.server.served import LengthNeeded, Served
+from tstore.server.served import Served
+from tstore.server.shares import Shares
+from tstore.server.spool import Spool
+from tstore.server.transfers import Transfers, client_of
 
 __all__ = ["Storing"]
 
 _SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT, Kind.MERGER)
 _SHORT = 16 << 10  # bytes that are parsed sooner than a thread is woken
+_OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
 class Storing:
     """Stores and removes the objects of one server."""
 
-    def __init__(self, served: Served, limits: Limits) -> None:
+    def __init__(self, served: Served, limits: Limits, transfers: Transfers) -> None:
         self._served = served
         self._limits = limits
-        self._admission = Admission(served)
-        self._budget = Budget(HELD)
+        self._transfers = transfers
+        self._admission = Admission(served, limits.wait)
+        self._memory = Shares(HELD, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
         """Stores the body of a request, as it asks: created, or put in place of what was there.
@@ -80,37 +86,36 @@ class Storing:
 
     async def _stream(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
-        length = declared_length(request, most)
-        async with self._budget.claim(min(length or most, 2 * PIECE)):
-            digest = _Digest(request)
-            try:
-                async with self._served.incoming(key, length) as incoming:
-                    async for pieces in received(request, most, self._limits):
-                        digest.update(pieces)
-                        await incoming.write(pieces)
-                    digest.check()
-            except LengthNeeded:
-                raise Refused(411, f"{key} needs a Content-Length") from None
+        declared_length(request, most)
+        async with self._served.incoming(key, client_of(request)) as incoming:
+            await self._receive(request, most, incoming.write)
 
     async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope) -> None:
         most = LONGEST_SMALL if kind in _SMALL else LONGEST_HELD
-        length = declared_length(request, most)
-        if length is None:
-            raise Refused(411, f"{key} needs a Content-Length")
-        # as it comes, joined, and parsed; what is short waits for nobody, and requests are bounded
-        async with self._budget.claim(0 if length <= PIECE else min(HELD, 3 * length)):
-            digest = _Digest(request)
-            data = bytearray()
-            async for pieces in received(request, most, self._limits):
-                digest.update(pieces)
-                data += b"".join(pieces)
-            digest.check()
-            try:
-                await self._keep(key, kind, bytes(data), mode, scope)
-            except (Corrupt, UnsupportedFormat) as error:
-                raise Refused(422, f"{key} is not stored: {error}") from error
+        declared_length(request, most)
+        client = client_of(request)
+        with contextlib.closing(Spool()) as spool:
+            await self._receive(request, most, spool.write)
+            # as it came, and parsed; what is short waits for nobody, and requests are bounded
+            claimed = 3 * spool.size if spool.size > PIECE else 0
+            async with self._memory.claim(client, claimed):
+                try:
+                    await self._keep(key, kind, await spool.read(), mode, Sender(client, scope))
+                except (Corrupt, UnsupportedFormat) as error:
+                    raise Refused(422, f"{key} is not stored: {error}") from error
 
-    async def _keep(self, key: str, kind: Kind, data: bytes, mode: PutMode, scope: Scope) -> None:
+    async def _receive(
+        self, request: web.BaseRequest, most: int, write: Callable[[list[bytes]], Awaitable[None]]
+    ) -> None:
+        """Writes the body of a request, and checks it, once whole, against the checksum that was sent with it."""
+        digest = _Digest(request)
+        with self._transfers.begun(client_of(request)) as transfer:
+            async for data in received(request, most, transfer):
+                digest.update(data)
+                await write([data])
+        digest.check()
+
+    async def _keep(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
         """Stores an object whole, where its form and the log allow it; `Corrupt` says why not."""
         body = parsed(key, kind, data) if len(data) <= _SHORT else await run(parsed, key, kind, data)
         if isinstance(body, Root):
@@ -118,7 +123,7 @@ class Storing:
         if not isinstance(body, Record):
             await self._served.put(key, data, mode)
             return
-        made = await self._admission.admitted(number_of(key), body, len(data), scope)
+        made = await self._admission.admitted(number_of(key), body, len(data), sender)
         await self._served.put(key, data, mode)
         self._admission.took(made, data)
 
@@ -130,10 +135,9 @@ class _Digest:
         self._wanted = request.headers.get("X-TStore-XXH3")
         self._made = xxhash.xxh3_128()
 
-    def update(self, pieces: Sequence[bytes]) -> None:
+    def update(self, data: bytes) -> None:
         if self._wanted is not None:
-            for piece in pieces:
-                self._made.update(piece)
+            self._made.update(data)
 
     def check(self) -> None:
         if self._wanted is not None and self._wanted.lower() != self._made.hexdigest():
@@ -144,10 +148,10 @@ class _Digest:
 
 def _mode(request: web.BaseRequest, kind: Kind) -> PutMode:
     wanted = request.headers.getall("If-None-Match", [])
-    if wanted == ["*"]:
-        return PutMode.CREATE
-    if wanted or "If-Match" in request.headers:
+    if wanted not in ([], ["*"]) or any(name in request.headers for name in _OTHER_CONDITIONS):
         raise Refused(400, "the only condition of a PUT is If-None-Match: *")
+    if wanted:
+        return PutMode.CREATE
     if not kind.replaceable:
         raise Refused(428, "this name can't be replaced; create it with If-None-Match: *")
     return PutMode.REPLACE

@@ -1,0 +1,288 @@
+"""Floods: slow, silent and senseless clients, beside which honest ones are served, and what they may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import trustme
+from served import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
+
+import tstore
+from tstore.server import Certificate, Limits, Server
+from tstore.server.answers import Refused
+from tstore.server.shares import Shares
+
+HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
+TREE = {"w": np.arange(300_000, dtype=np.float32)}
+
+
+def put(path: str, length: int) -> bytes:
+    return f"PUT {path} HTTP/1.1\r\n".encode() + HEAD + b"If-None-Match: *\r\nContent-Length: %d\r\n\r\n" % length
+
+
+@pytest.fixture(params=["folder", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "folder" else f"memory://floods-{tmp_path}"
+
+
+@contextlib.asynccontextmanager
+async def slow_uploads(server: Server, count: int, length: int, kind: str = "pack") -> AsyncIterator[list[Wire]]:
+    """Uploads that have begun, of which a little comes twenty times a second."""
+    async with contextlib.AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(wire(server)) for _ in range(count)]
+        for i, raw in enumerate(slow):
+            await raw.send(put(f"/txn/slow/{kind}-{i}", length) + b"x" * 100)
+
+        async def trickle() -> None:
+            while True:
+                for raw in slow:
+                    await raw.send(b"x" * 50)
+                await asyncio.sleep(0.05)
+
+        trickling = asyncio.ensure_future(trickle())
+        try:
+            yield slow
+        finally:
+            trickling.cancel()
+            await asyncio.wait([trickling])
+
+
+async def save(server: Server, step: int = 1) -> None:
+    async with await tstore.open(server.url, storage_options={"token": WRITE}) as store:
+        await tstore.save(store, TREE, step)
+        assert (np.asarray((await tstore.restore(store, step))["w"]) == TREE["w"]).all()
+
+
+# ---- slow bodies
+
+
+@pytest.mark.parametrize("count", [8, 128])
+async def test_slow_packs_stop_nobody(place: str, count: int) -> None:
+    async with Server(place, access=everybody()) as server, slow_uploads(server, count, 16 << 20):
+        async with asyncio.timeout(60):
+            await save(server)
+
+
+async def test_slow_packs_on_every_place_there_is_make_room(place: str) -> None:
+    """More of them than requests are answered at once: the slowest have to go, with 503, and may come again."""
+    async with Server(place, access=everybody(), limits=Limits(requests=12)) as server:
+        async with slow_uploads(server, 30, 16 << 20) as slow, asyncio.timeout(60):
+            await save(server)
+            answers = await asyncio.gather(*[asyncio.wait_for(raw.answer(), 1) for raw in slow[:12]],
+                                           return_exceptions=True)  # fmt: skip
+            assert {a[0] for a in answers if isinstance(a, tuple)} == {503}
+
+
+async def test_who_may_do_nothing_ends_nothing(place: str) -> None:
+    async with Server(place, access=everybody(), limits=Limits(requests=2)) as server:
+        async with slow_uploads(server, 2, 16 << 20) as slow, client_of(server) as stranger:
+            ended = [asyncio.ensure_future(raw.answer()) for raw in slow]
+            await asyncio.wait(ended, timeout=2.5)  # by then one would make room
+            for _ in range(5):
+                assert (await stranger("GET", "/latest")).status == 401
+            assert not (await asyncio.wait(ended, timeout=0.2))[0]
+            assert (await stranger.with_token(READ)("GET", "/latest")).status == 404
+            assert len((await asyncio.wait(ended, return_when="FIRST_COMPLETED"))[0]) == 1
+            [last] = [answering for answering in ended if not answering.done()]
+            last.cancel()
+
+
+async def test_a_long_manifest_that_hardly_comes_stops_nobody(place: str) -> None:
+    async with Server(place, access=everybody()) as server:
+        async with slow_uploads(server, 8, 100 << 20, "manifest"), client_of(server, WRITE) as client:
+            async with asyncio.timeout(60):
+                answer = await client.create("/txn/abc/manifest-0", b"x" * (3 << 20))
+                assert answer.status == 422
+                await save(server)
+
+
+async def test_a_body_needs_an_average_pace(place: str) -> None:
+    """Each piece comes in time, but the whole would take for ever."""
+    limits = Limits(stall=0.5, rate=1 << 20)
+    async with Server(place, access=everybody(), limits=limits) as server, asyncio.timeout(60):
+        async with wire(server) as raw:
+            await raw.send(put(PACK, 1 << 30) + b"x" * (1 << 20))
+            answering = asyncio.ensure_future(raw.answer())
+            while not answering.done():
+                await raw.send(b"x" * (20 << 10))
+                await asyncio.sleep(0.05)
+            status, body = await answering
+            assert status in (0, 408)
+            assert status == 0 or "1048576 bytes a second" in json.loads(body)["error"]
+        async with client_of(server, WRITE) as client:
+            assert (await client.create(PACK, b"x" * (5 << 20))).status == 201
+
+
+async def test_slow_readers_make_room(place: str) -> None:
+    async with Server(place, access=everybody(), limits=Limits(requests=4)) as server:
+        await save(server)
+        async with client_of(server, WRITE) as client, contextlib.AsyncExitStack() as stack:
+            assert (await client.create(PACK, bytes(32 << 20))).status == 201
+            for _ in range(4):
+                raw = await stack.enter_async_context(wire(server))
+                await raw.send(f"GET {PACK} HTTP/1.1\r\n".encode() + HEAD + b"\r\n")
+                assert await raw.reader.readexactly(17) == b"HTTP/1.1 200 OK\r\n"
+            async with asyncio.timeout(60):
+                await save(server, 2)
+
+
+async def test_a_reader_needs_a_mebibyte_in_time_and_no_more(tmp_path: Path) -> None:
+    """What counts is each MiB of progress, however much one call to the system may send."""
+    size = 16 << 20
+    async with Server(tmp_path, access=everybody(), limits=Limits(stall=1.2, rate=1 << 10)) as server:
+        async with client_of(server, WRITE) as client:
+            assert (await client.create(PACK, bytes(size))).status == 201
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+            raw.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(raw, ("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+            await loop.sock_sendall(raw, f"GET {PACK} HTTP/1.1\r\n".encode() + HEAD + b"\r\n")
+            received = told = 0
+            while received < size and (data := await loop.sock_recv(raw, 64 << 10)):
+                received += len(data)
+                if received - told > 1 << 20:
+                    told = received
+                    await asyncio.sleep(0.3)
+            assert received >= size
+
+
+async def test_who_waits_for_memory_is_told_to_come_again(tmp_path: Path) -> None:
+    """What is whole waits for memory only so long."""
+    limits = Limits(wait=0.1)
+    async with Server(tmp_path, access=everybody(), limits=limits) as server, client_of(server, WRITE) as client:
+        answers = await asyncio.gather(
+            *[client.create(f"/txn/abc/manifest-{i}", b"x" * (60 << 20)) for i in range(5)]
+        )
+        assert {a.status for a in answers} <= {422, 413, 503}
+        assert all("Retry-After" in a.headers for a in answers if a.status == 503)
+
+
+async def test_shares_go_to_who_has_least() -> None:
+    shares, served = Shares(10, 0.2, "a turn"), list[str]()
+
+    async def claim(client: str, size: int) -> None:
+        async with shares.claim(client, size):
+            served.append(client)
+
+    async with asyncio.timeout(20):
+        async with shares.claim("greedy", 7):
+            waiting = [asyncio.ensure_future(claim("greedy", 5)) for _ in range(3)]
+            waiting.append(asyncio.ensure_future(claim("modest", 2)))
+            waiting.append(asyncio.ensure_future(claim("modest", 99)))
+            await asyncio.sleep(0)
+            waiting[0].cancel()
+            await asyncio.wait(waiting[:1])
+        await asyncio.gather(*waiting[1:])
+        assert served[0] == "modest"
+        assert sorted(served) == ["greedy", "greedy", "modest", "modest"]
+        async with shares.claim("anybody", 10):  # nothing was lost
+            with pytest.raises(Refused, match="a turn") as refused:
+                await claim("other", 1)
+        assert (refused.value.status, refused.value.more["Retry-After"]) == (503, "5")
+        await claim("other", 10)
+
+
+# ---- connections
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Certificate, ssl.SSLContext]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    made.private_key_pem.write_to_path(folder / "key.pem")
+    for blob in made.cert_chain_pems:
+        blob.write_to_path(folder / "cert.pem", append=True)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    return Certificate(str(folder / "cert.pem"), str(folder / "key.pem")), trusting
+
+
+def memory(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\n\r\n"], ids=["silent", "begun", "plain"]
+)
+async def test_handshakes_that_never_end(
+    tmp_path: Path, certificate: tuple[Certificate, ssl.SSLContext], first: bytes
+) -> None:
+    """They are counted from when they are accepted; the oldest gives its place to a new one."""
+    (cert, key), trusting = certificate
+    options = ("--tls-cert", cert, "--tls-key", key, "--connections", "100")
+    with serving(tmp_path / "store", *options) as served:
+        address = served.url.removeprefix("https://").split(":")
+        before, most, size = open_files(served.process.pid), 0, memory(served.process.pid)
+        connector = aiohttp.TCPConnector(ssl=trusting)
+        async with aiohttp.ClientSession(served.url, connector=connector) as session, asyncio.timeout(120):
+            client = Client(session, WRITE)
+            silent: list[asyncio.StreamWriter] = []
+            for i in range(600):
+                _, writer = await asyncio.open_connection(address[0], int(address[1]))
+                writer.write(first)
+                silent.append(writer)
+                if i % 50 == 49:
+                    most = max(most, open_files(served.process.pid) - before)
+                    assert (await client("GET", "/latest")).status == 404
+            async with aiohttp.ClientSession(served.url, connector=aiohttp.TCPConnector(ssl=trusting)) as other:
+                assert (await Client(other, WRITE).create(PACK, b"abc")).status == 201
+            for writer in silent:
+                writer.transport.abort()
+        assert most < 130
+        assert memory(served.process.pid) - size < 96 << 20
+        lines = served.end()
+    said = [line for line in lines if line["log"] != "tstore.server.access"]
+    assert len(said) < 30, said[:3]
+    assert not [line for line in said if line["level"] == "error"], said
+
+
+async def test_who_has_asked_stays_where_others_are_silent(tmp_path: Path) -> None:
+    limits = Limits(connections=10, idle=60)
+    async with Server(tmp_path, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as stack:
+        honest = await stack.enter_async_context(wire(server))
+        stranger = await stack.enter_async_context(wire(server))
+        for _ in range(3):
+            await honest.send(b"GET /latest HTTP/1.1\r\n" + HEAD + b"\r\n")
+            assert (await honest.answer())[0] == 404
+            await stranger.send(b"GET /latest HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await stranger.answer())[0] in (0, 401)
+            for _ in range(30):
+                await stack.enter_async_context(wire(server))
+        for _ in range(10):  # who was refused goes before who was served
+            raw = await stack.enter_async_context(wire(server))
+            await raw.send(b"GET /latest HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await raw.answer())[0] == 401
+        await honest.send(b"GET /latest HTTP/1.1\r\n" + HEAD + b"\r\n")
+        assert (await honest.answer())[0] == 404
+
+
+async def test_who_takes_no_answer_does_not_stay(tmp_path: Path) -> None:
+    """Many small answers of which none is read: what waits is bounded, and ends in time."""
+    (tmp_path / "tstore.json").write_bytes(MARKER)
+    (tmp_path / "txn" / "abc").mkdir(parents=True)
+    for i in range(1000):
+        (tmp_path / "txn" / "abc" / f"pack-{i}-{'x' * 150}").touch()
+    async with Server(tmp_path, access=everybody(), limits=Limits(stall=0.3, idle=0.3)) as server:
+        async with wire(server) as raw, asyncio.timeout(60):
+            raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await raw.send((b"GET /?list HTTP/1.1\r\n" + HEAD + b"\r\n") * 100)
+            while not raw.writer.transport.is_closing():
+                await raw.send(b"GET /?list HTTP/1.1\r\n" + HEAD + b"\r\n")
+                await asyncio.sleep(0.05)
