@@ -20,7 +20,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Names are relative to tstore; "" is tstore/__init__.py.
 LAYERS: list[tuple[str, ...]] = [
     ("errors",),
-    ("arguments", "chunks", "chunks.grid", "chunks.table", "layout", "sharding", "threads", "turns", "world"),
+    (
+        "arguments",
+        "bounds",
+        "chunks",
+        "chunks.grid",
+        "chunks.table",
+        "layout",
+        "sharding",
+        "threads",
+        "turns",
+        "world",
+    ),
     ("pool", "chunks.compressors"),
     ("chunks.chain",),
     ("chunks.metadata", "checkpoint", "checkpoint.leaves"),

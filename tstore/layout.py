@@ -5,6 +5,7 @@ latest                             the hint
 commits/<20 digits>                a record
 roots/<20 digits>                  a whole tree
 txn/<id>/<kind>-…                  what one transaction wrote: packs, manifests, fragments, heartbeats
+damaged/<20 digits>-<32 hex>       the record of that version before `tstore repair` voided it, and its xxh3-128
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _TRANSACTION = re.compile(_ID)
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
 _WRITTEN = re.compile(f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
-_OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_WRITTEN.pattern}")
+_DAMAGED = "damaged/[0-9]{20}-[0-9a-f]{32}"
+_OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_DAMAGED}|{_WRITTEN.pattern}")
 
 
 def is_object(key: str) -> bool:

@@ -153,7 +153,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
         if path in seen:
             raise Corrupt(f"a manifest holds {path!r} twice")
         seen.add(path)
-        node = Node(document, (span,))
+        node = Node(path, document, (span,))
         if not fresh:
             before = made.get(path) or (base[path].document if path in base else None)
             if before != document:

@@ -1,0 +1,207 @@
+"""How long metadata may be and how much it may hold; checked before anything is parsed; pure.
+
+    object                       name                        bytes at most
+    marker                       tstore.json                 4 KiB
+    hint                         latest                      64
+    record                       commits/<20 digits>         8 MiB
+    record of a gc               commits/<20 digits>         64 MiB   (it lists the living versions)
+    damaged record               damaged/…                   64 MiB   (what `tstore repair` has put aside)
+    root                         roots/<20 digits>           1 GiB
+    manifest                     txn/<id>/manifest…          1 GiB
+    fragment                     txn/<id>/part-…             8 MiB
+    merged fragment              txn/<id>/merge-…            1 GiB    (it carries the manifest of a hundred hosts)
+    which host merges            txn/<id>/merging-…          64
+    heartbeat                    txn/<id>/alive-…            4 KiB
+    pack                         txn/<id>/pack-…             none: it is never read whole
+
+    part of an object            most
+    facts of a commit            1 MiB, 131,072 values, 101 levels
+    metadata of one node         64 MiB, 2,097,152 values, 700 levels
+    structure of a fragment      64 bytes (a checksum)
+    names in one list            1,048,576 (packs, paths, tags, objects, versions that expired)
+    living versions              524,288
+
+A kind of record is told by its first 8 bytes, so that whoever receives one piece by piece can stop early
+(`longest_of`). Writers are refused by the call that would exceed a bound. There is room for the structure of 10^5
+leaves (about 10^6 values) and for 10^5 living versions (about 20 MiB).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import numpy as np
+
+__all__ = [
+    "COLLECTION_BYTES",
+    "DOCUMENT_BYTES",
+    "DOCUMENT_LEVELS",
+    "DOCUMENT_VALUES",
+    "FACTS_BYTES",
+    "FACTS_LEVELS",
+    "FACTS_VALUES",
+    "FRAGMENT_BYTES",
+    "HEAD",
+    "HEARTBEAT_BYTES",
+    "HINT_BYTES",
+    "MANIFEST_BYTES",
+    "MARKER_BYTES",
+    "MERGER_BYTES",
+    "MOST_ALIVE",
+    "MOST_NAMES",
+    "RECORD_BYTES",
+    "ROOT_BYTES",
+    "STRUCTURE_BYTES",
+    "longest",
+    "longest_of",
+    "packed_excess",
+    "text_excess",
+]
+
+MARKER_BYTES = 4 << 10
+HINT_BYTES = 64
+RECORD_BYTES = 8 << 20
+COLLECTION_BYTES = 64 << 20
+ROOT_BYTES = 1 << 30
+MANIFEST_BYTES = 1 << 30
+FRAGMENT_BYTES = 8 << 20
+MERGER_BYTES = 64
+HEARTBEAT_BYTES = 4 << 10
+
+FACTS_BYTES, FACTS_VALUES, FACTS_LEVELS = 1 << 20, 1 << 17, 101
+DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
+STRUCTURE_BYTES = 64
+MOST_NAMES = 1 << 20
+MOST_ALIVE = 1 << 19
+
+HEAD = 8
+"""Bytes at the front of a record that tell its kind."""
+
+_LONGEST = {
+    r"tstore\.json": MARKER_BYTES,
+    r"latest": HINT_BYTES,
+    r"commits/.*": COLLECTION_BYTES,
+    r"damaged/.*": COLLECTION_BYTES,
+    r"roots/.*": ROOT_BYTES,
+    r"txn/[^/]+/manifest.*": MANIFEST_BYTES,
+    r"txn/[^/]+/part-.*": FRAGMENT_BYTES,
+    r"txn/[^/]+/merge-.*": MANIFEST_BYTES,
+    r"txn/[^/]+/merging-.*": MERGER_BYTES,
+    r"txn/[^/]+/alive-.*": HEARTBEAT_BYTES,
+}
+_FORMS = [(re.compile(form, re.DOTALL), most) for form, most in _LONGEST.items()]
+_COLLECTING = b"tstoreR\2"
+_TEXT = re.compile(rb'"[^"]*"')
+_BESIDE_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+
+
+def longest(key: str) -> int | None:
+    """Return the most bytes that the object of a name may have; None for a pack, and for any other name."""
+    return next((most for form, most in _FORMS if form.fullmatch(key)), None)
+
+
+def longest_of(key: str, head: bytes) -> int | None:
+    """Return the same where the first `HEAD` bytes of the object are known: only a gc's record is a long one."""
+    most = longest(key)
+    if key.startswith("commits/") and len(head) >= HEAD and head[:HEAD] != _COLLECTING:
+        return RECORD_BYTES
+    return most
+
+
+def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
+    """Say how msgpack goes beyond that many values or levels, "" where it does not or is cut short.
+
+    Nothing is decoded; the count ends with the first value too many.
+    """
+    if len(data) <= min(values, levels):
+        return ""
+    at, count, size = 0, 0, len(data)
+    open_ones: list[int] = []  # values that the containers around still have to come
+    while at < size:
+        count += 1
+        if count > values:
+            return f"more than {values:,} values"
+        inside, at = _inside(data, at)
+        if inside:
+            open_ones.append(inside)
+            if len(open_ones) > levels:
+                return f"more than {levels} levels of nesting"
+            continue
+        while open_ones and open_ones[-1] == 1:
+            open_ones.pop()
+        if open_ones:
+            open_ones[-1] -= 1
+    return ""
+
+
+_LENGTHS = {
+    **dict.fromkeys((0xCC, 0xD0), 1),
+    **dict.fromkeys((0xCD, 0xD1), 2),
+    **dict.fromkeys((0xCA, 0xCE, 0xD2), 4),
+    **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
+    **{0xD4 + i: 1 + (1 << i) for i in range(5)},
+}
+"""Bytes behind the first of a number or an extension of fixed length."""
+
+_PREFIXED = {
+    **dict.fromkeys((0xC4, 0xD9), (">B", 0)),
+    **dict.fromkeys((0xC5, 0xDA), (">H", 0)),
+    **dict.fromkeys((0xC6, 0xDB), (">I", 0)),
+    0xC7: (">B", 1),
+    0xC8: (">H", 1),
+    0xC9: (">I", 1),
+}
+"""How the length of text, bytes or an extension is written, and the bytes that it does not count."""
+
+_CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
+"""How the length of an array or a map is written, and the values in each of its items."""
+
+
+def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return how many values the one at that place contains, and where the next one begins."""
+    first = data[at]
+    if first < 0x80 or first >= 0xE0:
+        return 0, at + 1
+    if first < 0xA0:
+        return ((first & 15) * (2 if first < 0x90 else 1)), at + 1
+    if first < 0xC0:
+        return 0, at + 1 + (first & 31)
+    try:
+        if first in _PREFIXED:
+            form, more = _PREFIXED[first]
+            [length] = struct.unpack_from(form, data, at + 1)
+            return 0, at + 1 + struct.calcsize(form) + length + more
+        if first in _CONTAINERS:
+            form, each = _CONTAINERS[first]
+            [length] = struct.unpack_from(form, data, at + 1)
+            return length * each, at + 1 + struct.calcsize(form)
+    except struct.error:
+        return 0, len(data)  # it is cut short, as the parser will tell
+    return 0, at + 1 + _LENGTHS.get(first, 0)
+
+
+def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
+    """Say how JSON goes beyond that many values or levels, or `DOCUMENT_BYTES`; "" where it does not.
+
+    Nothing is decoded. A comma in a text counts as one more value.
+    """
+    if len(document) > DOCUMENT_BYTES:
+        return f"{len(document):,} bytes, more than {DOCUMENT_BYTES:,}"
+    if len(document) <= levels:
+        return ""
+    opening = document.count(b"[") + document.count(b"{")
+    if len(document) > values and opening + document.count(b",") > values:
+        return f"more than {values:,} values"
+    if opening > levels and _depth(document) > levels:
+        return f"more than {levels} levels of nesting"
+    return ""
+
+
+def _depth(document: bytes) -> int:
+    """Return how deep the brackets of a document go, without those in its texts."""
+    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _BESIDE_BRACKETS)
+    bare = _TEXT.sub(b"", bare.replace(b'""', b""))  # most texts are empty by now
+    signs = np.frombuffer(bare, np.uint8)
+    steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
+    return int(steps.cumsum(dtype=np.int32).max(initial=0))
