@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tstore.bounds import FACTS_BYTES, FACTS_LEVELS, FACTS_VALUES, packed_excess
 from tstore.errors import InvalidArgument
 
 __all__ = [
@@ -37,10 +38,9 @@ STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 """The tag of a checkpoint: the one way to write its step."""
 
 _NAME_BYTES = 1024
-_FACTS_BYTES = 1 << 20
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 _MOST_STEP = 10**18 - 1
-_MOST_LEVELS = 100
+_MOST_LEVELS = FACTS_LEVELS - 1
 _SHOWN = 60
 _KEYS_SHOWN = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -152,11 +152,12 @@ def checked_facts(facts: Any) -> dict[str, Any]:
     checked = checked_attributes(facts, "facts")
     if metrics is not None:
         checked["metrics"] = metrics
-    size = len(msgspec.msgpack.encode(checked))
-    if size > _FACTS_BYTES:
+    packed = msgspec.msgpack.encode(checked)
+    excess = packed_excess(packed, FACTS_VALUES, FACTS_LEVELS)
+    if excess or len(packed) > FACTS_BYTES:
         raise InvalidArgument(
-            f"facts: {size} bytes are too many for the record of a commit, which every reader reads; expected at "
-            f"most {_FACTS_BYTES}: store them as an array"
+            f"facts: {excess or f'{len(packed)} bytes'} are too many for the record of a commit, which every "
+            f"reader reads; expected at most {FACTS_VALUES} values in {FACTS_BYTES} bytes: store them as an array"
         )
     return checked
 

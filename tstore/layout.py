@@ -12,7 +12,16 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_object", "is_pack", "is_record", "is_root", "is_transaction", "is_written", "owner_of"]
+__all__ = [
+    "is_manifest",
+    "is_object",
+    "is_pack",
+    "is_record",
+    "is_root",
+    "is_transaction",
+    "is_written",
+    "owner_of",
+]
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 _TRANSACTION = re.compile(_ID)
@@ -38,14 +47,24 @@ def is_record(key: str) -> bool:
     return _RECORD.fullmatch(key) is not None
 
 
+def is_root(key: str) -> bool:
+    """Whether it is the name of a whole tree."""
+    return _ROOT.fullmatch(key) is not None
+
+
 def is_written(key: str) -> bool:
     """Whether it is the name of an object that a transaction writes."""
     return _WRITTEN.fullmatch(key) is not None
 
 
-def is_root(key: str) -> bool:
-    """Whether it is the name of a whole tree."""
-    return _ROOT.fullmatch(key) is not None
+def is_pack(key: str) -> bool:
+    """Whether it is the name of a pack."""
+    return is_written(key) and key.rpartition("/")[2].startswith("pack-")
+
+
+def is_manifest(key: str) -> bool:
+    """Whether it is the name of a manifest."""
+    return is_written(key) and key.rpartition("/")[2].startswith("manifest")
 
 
 def is_transaction(name: str) -> bool:

@@ -6,11 +6,11 @@ reads tell, whatever the length of the log.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
 from tstore.commits.log import Log
-from tstore.commits.manifest import Record, date_of
+from tstore.commits.manifest import Collection, Record, date_of
 from tstore.commits.tree import Tree
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 
@@ -24,7 +24,7 @@ async def living(log: Log, at: int) -> tuple[frozenset[int], int]:
 
     What was committed after the gc lives too.
     """
-    last = await log.collected(at)
+    last = await log.last_gc(at)
     collection = (await log.record(last)).collection if last else None
     return (frozenset(), 0) if collection is None else (collection.versions, last)
 
@@ -36,19 +36,20 @@ async def check_alive(log: Log, version: int, at: int | None = None) -> None:
     while 0 < state <= last and changes_nothing(await log.record(state)):
         state -= 1  # what it shows is the state that an older version made
     if 0 < state <= last and state not in alive:
-        while (found := (await log.record(last)).collection) and state not in found.expired:
-            last = (await log.record(last)).collected
-        raise await _expired(log, f"version {version}", last)
+        async for gc, collection in _gcs(log, last):
+            if state in collection.expired:
+                raise await _expired(log, f"version {version}", gc)
+        raise Corrupt(
+            f"{log.backend.url}: version {version} does not live by the record of version {last}, and no garbage "
+            "collection removed it (tstore verify tells more)"
+        )
 
 
 async def check_tag(log: Log, tag: str) -> None:
     """Raises `SnapshotExpired` where the version that had a tag was removed by a gc."""
-    last = await log.collected(await log.newest())
-    while last:
-        record = await log.record(last)
-        if record.collection is not None and tag in record.collection.tags:
-            raise await _expired(log, f"version {record.collection.tags[tag]}, tagged {tag!r},", last)
-        last = record.collected
+    async for gc, collection in _gcs(log, await log.last_gc(await log.newest())):
+        if tag in collection.tags:
+            raise await _expired(log, f"version {collection.tags[tag]}, tagged {tag!r},", gc)
 
 
 async def unexpired(log: Log, version: int, work: Awaitable[T]) -> T:
@@ -81,6 +82,13 @@ async def newest_tree(log: Log) -> Tree:
 def changes_nothing(record: Record) -> bool:
     """Whether the version shows the state that an older one made."""
     return record.void or record.collection is not None
+
+
+async def _gcs(log: Log, last: int) -> AsyncIterator[tuple[int, Collection]]:
+    """The gcs up to one, the newest first; each names an older one, so that their number is bounded."""
+    while last and (collection := (record := await log.record(last)).collection) is not None:
+        yield last, collection
+        last = await log.gc_named(record.collected)
 
 
 async def _expired(log: Log, what: str, gc: int) -> SnapshotExpired:

@@ -26,10 +26,11 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from tstore.commits.manifest import Record, Stored, check_of, decode, encode
+from tstore.commits.manifest import Record, Stored, check_of, encode, framed
 from tstore.commits.queue import SHORTEST_PAUSE, CommitQueue, Entry, Newer, Retry, Validate, next_pause
 from tstore.commits.records import HINT, ROOT_EVERY, Records, commit_key, root_key
 from tstore.commits.retention import check_condemned
@@ -49,28 +50,39 @@ from tstore.kv.base import Backend, Durability, Offer
 __all__ = ["Log"]
 
 
+class _Framed(NamedTuple):
+    """A record, its bytes, and what readers will find in these; made once, as it is checked on the way."""
+
+    record: Record
+    data: bytes
+    parsed: Record
+
+    @staticmethod
+    def of(record: Record) -> _Framed:
+        """The frame of a record; `InvalidArgument` where readers would refuse it."""
+        return _Framed(record, *framed(record))
+
+
 class _Offer:
     """The bytes of a record, prepared once for as many numbers as must be tried."""
 
-    def __init__(self, backend: Backend, durability: Durability) -> None:
+    def __init__(self, backend: Backend, durability: Durability, first: _Framed) -> None:
         self.durability = durability
         self._backend = backend
-        self._offered: Record | None = None
-        self._stored: Stored | None = None
+        self._framed = first
         self._offer: Offer | None = None
 
     async def create(self, version: int, record: Record, collected: int) -> Stored:
         """Creates the record of a version, where `collected` is the newest gc before it, and returns it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
-        if self._offer is None or record != self._offered:
+        if record is not self._framed.record and record != self._framed.record:
             await self.withdraw()
-            data = encode(record)
-            self._offered, self._stored = record, Stored(decode(data, Record), check_of(data))
-            self._offer = self._backend.offer(data, self.durability)
+            self._framed, self._offer = _Framed.of(record), None
+        if self._offer is None:
+            self._offer = self._backend.offer(self._framed.data, self.durability)
         await self._offer.create(commit_key(version))
-        assert self._stored is not None
-        return self._stored
+        return Stored(self._framed.parsed, check_of(self._framed.data))
 
     async def withdraw(self) -> None:
         """Gives back what was prepared."""
@@ -106,7 +118,7 @@ class Log(Records):
         `Conflict`, or returns the record to go on with. `retried` is told of every create that did not make it. A
         record whose `changes` are passed may go out together with others of this process: see `commits.queue`.
         """
-        encode(record)  # `InvalidArgument` here, before it could fail with others that go out together
+        first = _Framed.of(record)  # `InvalidArgument` here, before it could fail with others that go out together
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def checked(newer: Newer) -> Record:
@@ -115,13 +127,18 @@ class Log(Records):
                     check_condemned(self.backend.url, record, version, other.collection)
             return await validate(newer)
 
-        entry = Entry(record, checked, retried, changes)
-        return await queue.append(entry, functools.partial(self._append, durability=durability))
+        entry = Entry(record, checked, retried, changes, len(first.data))
+        return await queue.append(entry, functools.partial(self._append, durability=durability, first=first))
 
     async def _append(
-        self, record: Record, validate: Validate, retried: Callable[[Retry], object], durability: Durability
+        self,
+        record: Record,
+        validate: Validate,
+        retried: Callable[[Retry], object],
+        durability: Durability,
+        first: _Framed,
     ) -> int:
-        offer = _Offer(self.backend, durability)
+        offer = _Offer(self.backend, durability, first)
         try:
             return await self._race(record, validate, retried, offer)
         finally:

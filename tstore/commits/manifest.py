@@ -1,31 +1,40 @@
-"""Records and manifests: what the store's metadata objects hold, and their bytes; pure, no I/O.
+"""Records, fragments and roots: what the store's metadata objects hold, and their bytes; pure, no I/O.
 
-Every metadata object is one frame:
-
-    b"tstore"      6 bytes
-    kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-    version        1 byte    of the format: 1; 2 of a record with a collection, 3 of one that drops tags: of these
-                             an older tstore would miss what they mean for others
-    body           msgpack
-    check          16 bytes  xxh3-128, big-endian, of all bytes before it
-
-A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six
-buffers and not a million objects. Columns are little-endian.
+Each is one frame (`frame`). What is decoded is checked, so that whoever reads it needs to check nothing that
+can be seen in the object alone; what the object refers to is another matter. What readers refuse is not encoded.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Sequence
+import math
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 
-from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, digest, gather
-from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.layout import is_written
+from tstore.bounds import (
+    FACTS_BYTES,
+    FACTS_LEVELS,
+    FACTS_VALUES,
+    MOST_ALIVE,
+    MOST_NAMES,
+    STRUCTURE_BYTES,
+    packed_excess,
+)
+from tstore.commits.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, check_of, sealed, unsealed
+from tstore.commits.references import Body, Check, Count, Manifest, Message, Names, ObjectRef, reference
+from tstore.commits.wellformed import (
+    check_ascending,
+    check_facts,
+    check_keys,
+    check_paths,
+    check_tags,
+    check_time,
+    check_transactions,
+)
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.layout import is_pack, is_root, is_written, owner_of
 
 __all__ = [
     "INLINE_MANIFEST",
@@ -42,133 +51,38 @@ __all__ = [
     "date_of",
     "decode",
     "encode",
+    "framed",
     "reference",
+    "size_of",
 ]
+
 INLINE_MANIFEST = 16 << 10
 """A manifest of up to so many bytes travels in the record or fragment that refers to it."""
 
-_MAGIC = b"tstore"
-_VERSION, _COLLECTING, _DROPPING = 1, 2, 3  # of which an older tstore would miss what others mean for it
-_HEADER = len(_MAGIC) + 2
+_MOST_HOSTS = 100_000
+_MOST_PARTS = 1024
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""A version, a host, or the length of an object."""
-
-T = TypeVar("T", bound="_Body")
+T = TypeVar("T", bound=Body)
 
 
-class _Body(msgspec.Struct, array_like=True, frozen=True):
-    """What can stand in a frame."""
-
-
-class ObjectRef(_Body, tag="object", frozen=True):
-    """Where a metadata object lies and what its bytes must be."""
-
-    key: str
-    length: Count
-    check: bytes
-
-    def is_to(self, data: bytes) -> bool:
-        """Whether these bytes have the length and the checksum that it names."""
-        return len(data) == self.length and check_of(data) == self.check
-
-
-class Manifest(_Body, tag="manifest", dict=True, frozen=True):
-    """The nodes one writer touched and the chunks it wrote, as columns.
-
-    `packs[i]` is the key of a pack, or "" for one small enough to travel here: the next of `inline`.
-    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of
-    the chunk columns. `fresh[i]` tells that its metadata was created or changed: then its rows are all the
-    chunks it has; otherwise they overlay those of earlier commits.
-    """
-
-    packs: tuple[str, ...]
-    inline: tuple[bytes, ...]
-    documents: tuple[bytes, ...]
-    paths: tuple[str, ...]
-    document: bytes  # u32
-    fresh: bytes  # u8
-    count: bytes  # u64
-    index: bytes  # u64, the chunk's C-order number in its grid
-    pack: bytes  # u32
-    offset: bytes  # u64
-    length: bytes  # u64
-    checks: bytes  # 16 bytes per block
-
-    @functools.cached_property
-    def table(self) -> ChunkTable:
-        """All chunk rows; raises `Corrupt` where columns and node counts do not fit each other."""
-        carried = iter(self.inline)
-        if self.packs.count("") != len(self.inline):
-            raise Corrupt("a manifest does not hold the packs that should travel in it")
-        table = ChunkTable(
-            tuple(key or next(carried) for key in self.packs),
-            column(self.index, "<u8"),
-            column(self.pack, "<u4"),
-            column(self.offset, "<u8"),
-            column(self.length, "<u8"),
-            as_checks(self.checks),
-        )
-        table.validate()
-        if not all(map(is_written, filter(None, self.packs))):
-            raise Corrupt("a manifest refers to a pack whose name no transaction gives")
-        n, counts = len(self.paths), column(self.count, "<u8")
-        fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
-        if not fits or counts.max(initial=0) > len(table) or int(counts.sum()) != len(table):
-            raise Corrupt("the columns of a manifest do not fit each other")
-        if n and int(column(self.document, "<u4").max()) >= len(self.documents):
-            raise Corrupt("a manifest refers to a metadata document that it does not hold")
-        return table
-
-    def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
-        """Per node: path, document, fresh, and its rows."""
-        table = self.table
-        counts = column(self.count, "<u8")
-        stops = np.cumsum(counts).tolist()
-        rows = zip(
-            self.paths, column(self.document, "<u4").tolist(), self.fresh, stops, counts.tolist(), strict=True
-        )
-        return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
-
-    def reused(self, transaction: str) -> tuple[str, ...]:
-        """The packs that it refers to and another transaction wrote."""
-        own = f"txn/{transaction}/"
-        return tuple(key for key in self.packs if key and not key.startswith(own))
-
-    @staticmethod
-    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
-        """The manifest of these nodes: path, document, fresh, and their chunks (later spans overlay)."""
-        documents: dict[bytes, int] = {}
-        numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
-        table, counts = gather([spans for *_, spans in nodes])
-        return Manifest(
-            packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
-            inline=tuple(p for p in table.packs if isinstance(p, bytes)),
-            documents=tuple(documents),
-            paths=tuple(path for path, *_ in nodes),
-            document=np.array(numbers, "<u4").tobytes(),
-            fresh=bytes(fresh for _, _, fresh, _ in nodes),
-            count=counts.astype("<u8").tobytes(),
-            index=table.index.tobytes(),
-            pack=table.pack.tobytes(),
-            offset=table.offset.tobytes(),
-            length=table.length.tobytes(),
-            checks=table.checks.tobytes(),
-        )
-
-
-class Part(_Body, frozen=True):
+class Part(Body, frozen=True):
     """One of several transactions that were committed as one record, as far as the record does not tell it."""
 
     transaction: str
     time: float
-    message: str
-    tags: tuple[str, ...]
-    bytes_added: int
+    message: Message
+    tags: Names
+    bytes_added: Count
     facts: dict[str, Any]
 
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        check_facts(self.facts)
 
-class Alive(_Body, frozen=True):
+
+class Alive(Body, frozen=True):
     """What garbage collection must know of a version that lives.
 
     `replaces` tells that nothing older than itself and `holds` is part of it. `holds` are the objects of other
@@ -178,13 +92,13 @@ class Alive(_Body, frozen=True):
     version: Count
     transaction: str
     time: float
-    tags: tuple[str, ...]
+    tags: Names
     replaces: bool
     metrics: dict[str, float]
-    holds: tuple[str, ...]
+    holds: Names
 
 
-class Collection(_Body, dict=True, frozen=True):
+class Collection(Body, dict=True, frozen=True):
     """What a gc decided: the versions that live after it, and what it condemned.
 
     `expired` are the versions that lived until then, `tags` those that named them. `transactions` are condemned
@@ -192,11 +106,35 @@ class Collection(_Body, dict=True, frozen=True):
     transaction that is condemned or re-uses a condemned pack can't be committed any more.
     """
 
-    alive: tuple[Alive, ...]
-    expired: tuple[Count, ...]
-    tags: dict[str, Count]
-    transactions: tuple[str, ...]
-    objects: tuple[str, ...]
+    alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MOST_ALIVE)]
+    expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
+    transactions: Names
+    objects: Names
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        versions = [entry.version for entry in self.alive]
+        check_ascending(versions, "that live")
+        check_ascending(self.expired, "that expired")
+        if not self.versions.isdisjoint(self.expired):
+            raise Corrupt("a version lives and has expired")
+        living = {entry.transaction for entry in self.alive}
+        check_transactions(living)
+        check_tags(tag for entry in self.alive for tag in entry.tags)
+        for entry in self.alive:
+            check_time(entry.time)
+            if entry.holds:
+                check_keys(entry.holds, is_written, "what a version holds")
+            if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
+                raise Corrupt(f"a metric of version {entry.version} is not finite")
+        check_tags(self.tags)
+        if not set(self.tags.values()) <= set(self.expired):
+            raise Corrupt("a tag expired whose version did not")
+        check_transactions(self.transactions)
+        check_keys(self.objects, _is_collectable, "what a gc condemns")
+        if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
+            raise Corrupt("it condemns what a version that lives wrote")
 
     @functools.cached_property
     def versions(self) -> frozenset[int]:
@@ -204,7 +142,7 @@ class Collection(_Body, dict=True, frozen=True):
         return frozenset(a.version for a in self.alive)
 
 
-class Record(_Body, frozen=True):
+class Record(Body, frozen=True):
     """One commit. Its bytes depend on the version it becomes only where a gc came between.
 
     `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
@@ -218,20 +156,65 @@ class Record(_Body, frozen=True):
     transaction: str
     base: Count
     time: float
-    message: str = ""
-    tags: tuple[str, ...] = ()
+    message: Message = ""
+    tags: Names = ()
     replaces: bool = False
-    deleted: tuple[str, ...] = ()
-    manifests: tuple[ObjectRef | Manifest, ...] = ()
-    bytes_added: int = 0
+    deleted: Names = ()
+    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=_MOST_PARTS)] = ()
+    bytes_added: Count = 0
     void: bool = False
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
     collected: Count = 0
-    reused: tuple[str, ...] = ()
+    reused: Names = ()
     collection: Collection | None = None
-    parts: tuple[Part, ...] = ()
-    dropped: tuple[str, ...] = ()
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=_MOST_PARTS)] = ()
+    dropped: Names = ()
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        check_tags((*self.tags, *self.dropped) if self.dropped else self.tags)
+        if self.deleted:
+            check_paths(self.deleted)
+        for manifest in self.manifests:
+            manifest.validate()
+        check_facts(self.facts)
+        check_keys(self.reused, is_pack, "a pack")
+        if self.parts:
+            self._check_parts()
+        if self.collection is not None:
+            self.collection.validate()
+        if (self.void or self.collection is not None) and self._changes:
+            raise Corrupt("a void record, or that of a gc, changes something")
+
+    @property
+    def _changes(self) -> bool:
+        """Whether it changes the tree, or names anything."""
+        listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
+        return bool(listed or self.replaces or self.bytes_added or (self.void and self.collection is not None))
+
+    def _check_parts(self) -> None:
+        for part in self.parts:
+            part.validate()
+        ids = {self.transaction, *self.transactions}
+        if len(ids) <= len(self.parts):
+            raise Corrupt("a transaction comes twice in a record")
+        if self.tags != tuple(tag for part in self.parts for tag in part.tags):
+            raise Corrupt("the tags of a record are not those of the transactions that it is made of")
+        if self.bytes_added != sum(part.bytes_added for part in self.parts) or self.replaces or self.dropped:
+            raise Corrupt("a record is not the sum of the transactions that it is made of")
+
+    def check_number(self, version: int) -> None:
+        """Raise `Corrupt` where it can't have become that version: whoever followed it would walk in a circle."""
+        latest = max(self.base, self.collected)
+        if self.collection is not None:
+            latest = max(
+                latest, *(entry.version for entry in self.collection.alive[-1:]), *self.collection.expired[-1:]
+            )
+        if latest >= version:
+            raise Corrupt(f"it refers to version {version} or a later one")
 
     @property
     def transactions(self) -> tuple[str, ...]:
@@ -254,45 +237,91 @@ _LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
 """Defaults of the fields that records of older stores do not have, by how many are before; left out at the end."""
 
 
-class Fragment(_Body, frozen=True):
+class Fragment(Body, frozen=True):
     """What one host of a cooperative transaction contributes."""
 
     transaction: str
     host: Count
     hosts: Count
     base: Count
-    message: str
-    tags: tuple[str, ...]
+    message: Message
+    tags: Names
     replaces: bool
-    deleted: tuple[str, ...]
+    deleted: Names
     manifest: ObjectRef | Manifest
-    bytes_added: int
-    structure: bytes
-    facts: dict[str, Any] = {}
+    bytes_added: Count
+    structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
 
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_tags(self.tags)
+        check_paths(self.deleted)
+        self.manifest.validate()
+        check_facts(self.facts)
+        if not self.host < self.hosts <= _MOST_HOSTS:
+            raise Corrupt(f"there is no host {self.host} of {self.hosts}")
 
-class Root(_Body, frozen=True):
+
+class Root(Body, frozen=True):
     """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
 
     version: Count
-    record: bytes
-    tags: dict[str, Count]
+    record: Check
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
     manifest: Manifest
 
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_tags(self.tags)
+        if not all(0 < named <= self.version for named in self.tags.values()):
+            raise Corrupt("a tag of a root names a version that it can't name")
+        self.manifest.validate()
 
-_KINDS: dict[type[_Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+
+_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
 
-def encode(body: _Body) -> bytes:
-    """Return the frame of a record, manifest, fragment or root.
+def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
+    """Return a form of a body in which all is left undecoded, these fields apart."""
+    listed = [(name, fields.get(name, msgspec.Raw), msgspec.Raw(b"\x90")) for name in kind.__struct_fields__]
+    return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
 
-    An object that is created cannot be taken back, so what was encoded is parsed here: `InvalidArgument` where it
-    could not be read again.
+
+_PartOutline = _outline(Part)
+_OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
+    Record: _outline(Record, parts=tuple[_PartOutline, ...]),  # type: ignore[valid-type]
+    Fragment: _outline(Fragment),
+}
+
+
+def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
+    """Return the body in msgpack, checked; `Corrupt`. What may hold anything is measured before it is decoded."""
+    try:
+        if len(packed) > FACTS_VALUES and kind in _OUTLINES:
+            outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+            for holder in (outline, *getattr(outline, "parts", ())):
+                facts = memoryview(holder.facts)
+                excess = packed_excess(facts, FACTS_VALUES, FACTS_LEVELS)
+                if excess or len(facts) > FACTS_BYTES:
+                    raise Corrupt(f"the facts of a commit have {excess or f'{len(facts):,} bytes'}")
+        body = msgspec.msgpack.decode(packed, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise Corrupt(f"an object does not parse: {error}") from error
+    body.validate()
+    return body
+
+
+def framed(body: T) -> tuple[bytes, T]:
+    """Return the frame of a record, manifest, fragment or root, and the body that readers will find in it.
+
+    An object that is created cannot be taken back: `InvalidArgument` where readers would refuse it.
     """
-    version, fields = _VERSION, None
+    version, fields = PLAIN, None
     if isinstance(body, Record):
-        version = _DROPPING if body.dropped else _VERSION if body.collection is None else _COLLECTING
+        version = DROPPING if body.dropped else PLAIN if body.collection is None else COLLECTING
         fields = msgspec.structs.astuple(body)
         for before, later in _LATER.items():
             if fields[before:] != later:
@@ -300,33 +329,27 @@ def encode(body: _Body) -> bytes:
             fields = fields[:before]
     try:
         packed = msgspec.msgpack.encode(fields or body)
-        msgspec.msgpack.decode(packed, type=type(body))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        return sealed(_KINDS[type(body)], version, packed), _parsed(packed, type(body))
+    except (TypeError, ValueError, OverflowError, RecursionError, Corrupt) as error:  # msgspec's are ValueErrors
         name = type(body).__name__.lower()
         raise InvalidArgument(
             f"a {name} with these values could not be read again, nothing was written: {error}"
         ) from None
-    data = _MAGIC + _KINDS[type(body)] + bytes([version]) + packed
-    return data + digest(data)
+
+
+def size_of(body: Body) -> int:
+    """Return about how many bytes the frame of a body has; it is not checked."""
+    return SHORTEST + len(msgspec.msgpack.encode(body))
+
+
+def encode(body: Body) -> bytes:
+    """Return the frame of a record, manifest, fragment or root; `InvalidArgument` as `framed`."""
+    return framed(body)[0]
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The body of a frame; `Corrupt` where a bit is wrong, `UnsupportedFormat` where it is newer."""
-    if data[: len(_MAGIC)] != _MAGIC or len(data) < _HEADER + CHECK_SIZE:
-        raise Corrupt(f"expected an object of tstore, found {len(data)} bytes that begin with {data[:8]!r}")
-    if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
-        raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
-    found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
-    if version > _DROPPING:
-        raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {_DROPPING}: install a newer one"
-        )
-    if found != _KINDS[kind]:
-        raise Corrupt(f"expected an object of kind {_KINDS[kind].decode()}, found {found!r}")
-    try:
-        return msgspec.msgpack.decode(memoryview(data)[_HEADER:-CHECK_SIZE], type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"an object does not parse: {error}") from error
+    """The body of a frame; `Corrupt` where a bit or a value is wrong, `UnsupportedFormat` where it is newer."""
+    return _parsed(unsealed(data, _KINDS[kind]), kind)
 
 
 def date_of(time: float) -> datetime.datetime:
@@ -338,11 +361,5 @@ def date_of(time: float) -> datetime.datetime:
         return nearest.replace(tzinfo=datetime.UTC)
 
 
-def check_of(data: bytes) -> bytes:
-    """Return the checksum that a frame ends in, which is not compared with its bytes here."""
-    return data[-CHECK_SIZE:]
-
-
-def reference(key: str, data: bytes) -> ObjectRef:
-    """The reference by which another object names these bytes."""
-    return ObjectRef(key, len(data), check_of(data))
+def _is_collectable(key: str) -> bool:
+    return is_written(key) or is_root(key)

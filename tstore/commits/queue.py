@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from tstore import world
+from tstore.bounds import RECORD_BYTES
 from tstore.commits.manifest import Manifest, Part, Record
 from tstore.commits.tree import Changes
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
@@ -30,7 +31,7 @@ _logger = logging.getLogger("tstore.commits")
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
 _TRIES = 12  # that the longest pause takes beyond that: where one takes long, those of the others do too
-_MOST = 64
+_MOST, _MOST_BYTES = 64, RECORD_BYTES // 2  # room to grow, where partial chunks are written again
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits and their versions, in order."""
@@ -53,12 +54,18 @@ class _NoneLeft(Exception):
 
 
 class Entry:
-    """A record that is to be appended; `changes` is what it changes, None where it must go alone."""
+    """A record of `size` bytes to be appended; `changes` is what it changes, None where it must go alone."""
 
     def __init__(
-        self, record: Record, validate: Validate, retried: Callable[[Retry], object], changes: Changes | None
+        self,
+        record: Record,
+        validate: Validate,
+        retried: Callable[[Retry], object],
+        changes: Changes | None,
+        size: int,
     ) -> None:
         self.record = record
+        self.size = size
         self.validate = validate
         self.retried = retried
         alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.facts
@@ -139,10 +146,11 @@ class CommitQueue:
                 self._waiting[:0] = [other for other in taken[1:] if not other.settled]
 
     def _taken(self, entry: Entry) -> list[Entry]:
-        taken = [entry]
+        taken, size = [entry], entry.size
         for other in self._waiting:
-            if len(taken) < _MOST and other.goes_with(taken):
+            if len(taken) < _MOST and size + other.size <= _MOST_BYTES and other.goes_with(taken):
                 taken.append(other)
+                size += other.size
         self._waiting = [e for e in self._waiting if e not in taken]
         return taken
 

@@ -28,9 +28,9 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TypeVar
 
-from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, Stored, check_of, decode
+from tstore.commits.manifest import Manifest, Record, Root, Stored, check_of
+from tstore.commits.objects import Objects
 from tstore.commits.recent import Recent
 from tstore.commits.search import NEVER, Search
 from tstore.commits.tree import Changes, Tree
@@ -48,8 +48,6 @@ HINT = "latest"
 _CACHED = 256
 _TREES = 4
 _MOST_AHEAD = 32
-
-T = TypeVar("T", Record, Manifest, Fragment, Root)
 
 
 def commit_key(version: int) -> str:
@@ -71,14 +69,14 @@ async def read_hint(backend: Backend) -> int:
     return hint if 0 < hint < NEVER else 0
 
 
-class Records:
+class Records(Objects):
     """The commits of one store. `hint` is what `read_hint` gave, if that was asked already.
 
     The event loops of several threads may use one.
     """
 
     def __init__(self, backend: Backend, hint: int | None = None) -> None:
-        self.backend = backend
+        super().__init__(backend)
         self._hint = hint
         self._newest = 0
         self._replaced = ""  # why nothing that is known counts any more
@@ -161,7 +159,7 @@ class Records:
         if data is not None and (known is None or check_of(data) == known.check):
             return
         if data is not None:
-            self._decoded(commit_key(version), data, Record)  # `Corrupt` where it is the same one, damaged
+            self.decoded(commit_key(version), data, Record)  # `Corrupt` where it is the same one, damaged
         what = "is gone" if data is None else "is another one than before"
         self._replaced = (
             f"{self.backend.url}: {commit_key(version)} {what}: the store was replaced, as by a backup that was "
@@ -215,9 +213,11 @@ class Records:
 
     def _keep_data(self, version: int, data: bytes) -> Stored:
         """The record in what was read of a version, which is kept."""
-        record = self._decoded(commit_key(version), data, Record)
-        if max(record.base, record.collected) >= version:  # whoever follows these would walk in a circle
-            raise Corrupt(f"{self.backend.url}: {commit_key(version)} refers to version {version} or a later one")
+        record = self.decoded(commit_key(version), data, Record)
+        try:
+            record.check_number(version)
+        except Corrupt as error:
+            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
         self._records.put(version, stored := Stored(record, check_of(data)))
         return stored
 
@@ -228,37 +228,6 @@ class Records:
             changes = Changes.of(record, await self.manifests(record))
             self._changes.put(version, (record, changes))
         return changes
-
-    async def manifests(self, record: Record) -> list[Manifest]:
-        """The manifests of a record, read where they do not travel in it."""
-        inside = [m for m in record.manifests if isinstance(m, Manifest)]
-        if len(inside) == len(record.manifests):
-            return inside
-        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
-
-    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
-        """The manifest itself, or the one at that place, checked against its reference."""
-        if isinstance(where, Manifest):
-            return where
-        data = await self.backend.get(where.key)
-        if not where.is_to(data) and await run(forget, self.backend, where.key):
-            data = await self.backend.get(where.key)
-        if not where.is_to(data):
-            raise Corrupt(
-                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
-                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
-            )
-        return self._decoded(where.key, data, Manifest)
-
-    async def read(self, key: str, kind: type[T]) -> T:
-        """The object at a key; errors name it."""
-        return self._decoded(key, await self.backend.get(key), kind)
-
-    def _decoded(self, key: str, data: bytes, kind: type[T]) -> T:
-        try:
-            return decode(data, kind)
-        except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
 
     async def tree(self, version: int) -> Tree:
         """The tree as of a version that exists."""
@@ -316,11 +285,30 @@ class Records:
         return None
 
     async def collected(self, version: int) -> int:
-        """The version of the newest gc up to a version, 0 where there is none."""
+        """What the record of a version says is the newest gc up to it, 0 for none."""
         if version == 0:
             return 0
         record = await self.record(version)
         return record.collected if record.collection is None else version
+
+    async def last_gc(self, version: int) -> int:
+        """The version of the newest gc up to a version, 0 where there is none; `Corrupt`."""
+        return await self.gc_named(await self.collected(version))
+
+    async def gc_named(self, last: int) -> int:
+        """The version of the gc that a record names as the last before it.
+
+        Raises `Corrupt` where that is none. A void record stands for the gc before it: `tstore repair` may have
+        put it in the place of a gc's.
+        """
+        while last and (record := await self.record(last)).collection is None:
+            if not record.void:
+                raise Corrupt(
+                    f"{self.backend.url}: {commit_key(last)} is named as the record of a garbage collection, and "
+                    "is none (tstore verify tells more)"
+                )
+            last = record.collected
+        return last
 
     async def _exists(self, version: int) -> bool:
         if version in self._records:

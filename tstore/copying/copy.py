@@ -169,7 +169,7 @@ async def _copy_one(
 async def _expiry_of_others(log: Log, inventory: Inventory, name: uuid.UUID) -> Record | None:
     """The record of a gc that leaves one version; None where no other lives."""
     base = inventory.base
-    last = await log.collected(base)
+    last = await log.last_gc(base)
     earlier = (await log.record(last)).collection if last else None
     ledger = Ledger(earlier.alive if earlier is not None else ())
     for version in range(last + 1, base + 1):

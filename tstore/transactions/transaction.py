@@ -29,7 +29,7 @@ from tstore.chunks.table import ChunkTable
 from tstore.chunks.writer import PackSet, WriteJob
 from tstore.commits.expiry import check_alive, newest_tree, unexpired
 from tstore.commits.log import Log
-from tstore.commits.manifest import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference
+from tstore.commits.manifest import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference, size_of
 from tstore.commits.queue import Newer, Retry
 from tstore.commits.tree import Changes, Tree, checked_path
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound
@@ -372,9 +372,9 @@ class Transaction:
         """The manifest of all that is staged: itself if it is small, else where it was written."""
         manifest = staged.manifest()
         self._reused = manifest.reused(self.id)
-        data = encode(manifest)
-        if len(data) <= INLINE_MANIFEST:
+        if size_of(manifest) <= INLINE_MANIFEST:
             return manifest
+        data = encode(manifest)
         self._manifests_written += 1
         key = f"txn/{self.id}/manifest-{self._suffix}-{self._manifests_written}"
         await self._log.backend.create(key, data, self._durability)

@@ -1,0 +1,55 @@
+"""Metadata objects as they are read: decoded, checked, and named in errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.kv.base import Backend
+from tstore.kv.cached import forget
+from tstore.pool import run
+
+__all__ = ["Objects"]
+
+T = TypeVar("T", Record, Manifest, Fragment, Root)
+
+
+class Objects:
+    """The metadata objects of one store."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    async def manifests(self, record: Record) -> list[Manifest]:
+        """The manifests of a record, read where they do not travel in it."""
+        inside = [m for m in record.manifests if isinstance(m, Manifest)]
+        if len(inside) == len(record.manifests):
+            return inside
+        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
+
+    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
+        """The manifest itself, or the one at that place, checked against its reference."""
+        if isinstance(where, Manifest):
+            return where
+        data = await self.backend.get(where.key)
+        if not where.is_to(data) and await run(forget, self.backend, where.key):
+            data = await self.backend.get(where.key)
+        if not where.is_to(data):
+            raise Corrupt(
+                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
+                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
+            )
+        return self.decoded(where.key, data, Manifest)
+
+    async def read(self, key: str, kind: type[T]) -> T:
+        """The object at a key; errors name it."""
+        return self.decoded(key, await self.backend.get(key), kind)
+
+    def decoded(self, key: str, data: bytes, kind: type[T]) -> T:
+        """The object in the bytes at a key; `Corrupt` and `UnsupportedFormat` name it."""
+        try:
+            return decode(data, kind)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
