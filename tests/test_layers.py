@@ -61,7 +61,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transactions.staged_tree", "transactions.roster"),
     ("transactions.validation",),
     ("transactions.transaction",),
-    ("check", "collect", "contents"),
+    ("check", "collect", "contents", "repair"),
     ("diff",),
     ("store",),
     (
@@ -117,7 +117,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("cli.text",),
     ("cli.columns", "cli.progress"),
     ("cli.tables", "cli.console", "cli.demo"),
-    ("cli.bench", "cli.copy", "cli.gc", "cli.probe", "cli.quantize", "cli.serve"),
+    ("cli.bench", "cli.copy", "cli.gc", "cli.probe", "cli.quantize", "cli.repair", "cli.serve"),
     ("cli.commands",),
     ("cli",),
     ("__main__",),

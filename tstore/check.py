@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tstore.checkpoint.structure import is_document
 from tstore.chunks.reader import pack_reader
 from tstore.chunks.table import BLOCK, ChunkRow, block_checks
 from tstore.commits.expiry import changes_nothing, living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Manifest, ObjectRef, Record, Root
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
-from tstore.commits.tree import Node, Tree
-from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.commits.tree import OWN, Node, Tree
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.kv.base import Backend, Transfer
 from tstore.layout import is_object, is_record
 from tstore.pool import each, scratch
@@ -74,6 +75,7 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
         """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
         with _noted("", faults):
             record = await log.record(version)
+            await log.gc_named(record.collected)
             if changes_nothing(record) or (version <= gc and version not in alive):
                 return record, []
             return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
@@ -84,8 +86,10 @@ async def _verify(log: Log) -> tuple[VerifyReport, int]:
             return await log.manifest(where)
         return None
 
+    last = 0  # the newest gc so far; a record that is damaged may have been one
     for numbers in batched(range(1, newest + 1)):
         for version, (record, manifests) in zip(numbers, await together(read, numbers), strict=True):
+            last = await _check_collected(log, version, record, last, faults)
             if record is None or changes_nothing(record):
                 continue
             if version <= gc and version not in alive:
@@ -124,6 +128,22 @@ async def _living(log: Log, newest: int) -> tuple[frozenset[int], int]:
         return frozenset(), 0
 
 
+async def _check_collected(log: Log, version: int, record: Record | None, last: int, faults: list[str]) -> int:
+    """Note where a record names another gc than the newest before it; return that up to it, -1 if unknown."""
+    if record is None:
+        return -1
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # of which it is told by itself
+        named = await log.gc_named(record.collected)
+        if last >= 0 and named != last:
+            faults.append(
+                f"{log.backend.url}: {commit_key(version)} names version {named} as the last garbage collection "
+                f"before it, which is version {last}; `tstore repair` can void it"
+            )
+    if record.collection is not None:
+        return version
+    return last
+
+
 def _collect(
     manifest: Manifest,
     version: int,
@@ -132,19 +152,31 @@ def _collect(
     faults: list[str],
 ) -> None:
     for path, document, _, span in manifest.nodes():
-        node = Node(path, document, (span,))
-        if not node.is_array:
-            continue
-        meta = node.meta
-        arrays.add(path)
-        for number, pack, offset, length, checks in span.table.rows[span.start : span.stop]:
-            if number >= meta.chunk_count:
-                faults.append(f"version {version}: {path} has a chunk number {number} outside of its grid")
+        place = f"version {version}: {path or 'the root group'}"
+        with _noted(f"{place}: ", faults), parsing("its metadata"):
+            node = Node(path, document, (span,))
+            if not node.is_array:
+                _check_group(path, node)
                 continue
-            key = span.table.packs[pack]
-            at = tuple(int(i) for i in np.unravel_index(number, meta.counts)) if meta.counts else ()
-            row = ChunkRow(number, key, offset, length, checks)
-            wanted.setdefault((key, offset), (row, f"version {version}: {path}, chunk {at}"))
+            meta = node.meta
+            arrays.add(path)
+            for number, pack, offset, length, checks in span.table.rows[span.start : span.stop]:
+                if number >= meta.chunk_count:
+                    faults.append(f"{place} has a chunk number {number} outside of its grid")
+                    continue
+                key = span.table.packs[pack]
+                at = tuple(int(i) for i in np.unravel_index(number, meta.counts)) if meta.counts else ()
+                row = ChunkRow(number, key, offset, length, checks)
+                wanted.setdefault((key, offset), (row, f"{place}, chunk {at}"))
+
+
+def _check_group(path: str, node: Node) -> None:
+    """Raise `Corrupt` where the attributes of a group, or the structure of a checkpoint in them, do not parse."""
+    own = node.attributes.get(OWN)
+    if path or not isinstance(own, dict) or "structure" not in own:
+        return
+    if not is_document(own["structure"]):
+        raise Corrupt("the structure of the saved tree does not parse; a restore gives its arrays by path")
 
 
 async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
@@ -233,7 +265,7 @@ async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str
         with scratch(size) as buffer:
             try:
                 pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
-            except Corrupt:  # of each it is told by itself
+            except (Corrupt, NotFound):  # of each it is told by itself
                 for row, where in batch:
                     _check_long(backend, row, where, transfer.piece, faults)
                 return
@@ -273,7 +305,7 @@ def _check_long(backend: Backend, row: ChunkRow, where: str, most: int, faults: 
                 part = buffer[: min(most, row.length - i)]
                 reader.read_into(row.offset + i, [part], len(part))
                 found += block_checks(part.data)
-        except Corrupt as error:
+        except (Corrupt, NotFound) as error:
             faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
             return
         if found != row.checks:

@@ -37,11 +37,6 @@ def is_object(key: str) -> bool:
     return _OBJECT.fullmatch(key) is not None
 
 
-def is_pack(key: str) -> bool:
-    """Whether it is the name of a pack."""
-    return is_written(key) and key.rpartition("/")[2].startswith("pack-")
-
-
 def is_record(key: str) -> bool:
     """Whether it is the name of a record."""
     return _RECORD.fullmatch(key) is not None

@@ -7,13 +7,13 @@ import contextlib
 import datetime
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.arguments import checked_facts, checked_text, shown
+from tstore.arguments import checked_facts, checked_index, checked_text, shown
 from tstore.check import VerifyReport, verify_store
 from tstore.collect import ABANDONED_AFTER, CollectReport, collect
 from tstore.commits.expiry import check_tag, newest_tree
@@ -39,6 +39,7 @@ from tstore.kv.remote import RemoteBackend
 from tstore.kv.trace import Traffic
 from tstore.kv.url import connect
 from tstore.marker import MARKER, Marker, create_marker, read_marker
+from tstore.repair import RepairReport, repair_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.transactions.group import Membership, finish_group
 from tstore.transactions.roster import PendingTransaction, find_pending, pending
@@ -300,6 +301,20 @@ class Store:
         Bypasses the cache.
         """
         return await verify_store(Log(uncached(self._log.backend)))
+
+    async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
+        """Report the versions whose records can't be read or name what is not there; void those that are named.
+
+        Without arguments nothing is changed. `void` are versions whose record can't be read; one in
+        `void_readable` is voided though its record reads well, as a forged one may. The bytes of each record are
+        kept below `damaged/`. Who has the store open must open it anew (`TimelineChanged`).
+        Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
+        is not there or reads well.
+        """
+        wanted = [checked_index("version", v) for v in (*void, *void_readable)]
+        if wanted:
+            self._check_writable()
+        return await repair_store(self._log.backend, wanted[: len(void)], wanted[len(void) :])
 
     async def collect(
         self,

@@ -20,6 +20,7 @@ from tstore.errors import InvalidArgument
 
 __all__ = [
     "flatten",
+    "is_document",
     "paths_in",
     "scalars_in",
     "stored_document",
@@ -160,13 +161,14 @@ def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
 
     Anybody can write attributes, and arrays may have come and gone since the tree was saved.
     """
-    if not _is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
+    if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
         return None
     document: Document = stored
     return document
 
 
-def _is_document(node: Any, level: int = 0) -> bool:
+def is_document(node: Any, level: int = 0) -> bool:
+    """Whether a value that was stored has the form of a document."""
     if _is_pair(node) and node[0] == "array":  # most nodes are
         return isinstance(node[1], str)
     match node:
@@ -175,11 +177,11 @@ def _is_document(node: Any, level: int = 0) -> bool:
         case [_, [*_]] | [_, _, [*_]] if level == _DEEPEST:
             return False
         case ["dict", [*items]]:
-            return all(_is_pair(i) and _is_scalar(i[0]) and _is_document(i[1], level + 1) for i in items)
+            return all(_is_pair(i) and _is_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:
-            return all(_is_document(item, level + 1) for item in items)
+            return all(is_document(i, level + 1) for i in items)
         case ["dataclass" | "namedtuple", str(), [*items]]:
-            return all(_is_pair(i) and isinstance(i[0], str) and _is_document(i[1], level + 1) for i in items)
+            return all(_is_pair(i) and isinstance(i[0], str) and is_document(i[1], level + 1) for i in items)
     return _is_scalar(node)
 
 

@@ -29,6 +29,7 @@ from tstore.cli.gc import gc
 from tstore.cli.probe import probe
 from tstore.cli.progress import Progress
 from tstore.cli.quantize import quantize, report
+from tstore.cli.repair import repair
 from tstore.cli.serve import serve
 from tstore.cli.tables import (
     show_demo,
@@ -293,6 +294,7 @@ cli.add_command(copy)
 cli.add_command(gc)
 cli.add_command(probe)
 cli.add_command(quantize)
+cli.add_command(repair)
 cli.add_command(report)
 cli.add_command(serve)
 

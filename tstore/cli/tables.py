@@ -155,6 +155,23 @@ def show_finished(finished: Document) -> None:
     print(plain(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
 
 
+def show_repaired(document: Document) -> None:
+    """Show what `tstore repair` found and did."""
+    for found in document["damaged"]:
+        state = "voided" if found["version"] in document["voided"] else "damaged"
+        print(f"version {found['version']} ({state}): {plain(found['reason'])}")
+    for key in document["kept"]:
+        print(f"kept: {key}")
+    left = [found["version"] for found in document["damaged"] if found["version"] not in document["voided"]]
+    if document["voided"]:
+        numbers = ", ".join(map(str, document["voided"]))
+        print(f"voided {numbers}; version {document['version']} tells of it")
+    if left:
+        print("restore these records from a copy, or void them: tstore repair STORE --void N")
+    elif not document["voided"]:
+        print("every record can be read, and what the living versions name is there")
+
+
 def show_verified(report: Document) -> None:
     """Print each fault, the files that are not tstore's, and the totals."""
     for fault in report["faults"]:

@@ -38,6 +38,8 @@ from tstore.layout import is_pack, is_root, is_written, owner_of
 
 __all__ = [
     "INLINE_MANIFEST",
+    "REPAIR",
+    "VOIDED",
     "Alive",
     "Collection",
     "Fragment",
@@ -58,6 +60,9 @@ __all__ = [
 
 INLINE_MANIFEST = 16 << 10
 """A manifest of up to so many bytes travels in the record or fragment that refers to it."""
+
+REPAIR, VOIDED = "repair-", "voided"
+"""How the transactions of `tstore repair` begin, and the name under which its commits say what it voided."""
 
 _MOST_HOSTS = 100_000
 _MOST_PARTS = 1024
@@ -208,18 +213,23 @@ class Record(Body, frozen=True):
 
     def check_number(self, version: int) -> None:
         """Raise `Corrupt` where it can't have become that version: whoever followed it would walk in a circle."""
-        latest = max(self.base, self.collected)
+        named = [self.base, self.collected]
         if self.collection is not None:
-            latest = max(
-                latest, *(entry.version for entry in self.collection.alive[-1:]), *self.collection.expired[-1:]
-            )
-        if latest >= version:
+            named += [entry.version for entry in self.collection.alive[-1:]]
+            named += self.collection.expired[-1:]
+        if max(named) >= version:
             raise Corrupt(f"it refers to version {version} or a later one")
 
     @property
     def transactions(self) -> tuple[str, ...]:
         """The ids of all transactions that it commits."""
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
+
+    @property
+    def voids(self) -> tuple[int, ...]:
+        """The versions whose records a repair has voided, where it is the commit that tells of that."""
+        listed = self.facts.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()
+        return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
 
     def commits(self, transaction: str) -> bool:
         """Whether it is the commit of that transaction, or of several with that one among them."""

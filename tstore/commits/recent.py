@@ -32,6 +32,10 @@ class Recent(Generic[V]):
             for old in list(self._values)[: -self._most]:
                 self._values.pop(old, None)
 
+    def drop(self, version: int) -> None:
+        """Forget the value of a version, if it is known."""
+        self._values.pop(version, None)
+
     def versions(self) -> list[int]:
         """Return the versions whose values are known now."""
         return list(self._values)

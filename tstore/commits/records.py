@@ -33,7 +33,7 @@ from tstore.commits.manifest import Manifest, Record, Root, Stored, check_of
 from tstore.commits.objects import Objects
 from tstore.commits.recent import Recent
 from tstore.commits.search import NEVER, Search
-from tstore.commits.tree import Changes, Tree
+from tstore.commits.tree import Changes, Tree, tree_of
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
 from tstore.kv.base import Backend
 from tstore.kv.cached import forget
@@ -80,6 +80,7 @@ class Records(Objects):
         self._hint = hint
         self._newest = 0
         self._replaced = ""  # why nothing that is known counts any more
+        self._voided: set[int] = set()  # by a repair of which a record told just now
         self._search = Search(self._exist, waits=backend.transfer.waits)
         self._records: Recent[Stored] = Recent(_CACHED)
         self._trees: Recent[Tree] = Recent(_TREES)
@@ -88,6 +89,7 @@ class Records(Objects):
     async def newest(self) -> int:
         """The highest version that is committed now; 0 for an empty log. `TimelineChanged`."""
         self._check_timeline()
+        await self._check_voided()
         known = self._newest
         if known and self.backend.transfer.waits:
             more, _ = await asyncio.gather(self._exists(known + 1), self._confirm_stored(known))
@@ -181,7 +183,7 @@ class Records(Objects):
         found, root = await asyncio.gather(self._search.gallop(hint, sure=False), self._root(hint if ahead else 0))
         if found[0] < hint:
             return await self._gallop(0)
-        if (tree := _tree_of(root, hint, self._records.get(hint))) is not None:
+        if (tree := tree_of(root, hint, self._records.get(hint))) is not None:
             self._trees.put(hint, tree)
         return found if found[1] < NEVER else await self._gallop(found[0])
 
@@ -218,8 +220,26 @@ class Records(Objects):
             record.check_number(version)
         except Corrupt as error:
             raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
+        self._voided.update(v for v in record.voids if 0 < v < version)
         self._records.put(version, stored := Stored(record, check_of(data)))
         return stored
+
+    async def _check_voided(self) -> None:
+        """Raises `TimelineChanged` where a record that is known was voided since, by what a record says.
+
+        A tree that may be made of one that is not known any more is forgotten, and so is what a cache has of it.
+        """
+        while self._voided:
+            version = self._voided.pop()
+            known = self._records.get(version)
+            first, last = -(-version // ROOT_EVERY) * ROOT_EVERY, max([version, *self._records.versions()])
+            for key in (commit_key(version), *map(root_key, range(first, last + 1, ROOT_EVERY))):
+                await run(forget, self.backend, key)
+            if known is not None and not known.record.void:
+                await self._confirm_stored(version)
+            for tree in self._trees.versions():
+                if tree >= version:
+                    self._trees.drop(tree)
 
     async def changes(self, version: int, record: Record) -> Changes:
         """What the record of a version changed; many transactions of a process validate against the same ones."""
@@ -231,6 +251,7 @@ class Records(Objects):
 
     async def tree(self, version: int) -> Tree:
         """The tree as of a version that exists."""
+        await self._check_voided()
         known = self._trees.get(version)
         if known is not None:
             return known
@@ -245,6 +266,8 @@ class Records(Objects):
             manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
         for number, record, found in zip(numbers, records, manifests, strict=True):
             tree = tree.after(number, record, found)
+        if self._voided:  # told of by a record on the way
+            return await self.tree(version)
         self._trees.put(version, tree)
         return tree
 
@@ -271,9 +294,9 @@ class Records(Objects):
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self._root(version), self._stored_or_none(version))
-        tree = _tree_of(root, version, stored)
+        tree = tree_of(root, version, stored)
         if tree is None and root is not None and await run(forget, self.backend, root_key(version)):
-            tree = _tree_of(await self._root(version), version, stored)  # a cache had that of another timeline
+            tree = tree_of(await self._root(version), version, stored)  # a cache had that of another timeline
         return tree
 
     async def _root(self, version: int) -> Root | None:
@@ -372,14 +395,3 @@ class Records(Objects):
                 if record.commits(transaction):
                     return version, version
         return None, version
-
-
-def _tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
-    """The tree of a root that belongs to the record of its version; None for any other."""
-    if root is None or stored is None or (root.version, root.record) != (version, stored.check):
-        return None
-    if not all(0 < named <= version for named in root.tags.values()):
-        return None
-    with contextlib.suppress(Corrupt):  # where its columns do not fit each other
-        return Tree.of(root)
-    return None

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from tstore.arguments import checked_attributes, checked_text
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkRow, ChunkTable, Span, layered
-from tstore.commits.manifest import Manifest, Record, Root
+from tstore.commits.manifest import Manifest, Record, Root, Stored
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "is_below",
     "parents",
     "spared",
+    "tree_of",
 ]
 
 OWN = "tstore"
@@ -270,6 +271,13 @@ def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, No
     if not tops:
         return nodes
     return {p: n for p, n in nodes.items() if tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p))}
+
+
+def tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
+    """The tree of a root that belongs to the record of its version; None for any other."""
+    if root is None or stored is None or (root.version, root.record) != (version, stored.check):
+        return None
+    return Tree.of(root)
 
 
 def checked_path(path: str) -> str:
