@@ -210,6 +210,7 @@ class Store(_Twin):
     finish = _blocking(_async.Store.finish)
     diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)
+    repair = _blocking(_async.Store.repair)
     collect = _blocking(_async.Store.collect)
     close = _blocking(_async.Store.close)
 

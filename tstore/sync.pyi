@@ -36,6 +36,7 @@ from tstore.kv.base import Backend
 from tstore.kv.trace import Traffic
 from tstore.quantization.policy import CodecRules, Target
 from tstore.quantization.work import Progress
+from tstore.repair import RepairReport
 from tstore.store import Mode
 from tstore.transactions.transaction import Isolation
 
@@ -248,6 +249,15 @@ class Store:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
         Bypasses the cache."""
+
+    def repair(self, void: Sequence[int] = ..., *, void_readable: Sequence[int] = ...) -> RepairReport:
+        """Report the versions whose records can't be read or name what is not there; void those that are named.
+
+        Without arguments nothing is changed. `void` are versions whose record can't be read; one in
+        `void_readable` is voided though its record reads well, as a forged one may. The bytes of each record are
+        kept below `damaged/`. Who has the store open must open it anew (`TimelineChanged`).
+        Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
+        is not there or reads well."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False
