@@ -15,6 +15,8 @@ KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 def forged(body: Any, **fields: Any) -> bytes:
     """Return the frame of a body, with other values of some fields, which need not be of the right type."""
     values = [fields.get(name, getattr(body, name)) for name in body.__struct_fields__]
+    if body.__struct_config__.tag is not None:
+        values.insert(0, body.__struct_config__.tag)
     version = 2 if isinstance(body, Record) and body.collection is not None else 1
     return sealed(KINDS[type(body)] + bytes([version]), msgspec.msgpack.encode(values))
 
