@@ -17,7 +17,7 @@ import tstore
 from tstore import Keep
 from tstore.commits.manifest import Collection, Fragment, Record, Root, decode, encode
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
-from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, TStoreError
+from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
 from tstore.kv.base import Backend, Durability
 from tstore.marker import read_marker
 
@@ -189,3 +189,80 @@ def test_what_readers_refuse_is_not_encoded() -> None:
     for record in (Record("t", -1, 0.0), Record("t", 1 << 63, 0.0), Record("t", 0, 0.0, collected=1 << 62)):
         with pytest.raises(InvalidArgument):
             encode(record)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[" * 600 + b"]" * 600,
+        b"5",
+        b"{}",
+        b'{"node_type":"array"}',
+        b'{"zarr_format":3,"node_type":"group","attributes":5}',
+        b'{"zarr_format":3,"node_type":"group","attributes":{"tstore":{"structure":["dict",[5]]}}}',
+        b'{"zarr_format":3,"node_type":"group","attributes":{"tstore":{"structure":["int","x"]}}}',
+    ],
+)
+async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    at = manifest.paths.index("")
+    number = int.from_bytes(manifest.document[4 * at : 4 * at + 4], "little")
+    documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
+    wrong = msgspec.structs.replace(manifest, documents=documents)
+    record = Record("forged", 1, 0.0, replaces=True, manifests=(wrong,), reused=tuple(filter(None, wrong.packs)))
+    await backend.create(commit_key(2), forged(record), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    report = await store.verify()
+    assert (report.arrays, report.chunks) == (2, 2)
+    assert len(report.faults) == 1
+    with contextlib.suppress(TStoreError):
+        await tstore.restore(store)
+
+
+async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record() -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
+    wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
+    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .* levels of nesting"):
+        await store.snapshot()
+
+
+async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    await backend.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
+    assert [p.heartbeats for p in await store.transactions()] == [{}]
+    await backend.hint("tstore.json", await backend.get("tstore.json") + b" " * 5000)
+    with pytest.raises(Corrupt, match="expected at most 4096"):
+        await read_marker(backend)
+
+
+async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> None:
+    store = await filled(0)
+    with pytest.raises(InvalidArgument, match="expected at most 131072 values"):
+        store.transaction(facts={"a": [0] * (1 << 17)})
+    async with store.transaction() as tx:
+        with pytest.raises(InvalidArgument, match="more than 2,097,152 values"):
+            await tx.create_group("g", {"a": [0] * (1 << 21)})
+    assert (await store.snapshot()).version == 2
+
+
+async def test_a_gc_behind_void_records_is_found() -> None:
+    """A repair may have put one in the place of each gc that came after it."""
+    store = await filled(0, 1)
+    assert (await store.collect(Keep(last=1))).version == 3
+    for version in (4, 5):
+        void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
+        await store.log.backend.create(commit_key(version), encode(void), Durability.NONE)
+    store = await tstore.open(store.url)
+    assert await store.log.last_gc(5) == 3
+    with pytest.raises(SnapshotExpired):
+        await store.snapshot(1)
+    assert (await store.verify()).ok

@@ -9,6 +9,7 @@ import msgspec
 import xxhash
 
 from tstore import world
+from tstore.bounds import MARKER_BYTES
 from tstore.errors import Corrupt, NotAStore, NotFound, UnsupportedFormat
 from tstore.kv.base import Backend
 from tstore.kv.probe import prove, race
@@ -44,6 +45,8 @@ class Marker(msgspec.Struct, frozen=True):
 
         Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
         """
+        if len(data) > MARKER_BYTES:
+            raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
         try:
             written = msgspec.json.decode(data, type=_Format).format
             if written > FORMAT_VERSION:  # all else may be different there

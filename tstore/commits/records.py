@@ -29,6 +29,7 @@ import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
 
+from tstore.bounds import HINT_BYTES
 from tstore.commits.manifest import Manifest, Record, Root, Stored, check_of
 from tstore.commits.objects import Objects
 from tstore.commits.recent import Recent
@@ -63,7 +64,8 @@ def root_key(version: int) -> str:
 async def read_hint(backend: Backend) -> int:
     """What the hint says is the newest version, not to be trusted; 0 where there is none."""
     try:
-        hint = int(await backend.get(HINT))
+        data = await backend.get(HINT)
+        hint = int(data) if len(data) <= HINT_BYTES else 0
     except (NotFound, ValueError):
         return 0
     return hint if 0 < hint < NEVER else 0

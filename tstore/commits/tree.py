@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.arguments import checked_attributes, checked_text
+from tstore.bounds import text_excess
 from tstore.chunks.metadata import ArrayMeta
 from tstore.chunks.table import ChunkRow, ChunkTable, Span, layered
 from tstore.commits.manifest import Manifest, Record, Root, Stored
@@ -296,7 +297,13 @@ def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None 
     checked = checked_attributes(attributes)
     if own is not None:
         checked[OWN] = own
-    return msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
+    document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
+    excess = text_excess(document)
+    if excess:
+        raise InvalidArgument(
+            f"the attributes of a group, or the structure of a tree, have {excess}; store an array"
+        )
+    return document
 
 
 @functools.lru_cache(maxsize=4096)

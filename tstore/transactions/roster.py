@@ -18,6 +18,7 @@ import msgspec
 
 from tstore import world
 from tstore.arguments import checked_text, shown
+from tstore.bounds import HEARTBEAT_BYTES
 from tstore.commits.log import Log
 from tstore.commits.manifest import Fragment
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, inventory
@@ -145,7 +146,8 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
     for host in sorted(alive):
         key = f"txn/{transaction}/alive-{host:05d}-of-{hosts:05d}"
         try:
-            beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
+            data = await log.backend.get(key)
+            beat = msgspec.json.decode(data[: HEARTBEAT_BYTES + 1], type=Heartbeat)  # a longer one does not parse
         except (NotFound, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
