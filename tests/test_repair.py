@@ -299,3 +299,20 @@ async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
     assert "commits/00000000000000000001 is named as the record of a garbage collection, and is none" in fault
     with pytest.raises(Corrupt):
         await store.snapshot(1)
+
+
+async def test_a_repair_far_below_the_newest_version_is_met_once() -> None:
+    """There is no root on the way, and more records than are kept in memory."""
+    store = await filled(0, 1)
+    await store.repair(void_readable=[2])
+    store = await tstore.open(store.url)
+    for _ in range(330):
+        async with store.transaction(durability="none"):
+            pass
+    backend = store.log.backend
+    for key in await backend.list("roots/"):
+        await backend.delete(key)
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == [0]
+    assert (await store.snapshot(300)).paths() == ["b", "w"]
+    assert (await store.snapshot()).paths() == ["b", "w"]

@@ -33,8 +33,10 @@ class Recent(Generic[V]):
                 self._values.pop(old, None)
 
     def drop(self, version: int) -> None:
-        """Forget the value of a version, if it is known."""
-        self._values.pop(version, None)
+        """Forget the values of a version and of later ones."""
+        for known in self.versions():
+            if known >= version:
+                self._values.pop(known, None)
 
     def versions(self) -> list[int]:
         """Return the versions whose values are known now."""

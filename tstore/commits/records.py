@@ -82,7 +82,8 @@ class Records(Objects):
         self._hint = hint
         self._newest = 0
         self._replaced = ""  # why nothing that is known counts any more
-        self._voided: set[int] = set()  # by a repair of which a record told just now
+        self._repairs: set[int] = set()  # versions that told of a repair
+        self._voided: set[int] = set()  # what the last of these voided, not looked at yet
         self._search = Search(self._exist, waits=backend.transfer.waits)
         self._records: Recent[Stored] = Recent(_CACHED)
         self._trees: Recent[Tree] = Recent(_TREES)
@@ -222,7 +223,9 @@ class Records(Objects):
             record.check_number(version)
         except Corrupt as error:
             raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
-        self._voided.update(v for v in record.voids if 0 < v < version)
+        if record.voids and version not in self._repairs:
+            self._repairs.add(version)
+            self._voided.update(v for v in record.voids if 0 < v < version)
         self._records.put(version, stored := Stored(record, check_of(data)))
         return stored
 
@@ -239,9 +242,7 @@ class Records(Objects):
                 await run(forget, self.backend, key)
             if known is not None and not known.record.void:
                 await self._confirm_stored(version)
-            for tree in self._trees.versions():
-                if tree >= version:
-                    self._trees.drop(tree)
+            self._trees.drop(version)
 
     async def changes(self, version: int, record: Record) -> Changes:
         """What the record of a version changed; many transactions of a process validate against the same ones."""
