@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forging import forged
 
 import tstore
 from tstore import Keep
-from tstore.commits.manifest import Alive, Collection, Record, encode
+from tstore.commits.manifest import Alive, Collection, Record
 from tstore.commits.records import commit_key
 from tstore.errors import Unavailable
 from tstore.kv.base import Durability
@@ -40,7 +41,7 @@ async def check_step(store: tstore.Store, step: int) -> None:
 async def forge(store: tstore.Store, record: Record) -> None:
     """Puts a record with a right checksum in the place of the next commit, as another program could."""
     version = await store.log.newest() + 1
-    await store.log.backend.create(commit_key(version), encode(record), Durability.NONE)
+    await store.log.backend.create(commit_key(version), forged(record), Durability.NONE)
 
 
 async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forging import forged
 from msgspec.structs import replace
 
 import tstore
 from tstore import Keep
-from tstore.commits.manifest import Root, decode, encode
+from tstore.commits.manifest import Root, decode
 from tstore.commits.recent import Recent
 from tstore.commits.records import commit_key, root_key
 from tstore.errors import Conflict, TimelineChanged
@@ -81,11 +82,11 @@ def flipped(data: bytes) -> bytes:
 
 def unfit(data: bytes) -> bytes:
     root = decode(data, Root)
-    return encode(replace(root, manifest=replace(root.manifest, index=root.manifest.index[:-8])))
+    return forged(replace(root, manifest=replace(root.manifest, index=root.manifest.index[:-8])))
 
 
 def later(data: bytes) -> bytes:
-    return encode(replace(decode(data, Root), version=128))
+    return forged(replace(decode(data, Root), version=128))
 
 
 @pytest.mark.parametrize("change", [flipped, unfit, later, lambda data: data[:-1], lambda _: b""])
@@ -114,11 +115,11 @@ async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify
         (replace(right, manifest=replace(before, checks=before.checks[:-1] + b"?")), "w"),
         (replace(right, manifest=replace(before, inline=(*before.inline[:-1], b"other"))), "w"),
     ]:
-        path.write_bytes(encode(wrong))
+        path.write_bytes(forged(wrong))
         faults = (await (await tstore.open(tmp_path, "r")).verify()).faults
         [fault] = [f for f in faults if root_key(64) in f]
         assert f"not what the records up to version 64 make, in {names};" in fault
-    path.write_bytes(encode(right))
+    path.write_bytes(forged(right))
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
 
 
