@@ -16,7 +16,7 @@ import tstore
 from tstore import Keep
 from tstore.commits.manifest import Alive, Collection, Record
 from tstore.commits.records import commit_key
-from tstore.errors import Unavailable
+from tstore.errors import Corrupt, Unavailable
 from tstore.kv.base import Durability
 from tstore.testing.faults import FaultyBackend, open_faulty
 
@@ -72,6 +72,10 @@ async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_p
     names = ("tstore.json", "latest", commit_key(1), "", "..", "../x", "txn", "txn//x", "a\0b", *living)
     await forge(store, Record("forged", 3, 1.0, collection=Collection(entries, (), {}, ("", "..", "x/y"), names)))
     store = await tstore.open(store.url)
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        await store.collect()
+    await (await tstore.open(store.url)).repair([4])
+    store = await tstore.open(store.url)
     report = await store.collect()
     assert (report.objects, report.bytes) == (0, 0)
     await tstore.save(store, tree_of(3), 3)
@@ -93,9 +97,12 @@ async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_p
         Record("t", 1, 1e300, facts={"step": None, "x": [{"y": {}}]}, bytes_added=-1),
     ],
 )
-async def test_absurd_records_stop_no_gc(record: Record, tmp_path: Path) -> None:
+async def test_absurd_records_stop_no_gc_once_they_are_voided(record: Record, tmp_path: Path) -> None:
     store = await saved(str(tmp_path), 0)
     await forge(store, record)
+    with pytest.raises(Corrupt, match=commit_key(2)):
+        await (await tstore.open(tmp_path)).collect(Keep(last=1), abandoned=NOW)
+    await (await tstore.open(tmp_path)).repair([2])
     store = await tstore.open(tmp_path)
     for step in (1, 2, 3):
         await tstore.save(store, tree_of(step), step)
