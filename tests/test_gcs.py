@@ -332,7 +332,7 @@ async def test_a_page_is_no_object(endpoint: Endpoint, faulty: GcsObjects) -> No
 async def test_a_silent_server_is_given_up(
     endpoint: Endpoint, faulty: GcsObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.kv.http_session.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("tstore.kv.pace.IDLE_SECONDS", 0.1)
     for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
         endpoint.faults = at(Fault(Wrong.SILENT), method)
         with pytest.raises(Unavailable, match="silent"):

@@ -17,7 +17,6 @@ import processes
 import pytest
 import trustme
 from aiohttp import ClientSession, web
-from answers import ok, serving
 from fileservers import aiohttp_files, nginx, python_files
 from forks import forks
 
@@ -236,24 +235,6 @@ async def test_a_closed_session_opens_again(ours: HttpObjects) -> None:
 # ---- tokens and certificates
 
 
-async def test_a_token_of_the_environment_is_shown_to_a_server_that_asks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "token").write_text("from-file\n")
-    refused = ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")
-    for variable, value, shown in [
-        ("TSTORE_TOKEN_FILE", str(tmp_path / "token"), "from-file"),
-        ("TSTORE_TOKEN", "from-name", "from-name"),  # goes before the file
-    ]:
-        monkeypatch.setenv(variable, value)
-        async with serving(ok(b"1"), refused, ok(b"2")) as server, connected(server.url) as store:
-            assert [await store.get("k") for _ in range(3)] == [b"1", b"2", b"2"]
-            assert [r.fields.get("Authorization") for r in server.asked] == [None, None, *[f"Bearer {shown}"] * 2]
-    async with serving(ok(b"")) as server, connected(server.url, token="given") as store:
-        await store.get("k")
-        assert server.asked[0].fields["Authorization"] == "Bearer given"
-
-
 @pytest.mark.parametrize(
     ("token", "said"),
     [
@@ -275,18 +256,6 @@ async def test_a_token_opens_what_its_scope_allows(ours: HttpObjects, token: str
             with pytest.raises(Denied, match=refused) as caught:
                 await call
             assert token is None or token not in str(caught.value)
-
-
-async def test_without_a_token_the_error_says_how_to_pass_one() -> None:
-    async with serving(ok(b"", status="401 Unauthorized")) as server, connected(server.url) as store:
-        with pytest.raises(Denied, match=r"storage_options=\{'token': …\}.*TSTORE_TOKEN"):
-            await store.get("k")
-
-
-def test_a_token_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TSTORE_TOKEN_FILE", str(tmp_path / "none"))
-    with pytest.raises(InvalidArgument, match=r"TSTORE_TOKEN_FILE names .*none"):
-        HttpObjects("http://host")
 
 
 async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import trustme
 from answers import Answer, Request, Server, close, hang, ok, part, reset, serving, then
 
 from tstore.errors import Corrupt, TStoreError, Unavailable
-from tstore.kv import http_session
+from tstore.kv import pace
 from tstore.kv.http import HttpObjects
 from tstore.kv.http_answer import Sink
 from tstore.kv.http_body import fill
 from tstore.kv.http_session import trusting
+from tstore.kv.pace import Pace
 from tstore.kv.remote import served
 
 SIZE = 3 << 20
@@ -143,7 +144,7 @@ async def test_a_body_comes_in_any_way_that_http_has(places: Places, answer: Ans
 
 
 async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_session, "IDLE_SECONDS", 0.8)
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.8)
     size = 1 << 20
     answer = part(BODY[:size], f"0-{size - 1}/{size}")
 
@@ -187,7 +188,7 @@ async def test_a_long_body_takes_no_memory_of_its_own(places: Places) -> None:
 async def test_a_body_that_breaks_off_is_unavailable(
     places: Places, begun: bytes, behave: Any, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_session, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.2)
     async with places.serving(then(begun, behave), WHOLE) as place:
         with pytest.raises(Unavailable, match=match) as caught:
             await place.read()
@@ -227,6 +228,11 @@ async def test_nothing_is_written_once_a_read_was_cancelled(places: Places, sent
         assert not any(room)
 
 
+async def filled(room: bytearray, response: aiohttp.ClientResponse) -> bool:
+    async with Pace(20) as within:
+        return await fill(Sink([room]), response, within)
+
+
 async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: Places) -> None:
     go_on, gone = asyncio.Event(), asyncio.Event()
 
@@ -240,7 +246,7 @@ async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: 
     async with places.serving(then(HALF, halt)) as place, place.client() as client:
         async with client.get(place.server.url) as response:  # held on to: that closes nothing
             room = bytearray(SIZE)
-            reading = asyncio.ensure_future(fill(Sink([room]), response, 20))
+            reading = asyncio.ensure_future(filled(room, response))
             while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
                 await asyncio.sleep(0)
             reading.cancel()
@@ -269,7 +275,7 @@ async def test_nothing_is_written_once_a_server_was_silent_for_too_long(
     async with places.serving(then(HALF, halt), WHOLE) as place:
         room = bytearray(SIZE)
         with monkeypatch.context() as hasty:
-            hasty.setattr(http_session, "IDLE_SECONDS", 0.2)
+            hasty.setattr(pace, "IDLE_SECONDS", 0.2)
             with pytest.raises(Unavailable, match="silent"):
                 await place.store.read("k", 0, [room], SIZE)
         room[:] = bytes(SIZE)

@@ -27,7 +27,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.kv import http, http_session
+from tstore.kv import pace
 from tstore.kv.http import HttpObjects
 from tstore.kv.objects import PutMode, Span
 
@@ -84,8 +84,8 @@ ALL = [*READS, *WRITES, pages]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_session, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(http_session, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
 
 
 async def fails(
@@ -140,7 +140,8 @@ async def test_a_server_that_takes_no_more_of_a_body_is_unavailable(impatient: N
 
 
 async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_session, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(pace, "SLOWEST", 8)
 
     async def drip(request: Request) -> bytes:
         request.writer.write(ok(b"", length=20))
@@ -154,7 +155,7 @@ async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.Monk
 
 
 async def test_a_server_that_takes_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_session, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 1.0)
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -273,16 +274,17 @@ async def test_a_web_page_instead_of_an_object_is_corrupt(call: Call) -> None:
     await fails(Corrupt, call, PAGE.split(b"<html>")[0] if call is head else PAGE, match="web page")
 
 
-async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_LONGEST", 1 << 20)
-
+async def test_an_answer_without_end_is_given_up() -> None:
     async def endless(request: Request) -> None:
         request.writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         while not request.writer.is_closing():
             request.writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
             await request.writer.drain()
 
-    await fails(Corrupt, get, endless, match="goes on beyond")
+    async def bounded(store: HttpObjects) -> None:
+        await store.get("k", most=1 << 20)
+
+    await fails(Corrupt, bounded, endless, match="is longer than 1048576 bytes")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tstore.errors import InvalidArgument
+from tstore.errors import Corrupt, InvalidArgument
 from tstore.pool import WORKERS
 
 __all__ = [
+    "LONGEST",
     "LONGEST_KEY",
     "Backend",
     "BufferStream",
@@ -29,6 +30,7 @@ __all__ = [
     "PackWriter",
     "Transfer",
     "checked_key",
+    "overlong",
 ]
 
 Buffers = Sequence[Any]
@@ -41,6 +43,17 @@ Keys = list[str]
 
 LONGEST_KEY = 1024
 """Bytes of a key, as on S3 and GCS."""
+
+LONGEST = 256 << 20
+"""Bytes of the longest object that is ever read whole; callers who know its kind bound it further."""
+
+
+def overlong(where: str, most: int) -> Corrupt:
+    """The error for an object that is longer than any of its kind."""
+    return Corrupt(
+        f"{where} is longer than {most} bytes, which no object of its kind is, and was not read; find out what put it "
+        "there, and restore the object from a copy of the store"
+    )
 
 
 def checked_key(key: str, where: str) -> str:
@@ -173,8 +186,8 @@ class Backend(Protocol):
     def transfer(self) -> Transfer:
         """How its packs are read best."""
 
-    async def get(self, key: str) -> bytes:
-        """The whole object; `NotFound`."""
+    async def get(self, key: str, most: int = LONGEST) -> bytes:
+        """The whole object; `NotFound`, `Corrupt` where it is longer than `most` bytes (no more are received)."""
 
     async def size(self, key: str) -> int | None:
         """The object's length in bytes, None where it does not exist."""
@@ -186,8 +199,11 @@ class Backend(Protocol):
         and the caller reads back.
         """
 
-    async def leading(self, keys: Iterable[str]) -> Leading:
-        """The objects of the first keys, up to the first that does not exist; `broken` only if the next does."""
+    async def leading(self, keys: Iterable[str], most: int = LONGEST) -> Leading:
+        """The objects of the first keys, up to the first that does not exist; `broken` only if the next does.
+
+        `Corrupt` where one of them is longer than `most` bytes.
+        """
 
     def offer(self, data: bytes, durability: Durability) -> Offer:
         """A new object that has no name yet; what each try needs alike is done once."""

@@ -24,6 +24,7 @@ import xxhash
 
 from tstore.chunks.table import CHECK_SIZE, digest
 from tstore.kv.base import (
+    LONGEST,
     Backend,
     Buffers,
     Capabilities,
@@ -75,14 +76,14 @@ class CachedBackend(Plain):
         """See `Backend.transfer`."""
         return self.inner.transfer
 
-    async def get(self, key: str) -> bytes:
+    async def get(self, key: str, most: int = LONGEST) -> bytes:
         """See `Backend.get`."""
         if not _WHOLE.fullmatch(key):
-            return await self.inner.get(key)
+            return await self.inner.get(key, most)
         path = self.path(key)
-        data = await run(_read_whole, path)
+        data = await run(_read_whole, path, most)
         if data is None:
-            data = await self.inner.get(key)
+            data = await self.inner.get(key, most)
             if _is_right(data):
                 await run(self.cache.write, path, [data])
         return data
@@ -265,11 +266,11 @@ def forget(backend: Backend, key: str) -> bool:
     return isinstance(backend, CachedBackend) and backend.forget(key)
 
 
-def _read_whole(path: str) -> bytes | None:
+def _read_whole(path: str, most: int) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            data = file.read()
-            if _is_right(data):
+            data = file.read(most + 1)
+            if len(data) <= most and _is_right(data):
                 os.utime(file.fileno())
                 return data
     except OSError:

@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import aiohttp
 import google_crc32c
 import msgspec
 import numpy as np
@@ -42,12 +41,14 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.kv.base import Buffers, Capabilities, checked_key
+from tstore.kv.base import LONGEST, Buffers, Capabilities, checked_key, overlong
 from tstore.kv.gcs_answer import Listing, Object, age, clock, decoded, problem, refused
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import Sink, check_data, content_range, legible
-from tstore.kv.http_session import Session, address, receive, trusting
+from tstore.kv.http_reply import Reply
+from tstore.kv.http_session import Session, address, trusting
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.kv.pace import checked_timeout
 from tstore.pool import run
 
 __all__ = ["GcsObjects"]
@@ -62,7 +63,8 @@ class GcsObjects:
 
     `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are those of gcsfs; `project` is
     the one that pays where `requester_pays` is True. `ca_file` names certificates that are trusted besides the
-    system's. Raises `InvalidArgument` for a URL without a bucket, and for what can't be an option.
+    system's. For `timeout` seconds the server may be silent (`pace`). Raises `InvalidArgument` for a URL without a
+    bucket, and for what can't be an option.
     """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
@@ -75,6 +77,7 @@ class GcsObjects:
         project: str | None = None,
         requester_pays: bool | str = False,
         ca_file: str | os.PathLike[str] | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._bucket, prefix = _place(url)
         self._prefix = f"{prefix}/" if prefix else ""
@@ -87,10 +90,11 @@ class GcsObjects:
         self._login = Login(self.url, token, endpoint_url)
         self._payer = _payer(self.url, project, requester_pays)
         self._trusted = None if ca_file is None else trusting(ca_file)
+        self._timeout = checked_timeout(timeout)
         self._session: Session | None = None
         self._bucket_seen = False
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`."""
         start, stop = span
         if (start < 0 and stop is not None) or (stop is not None and stop <= max(start, 0)):
@@ -111,8 +115,12 @@ class GcsObjects:
             found = _held(response, self._where(key))
             if start >= 0 and (found.start > start or (found.start < start and response.status != 200)):
                 raise Corrupt(f"{self._where(key)}: bytes from {found.start} on came, not from {start} on")
-            data = await response.read()
-            return data[start:stop] if response.status == 200 else data
+            if response.status == 200:  # all of it, as it was asked for, or as the server knows no ranges
+                whole = await response.whole(self._where(key), most if span == WHOLE else LONGEST)
+                return whole[start:stop]
+            if len(found) > most:
+                raise overlong(self._where(key), most)
+            return await response.whole(self._where(key), len(found))
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
@@ -125,7 +133,7 @@ class GcsObjects:
                 came = f"{found.start} to {found.stop} came" if found else "the object ends before"
                 raise Corrupt(f"{where}: {size} bytes expected at {offset}, but {came}")
             sink = Sink(buffers)
-            if not await receive(response, sink):
+            if not await response.fill(sink):
                 raise Corrupt(f"{where}: the server sent more than the {size} bytes it announced")
             if not sink.full:
                 raise Unavailable(f"{where}: the answer broke off")
@@ -223,7 +231,7 @@ class GcsObjects:
         return f"{self.url}: {key}"
 
     @contextlib.asynccontextmanager
-    async def _data(self, key: str, fields: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _data(self, key: str, fields: dict[str, str]) -> AsyncIterator[Reply]:
         """The answer with an object's bytes: all of them, or with `Range` in the fields a part (or status 416)."""
         name = quote(self._name(key), safe="")
         fine = (200, 206, 416) if fields else (200,)
@@ -285,7 +293,7 @@ class GcsObjects:
         fields: dict[str, str] | None = None,
         data: Buffers | None = None,
         fine: tuple[int, ...] = (200,),
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Reply]:
         """The answer to a request, if its status is one of `fine`; its error otherwise."""
         endpoint = await self._login.endpoint()
         if self._payer is not None:
@@ -293,7 +301,7 @@ class GcsObjects:
         path = f"{service}/b/{quote(self._bucket, safe='')}/o{'/' if name else ''}{name}"
         url = URL(f"{endpoint}/{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}", encoded=True)
         if self._session is None:
-            self._session = Session(url, None, self._trusted)
+            self._session = Session(url, None, self._trusted, self._timeout)
         for last in (False, True):
             shown = {**(fields or {}), **await self._login.fields()}
             async with self._session.answer(method, url, shown, where, data) as response:
@@ -303,7 +311,7 @@ class GcsObjects:
                     return
                 if response.status == 401 and not last and await self._login.renew(shown):
                     continue
-                told = await problem(response, where)
+                told = await problem(response)
                 # Google's words; from who has others, one request more tells
                 self._bucket_seen |= response.status == 404 and told.message.startswith("No such object")
                 raise refused(response, told, where, self._login, self._bucket)
@@ -324,7 +332,7 @@ def _payer(url: str, project: str | None, requester_pays: bool | str) -> str | N
     return requester_pays if isinstance(requester_pays, str) else project if requester_pays else None
 
 
-def _held(response: aiohttp.ClientResponse, where: str) -> range:
+def _held(response: Reply, where: str) -> range:
     """Which bytes of the object the answer holds; all of them where the server does not know ranges."""
     if response.status == 206:
         start, stop, _ = content_range(response, where)

@@ -7,16 +7,16 @@ import email.utils
 import re
 from typing import Annotated, TypeVar
 
-import aiohttp
 import msgspec
 
 from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, Unavailable
 from tstore.kv.gcs_login import Login
 from tstore.kv.http_answer import legible, refusal, retry_after
+from tstore.kv.http_reply import Reply
 
 __all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem", "refused"]
 
-_LONGEST = 16 << 20  # bytes of an answer that is no object
+_LONGEST = 8 << 20  # bytes of a page of a list: of a thousand names, of 1024 bytes each, and much escaped
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
 _FULL = ("quotaExceeded", "storageQuotaExceeded")
 _DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # no code of its own tells it
@@ -58,16 +58,16 @@ class _Refused(msgspec.Struct):
 T = TypeVar("T", Object, Listing)
 
 
-async def problem(response: aiohttp.ClientResponse, where: str) -> Problem:
+async def problem(response: Reply) -> Problem:
     """What an answer that is no success tells, in JSON or (about bytes) in plain text."""
-    body = await _body(response, where)
+    body = await response.reason()
     try:
         return msgspec.json.decode(body, type=_Refused).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Problem(body[:300].decode("utf-8", "replace"))
 
 
-def refused(response: aiohttp.ClientResponse, told: Problem, where: str, login: Login, bucket: str) -> TStoreError:
+def refused(response: Reply, told: Problem, where: str, login: Login, bucket: str) -> TStoreError:
     """The error for an answer that is no success, from its status and its reason."""
     said = legible(login.hide(told.message))
     because = f": {said}" if said else ""
@@ -97,12 +97,12 @@ def refused(response: aiohttp.ClientResponse, told: Problem, where: str, login: 
         case 409 | 410:  # another request changes the same object or bucket just now
             return Unavailable(f"{where}: the server can't do it now: it answered {response.status}{because}")
         case _:
-            return refusal(response, where, said, not login.anonymous)
+            return refusal(response, where, said)
 
 
-async def decoded(response: aiohttp.ClientResponse, kind: type[T], where: str) -> T:
+async def decoded(response: Reply, kind: type[T], where: str) -> T:
     """What an answer of success tells; `Corrupt` where it is of another kind."""
-    body = await _body(response, where)
+    body = await response.whole(where, _LONGEST)
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ async def decoded(response: aiohttp.ClientResponse, kind: type[T], where: str) -
         ) from error
 
 
-def clock(response: aiohttp.ClientResponse) -> datetime.datetime | None:
+def clock(response: Reply) -> datetime.datetime | None:
     """The time of the answer, by the server's clock."""
     try:
         return email.utils.parsedate_to_datetime(response.headers["Date"])
@@ -125,13 +125,3 @@ def age(found: Object, now: datetime.datetime | None) -> float | None:
     if now is None or found.updated is None:
         return None
     return max(0.0, (now - found.updated).total_seconds())
-
-
-async def _body(response: aiohttp.ClientResponse, where: str) -> bytes:
-    pieces, size = [], 0
-    async for block in response.content.iter_any():
-        pieces.append(block)
-        size += len(block)
-        if size > _LONGEST:
-            raise Corrupt(f"{where}: the server answers without end; check that it is Google Cloud Storage")
-    return b"".join(pieces)

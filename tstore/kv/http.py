@@ -25,25 +25,26 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 import xxhash
 from yarl import URL
 
 from tstore.errors import Corrupt, Denied, NotFound, Unavailable
-from tstore.kv.base import Buffers, Capabilities, checked_key
-from tstore.kv.http_answer import Sink, age, check_data, content_range, legible, refusal, short, version
+from tstore.kv.base import LONGEST, Buffers, Capabilities, checked_key, overlong
+from tstore.kv.http_answer import Sink, age, check_data, content_range, refusal, short, version
 from tstore.kv.http_pass import Passes
-from tstore.kv.http_session import Session, Token, address, receive, trusting
+from tstore.kv.http_reply import Reply
+from tstore.kv.http_session import Session, address, trusting
+from tstore.kv.http_token import find_token, token_advice
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.kv.pace import checked_timeout
 from tstore.pool import run
 
 __all__ = ["HttpObjects"]
 
-_LONGEST = 1 << 30  # of what is read whole: records, manifests, listings
-_LONGEST_SAID = 2 << 10
 _REMEMBERED = 4096
 _PAGE = 1000
+_LONGEST_PAGE = 4 << 20  # bytes: that many of the longest keys
 _CHECKED_HERE = 1 << 20
 
 
@@ -66,18 +67,25 @@ class _Refused(msgspec.Struct):
 class HttpObjects:
     """The objects below one `http://` or `https://` URL.
 
-    `token` is sent as bearer token to that server alone; without it the environment's `TSTORE_TOKEN`, or the
-    contents of the file `TSTORE_TOKEN_FILE`, where the server asks for one. `ca_file` names certificates that are
-    trusted besides the system's. Proxies and .netrc of the environment are not used.
+    `token` is sent as bearer token to that server alone; without it the one that the environment has for this
+    server, in `TSTORE_TOKEN_<HOST>` or a line of the file `TSTORE_TOKEN_FILE` (`http_token`), where the server asks
+    for one. `ca_file` names certificates that are trusted besides the system's. For `timeout` seconds the server may
+    be silent (`pace`). Proxies and .netrc of the environment are not used.
     Raises `InvalidArgument` for a URL with a password, query or fragment, and for what can't be a token.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._home = address(url)
         self.url = str(self._home).rstrip("/")
-        self._session = Session(self._home, Token.of(token), None if ca_file is None else trusting(ca_file))
+        trusted = None if ca_file is None else trusting(ca_file)
+        self._session = Session(self._home, find_token(self._home, token), trusted, checked_timeout(timeout))
         self._server: str | None = None
         self._creates = False
         self._ranges: bool | None = None
@@ -94,7 +102,7 @@ class HttpObjects:
             durable=self._creates,
         )
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         """The bytes of the span; fewer, or none, where the object ends before, as slices have it."""
         start, stop = span
         if stop is not None and (start < 0 or stop < 0 or stop <= start):
@@ -115,17 +123,19 @@ class HttpObjects:
             await self._succeeded(response, where, 200, 206)
             if response.status == 200:
                 if "Range" not in fields:
-                    return await _body(response, where, 0, None)
+                    return await response.whole(where, most)
                 self._without_ranges()
                 if start < 0:
-                    return (await _body(response, where, 0, None))[start:]
-                return await _body(response, where, start, stop)
+                    return (await response.whole(where, LONGEST))[start:]
+                return await response.part(where, start, stop, most)
             part = content_range(response, where)
             wanted = max(0, (part.total or 0) + start) if start < 0 else start
             end = part.total if part.total is not None and (stop is None or stop > part.total) else stop
             if part.start != wanted or part.stop != end or "Range" not in fields:
                 raise _another(where, f"bytes {start} to {stop}", part.start, part.stop)
-            found = await _body(response, where, 0, None)
+            if part.stop - part.start > most:
+                raise overlong(where, most)
+            found = await response.whole(where, part.stop - part.start)
             if len(found) != part.stop - part.start:
                 raise _another(where, f"bytes {start} to {stop}", part.start, part.start + len(found))
             return found
@@ -174,7 +184,7 @@ class HttpObjects:
             async with self._session.answer("GET", self._home.with_query(query), {}, where) as response:
                 self._learn(response)
                 await self._succeeded(response, where, 200)
-                body = await _body(response, where, 0, None)
+                body = await response.whole(where, _LONGEST_PAGE)
             try:
                 found = msgspec.json.decode(body, type=_Listing)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -206,7 +216,7 @@ class HttpObjects:
     @contextlib.asynccontextmanager
     async def _answer(
         self, method: str, key: str, fields: dict[str, str], data: Buffers | None = None
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, str]]:
+    ) -> AsyncIterator[tuple[Reply, str]]:
         where = f"{self.url}: {checked_key(key, self.url)}"
         url = URL(f"{self._home}{quote(key, safe='/')}", encoded=True)
         async with self._session.answer(method, url, fields, where, data) as response:
@@ -229,7 +239,7 @@ class HttpObjects:
                 raise _another(where, f"bytes {offset} to {end}", part.start, part.stop)
             self._check_unchanged(key, response, part.total, where)
             sink = Sink(buffers)
-            if not await receive(response, sink):
+            if not await response.fill(sink):
                 raise _another(where, f"bytes {offset} to {end}", offset, None)
             if not sink.full:
                 raise short(where, offset, end)
@@ -239,39 +249,45 @@ class HttpObjects:
         async with self._answer("GET", key, {}) as (response, where):
             await self._succeeded(response, where, 200)
             self._check_unchanged(key, response, response.content_length, where)
-            async for block in response.content.iter_any():
+            async for block in response.blocks():
                 yield block
 
-    def _learn(self, response: aiohttp.ClientResponse) -> None:
+    def _learn(self, response: Reply) -> None:
         """What the store's own server is; what it once showed it keeps."""
         if not self._session.at_home(response):
             return
-        self._server = legible(response.headers.get("Server", "no name"), 60)
+        self._server = self._session.hidden(response.headers.get("Server", "no name"), 60)
         self._creates |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
         if self._ranges is None and response.headers.get("Accept-Ranges", "").lower() == "bytes":
             self._ranges = True
 
-    async def _succeeded(self, response: aiohttp.ClientResponse, where: str, *statuses: int) -> None:
+    async def _succeeded(self, response: Reply, where: str, *statuses: int) -> None:
         if response.status not in statuses:
             raise await self._refusal(response, where)
         check_data(response, where)
         if response.status == 206 and self._ranges is None:
             self._ranges = True
 
-    async def _refusal(self, response: aiohttp.ClientResponse, where: str) -> Exception:
+    async def _refusal(self, response: Reply, where: str) -> Exception:
         said = ""
         kind = response.headers.get("Content-Type", "").partition(";")[0]
         if response.method != "HEAD" and kind in ("text/plain", "application/json"):
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # the status says enough
-                said = (await response.content.read(_LONGEST_SAID)).decode("utf-8", "replace")
+            said = (await response.reason()).decode("utf-8", "replace")
         if kind == "application/json":
             try:
                 said = msgspec.json.decode(said, type=_Refused).error
             except msgspec.DecodeError:
                 said = ""
-        return refusal(response, where, self._session.hidden(said), self._session.known)
+        said = self._session.hidden(said)
+        because = f": {said}" if said else ""
+        if response.status == 401 and not self._session.at_home(response):
+            place = response.url.origin()
+            return Denied(f"{where}: {place}, where the server led, wants a token{because}; open the URL there")
+        if response.status == 401 and not self._session.known:
+            return Denied(f"{where}: the server wants a token{because}; {token_advice(self._home)}")
+        return refusal(response, where, said)
 
-    def _check_unchanged(self, key: str, response: aiohttp.ClientResponse, total: int | None, where: str) -> None:
+    def _check_unchanged(self, key: str, response: Reply, total: int | None, where: str) -> None:
         found = version(response, total)
         if found is None:
             return
@@ -315,25 +331,6 @@ class HttpObjects:
                 f"{self.url} lists nothing: the server ({self._server}) is not tstore's, and plain HTTP has no "
                 "listing. Reading snapshots needs none; to write, or to look for garbage, run `tstore serve` there"
             )
-
-
-async def _body(response: aiohttp.ClientResponse, where: str, start: int, stop: int | None) -> bytes:
-    """The bytes of the body from `start` to `stop`; what comes before is not kept, the rest not awaited."""
-    blocks: list[bytes] = []
-    at = 0
-    async for block in response.content.iter_any():
-        low = max(0, start - at)
-        high = len(block) if stop is None else min(len(block), stop - at)
-        if low < high:
-            blocks.append(block[low:high])
-        at += len(block)
-        if stop is not None and at >= stop:
-            break
-        if at - start > _LONGEST:
-            raise Corrupt(
-                f"{where}: the answer goes on beyond {_LONGEST} bytes; no object that is read whole does"
-            )
-    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
 def _check(data: Buffers) -> str:

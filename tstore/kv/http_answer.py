@@ -136,21 +136,16 @@ def legible(text: str, longest: int = 200) -> str:
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
-def refusal(answer: Answer, where: str, said: str, known: bool) -> TStoreError:
-    """The error for an answer that is no success; `said`: what its body tells, `known`: whether it got a token."""
+def refusal(answer: Answer, where: str, said: str) -> TStoreError:
+    """The error for an answer that is no success; `said` is what its body tells."""
     because = f": {said}" if said else ""
     match answer.status:
         case 404 | 410:
             return NotFound(f"{where}: there is no such object")
         case 412:
             return AlreadyExists(f"{where} exists already")
-        case 401 if known:
-            return Denied(f"{where}: the server refused the token, as wrong or expired{because}; pass another one")
         case 401:
-            return Denied(
-                f"{where}: the server wants a token{because}; pass storage_options={{'token': …}}, or set "
-                "TSTORE_TOKEN or TSTORE_TOKEN_FILE"
-            )
+            return Denied(f"{where}: the server refused the token, as wrong or expired{because}; pass another one")
         case 403 if said and answer.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{where}: the server forbids it{because}")
         case 403:

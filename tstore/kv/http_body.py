@@ -23,6 +23,7 @@ import sys
 import aiohttp
 
 from tstore.kv.http_answer import Sink
+from tstore.kv.pace import Pace
 
 __all__ = ["fill"]
 
@@ -31,20 +32,21 @@ _TOGETHER = 1 << 20
 _MOMENT = 0.1  # seconds
 
 
-async def fill(sink: Sink, response: aiohttp.ClientResponse, silence: float) -> bool:
+async def fill(sink: Sink, response: aiohttp.ClientResponse, pace: Pace) -> bool:
     """Puts the body into the sink; False where it has more bytes than there is room for.
 
-    `TimeoutError` after so many seconds of silence, `aiohttp.ClientError` where the connection breaks.
+    `aiohttp.ClientError` where the connection breaks. `pace`, which the caller has entered, is told of all bytes.
     """
     content = response.content
     told = None if "Transfer-Encoding" in response.headers else response.content_length
     if told == sink.size >= _SHORT * sink.count:
         while block := content.read_nowait():
+            pace.moved(len(block))
             sink.take(block)
         connection = response.connection  # none once the library has the whole body
         if connection is not None and connection.transport is not None and connection.protocol is not None:
             connection.protocol.pause_reading()  # and, with it, its watch over silence
-            await _Receiver(connection.transport, sink).received(silence)
+            await _Receiver(connection.transport, sink, pace).received()
             await asyncio.sleep(0)  # by then the library has seen what came behind the body
             if content.exception() is None and not content.read_nowait():
                 content.feed_eof()
@@ -52,6 +54,7 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, silence: float) -> 
                 response.close()
             return True
     async for block in content.iter_any():
+        pace.moved(len(block))
         if not sink.take(block):
             return False
     return True
@@ -60,32 +63,31 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, silence: float) -> 
 class _Receiver(asyncio.BufferedProtocol):
     """Has a connection until the sink is full."""
 
-    def __init__(self, transport: asyncio.Transport, sink: Sink) -> None:
+    def __init__(self, transport: asyncio.Transport, sink: Sink, pace: Pace) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
         self._owner = transport.get_protocol()
         self._sink = sink
+        self._pace = pace
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._heard = self._loop.time()
         plain = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
         self._socket = transport.get_extra_info("socket") if plain else None
         self._reported = 1  # bytes that must have come
 
-    async def received(self, silence: float) -> None:
+    async def received(self) -> None:
         """Returns when the sink is full; whatever else ends it tears the connection down."""
         self._transport.set_protocol(self)
         self._report(min(_TOGETHER, self._sink.left))
         self._transport.resume_reading()
         try:
-            while not self._ended.done():
-                patience = silence if self._reported == 1 else min(silence, _MOMENT)
-                left = self._heard + patience - self._loop.time()
+            while self._reported > 1 and not self._ended.done():
+                left = self._heard + _MOMENT - self._loop.time()
                 if left > 0:
                     await asyncio.wait([self._ended], timeout=left)
-                elif self._reported == 1:
-                    raise TimeoutError
                 else:
                     self._report(1)
+            await asyncio.wait([self._ended])
             self._ended.result()
         finally:
             if not self._sink.full:
@@ -99,6 +101,7 @@ class _Receiver(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes are there."""
         self._heard = self._loop.time()
+        self._pace.moved(nbytes)
         self._sink.filled(nbytes)
         if self._sink.left < self._reported:
             self._report(max(1, self._sink.left))

@@ -3,12 +3,13 @@
 1. A request is sent to the store's own server first. An answer that redirects is followed for reads only, up to
    five times, never from https to http, and never with the token once another origin (scheme, host and port) was
    met. A redirected write is refused: nobody knows what the other place would promise.
-2. A token that was passed is sent with every request; one from the environment only once the server has asked for
-   a token (401), so that other servers do not see it.
+2. A token that was passed is sent with every request; one that the environment binds to this server (`http_token`)
+   only once the server has asked for a token (401). Over http to another machine there is a warning.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not kept.
 4. A body is sent once. The HTTP library sends a request again where a kept connection turns out to be closed;
    for a create that might have landed this would hide that the object is ours. The outcome is unknown, then.
-5. Each wait has a deadline: for the connection, for the answer, and between two bytes.
+5. A request has the time that `pace` gives it.
+6. No error, nor one that led to it, shows a token, whatever a server sends back.
 """
 
 from __future__ import annotations
@@ -20,27 +21,24 @@ import os
 import socket
 import ssl
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from tstore.errors import Corrupt, Denied, InvalidArgument, Unavailable, Unreachable
+from tstore.errors import Corrupt, Denied, InvalidArgument, TStoreError, Unavailable, Unreachable
+from tstore.kv import pace as paces
 from tstore.kv.base import Buffers
-from tstore.kv.http_answer import Sink, legible
-from tstore.kv.http_body import fill
+from tstore.kv.http_answer import legible
+from tstore.kv.http_reply import Reply
+from tstore.kv.http_token import Token, warn_in_clear
+from tstore.kv.pace import Pace
 
-__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "Session", "Token", "address", "receive", "trusting"]
-
-CONNECT_SECONDS = 10.0
-"""How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
-
-IDLE_SECONDS = 30.0
-"""How long a server may be silent: before it answers, between two bytes, and while it takes a body."""
+__all__ = ["Session", "address", "trusting"]
 
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _REDIRECTS = 5
@@ -84,92 +82,60 @@ def trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
     return context
 
 
-class Token:
-    """The bearer token for one server, hidden from whatever prints it."""
-
-    __slots__ = ("_text", "shown")
-
-    def __init__(self, text: str, shown: bool) -> None:
-        self._text = text.strip()
-        self.shown = shown
-        if not self._text or not all("!" <= c <= "~" for c in self._text):
-            raise InvalidArgument("the token is empty, or has characters that no token has (spaces, line breaks)")
-
-    @staticmethod
-    def of(given: str | None) -> Token | None:
-        """The token that was passed, or else the environment's, if there is one."""
-        if given is not None:
-            return Token(given, True)
-        if text := os.environ.get("TSTORE_TOKEN"):
-            return Token(text, False)
-        if path := os.environ.get("TSTORE_TOKEN_FILE"):
-            try:
-                return Token(Path(path).read_text("ascii", "replace"), False)
-            except OSError as error:
-                raise InvalidArgument(f"TSTORE_TOKEN_FILE names {path}, which can't be read: {error}") from error
-        return None
-
-    @property
-    def field(self) -> str:
-        """The value of the header field that shows it to the server."""
-        return f"Bearer {self._text}"
-
-    def hide(self, text: str) -> str:
-        """The text without the token, should a server have sent it back."""
-        return text.replace(self._text, "…")
-
-    def __repr__(self) -> str:
-        return "<Token …>"
-
-
 class Session:
     """Requests to one server from one event loop at a time; opened at the first request, again after a fork."""
 
-    def __init__(self, home: URL, token: Token | None, trusted: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, home: URL, token: Token | None, trusted: ssl.SSLContext | None, timeout: float | None
+    ) -> None:
         self._home = home.origin()
         self._token = token
         self._trusted = trusted
+        self._timeout = timeout
         self._client: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forget: weakref.finalize[..., Any]
 
-    def hidden(self, text: str) -> str:
+    def hidden(self, text: str, longest: int = 200) -> str:
         """What a server said, without the token, fit for an error."""
-        return legible(text if self._token is None else self._token.hide(text))
+        return legible(text if self._token is None else self._token.hide(text), longest)
 
     @property
     def known(self) -> bool:
         """Whether the server has been shown a token."""
         return self._token is not None and self._token.shown
 
-    def at_home(self, response: aiohttp.ClientResponse) -> bool:
+    def at_home(self, response: Reply) -> bool:
         """Whether an answer is the store's own server's, not one from where that redirected to."""
         return response.url.origin() == self._home
 
     @contextlib.asynccontextmanager
     async def answer(
         self, method: str, url: URL, fields: dict[str, str], where: str, data: Buffers | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Reply]:
         """The answer to a request, whatever its status, its body still to be read.
 
-        `Unreachable`, `Unavailable` (no answer, half an answer), `Denied` (its certificate, a redirect of a
-        write or from https to http), `Corrupt` (it does not speak HTTP, or redirects without end).
+        `Unreachable`, `Unavailable` (no answer, half an answer, too slow a one), `Denied` (its certificate, a
+        redirect of a write or from https to http), `Corrupt` (it does not speak HTTP, or redirects without end).
         """
-        with _mapped(where):
-            async with await self._final(method, url, fields, where, data) as response:
-                yield response
+        pace = Pace(self._timeout)
+        secret = _authorization(fields).rpartition(" ")[2]
+        with _hiding(self._token, secret), _mapped(where, pace, self.hidden):
+            async with pace, await self._final(method, url, fields, where, data, pace) as response:
+                pace.begin()
+                yield Reply(response, pace)
 
     async def _final(
-        self, method: str, url: URL, fields: dict[str, str], where: str, data: Buffers | None
+        self, method: str, url: URL, fields: dict[str, str], where: str, data: Buffers | None, pace: Pace
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _REDIRECTS):
             shown = token is not None and token.shown
-            response = await self._sent(method, url, fields, data, token if shown else None)
+            response = await self._sent(method, url, fields, data, token if shown else None, pace)
             if response.status == 401 and token is not None and not shown:
                 token.shown = True
                 response.close()
-                response = await self._sent(method, url, fields, data, token)
+                response = await self._sent(method, url, fields, data, token, pace)
             if response.status not in _FOLLOWED:
                 return response
             response.close()
@@ -193,16 +159,21 @@ class Session:
         return target
 
     async def _sent(
-        self, method: str, url: URL, fields: dict[str, str], data: Buffers | None, token: Token | None
+        self,
+        method: str,
+        url: URL,
+        fields: dict[str, str],
+        data: Buffers | None,
+        token: Token | None,
+        pace: Pace,
     ) -> aiohttp.ClientResponse:
         client = self._opened()
         if token is not None:
-            fields = {**fields, "Authorization": token.field}
-        if data is None:
-            return await client.request(method, url, headers=fields, allow_redirects=False)
-        async with asyncio.timeout(IDLE_SECONDS) as deadline:
-            body = _Body(data, deadline)
-            return await client.request(method, url, headers=fields, data=body, allow_redirects=False)
+            fields = {**fields, "Authorization": token.header}
+        if _authorization(fields):
+            warn_in_clear(url)
+        body = None if data is None else _Body(data, pace)
+        return await client.request(method, url, headers=fields, data=body, allow_redirects=False)
 
     def _opened(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
@@ -211,7 +182,7 @@ class Session:
         if self._client is None or self._client.closed:
             self._client = aiohttp.ClientSession(
                 connector=_Connector(limit=0, ssl=self._trusted or True),  # kv.limits bounds the requests
-                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=IDLE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, connect=paces.CONNECT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept-Encoding": "identity", "User-Agent": f"tstore aiohttp/{aiohttp.__version__}"},
                 auto_decompress=False,
@@ -229,11 +200,6 @@ class Session:
             await client.close()
         elif client is not None:
             self._forget()
-
-
-async def receive(response: aiohttp.ClientResponse, sink: Sink) -> bool:
-    """Puts the body of an answer into the sink; False where it has more bytes than there is room for."""
-    return await fill(sink, response, IDLE_SECONDS)
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -256,12 +222,12 @@ async def _closed(connector: aiohttp.BaseConnector) -> None:
 
 
 class _Body(Payload):
-    """Buffers as the body of a request, which is sent once; each piece sent moves the deadline."""
+    """Buffers as the body of a request, which is sent once."""
 
-    def __init__(self, data: Buffers, deadline: asyncio.Timeout) -> None:
+    def __init__(self, data: Buffers, pace: Pace) -> None:
         super().__init__(data, content_type="application/octet-stream")
         self._views = [memoryview(b).cast("B") for b in data]
-        self._deadline = deadline
+        self._pace = pace
         self._begun = False
 
     @property
@@ -281,27 +247,50 @@ class _Body(Payload):
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Sends it."""
         self._begun = True
+        self._pace.begin()
         for view in self._views:
             for at in range(0, len(view), _PIECE):
-                await writer.write(view[at : at + _PIECE])
-                self._deadline.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
+                piece = view[at : at + _PIECE]
+                await writer.write(piece)
+                self._pace.moved(len(piece))
+        self._pace.begin()
+
+
+def _authorization(fields: dict[str, str]) -> str:
+    return next((text for name, text in fields.items() if name.lower() == "authorization"), "")
 
 
 @contextlib.contextmanager
-def _mapped(where: str) -> Iterator[None]:
-    """Turns what goes wrong on the way into the errors of `kv.objects`."""
+def _hiding(token: Token | None, secret: str) -> Iterator[None]:
+    """Leaves no token in an error, should a server have sent it back."""
     try:
         yield
-    except aiohttp.ClientResponseError as error:  # its own text would show the whole URL
-        raise Corrupt(f"{where}: what answered does not speak HTTP ({legible(error.message)})") from None
+    except TStoreError as error:
+        text = str(error)
+        hidden = text if token is None else token.hide(text)
+        hidden = hidden.replace(secret, "…") if secret else hidden
+        if hidden != text:
+            error.args = (hidden, *error.args[1:])
+        raise
+
+
+@contextlib.contextmanager
+def _mapped(where: str, pace: Pace, hidden: Callable[[str], str]) -> Iterator[None]:
+    """Turns what goes wrong on the way into the errors of `kv.objects`; `hidden` makes a server's words fit."""
+    try:
+        yield
+    except aiohttp.ClientResponseError as error:
+        said = _bared(error, hidden)
+        raise Corrupt(f"{where}: what answered does not speak HTTP ({said})") from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Unavailable(
-            f"{where}: no connection within {CONNECT_SECONDS:g} s; check the address, and that the server runs"
+            f"{where}: no connection within {paces.CONNECT_SECONDS:g} s; check the address, and that the server runs"
         ) from error
     except TimeoutError as error:
-        raise Unavailable(f"{where}: the server was silent for {IDLE_SECONDS:g} s") from error
+        raise Unavailable(f"{where}: {pace.lost}") from error
     except aiohttp.ClientPayloadError as error:
-        raise Unavailable(f"{where}: the answer broke off ({legible(str(error))})") from error
+        said = _bared(error, hidden)
+        raise Unavailable(f"{where}: the answer broke off ({said})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
             f"{where}: no trusted connection ({legible(str(error))}); check that the server speaks https, and its "
@@ -318,3 +307,15 @@ def _mapped(where: str) -> Iterator[None]:
         raise InvalidArgument(f"{where}: this is no URL that can be asked") from error
     except (aiohttp.ClientError, OSError) as error:
         raise Unavailable(f"{where}: the connection broke ({legible(str(error) or repr(error))})") from error
+
+
+def _bared(error: aiohttp.ClientError, hidden: Callable[[str], str]) -> str:
+    """What an error of the HTTP library tells, which keeps neither headers nor a server's words."""
+    said = hidden(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
+    if isinstance(error, aiohttp.ClientResponseError):
+        method = error.request_info.method
+        error.request_info = aiohttp.RequestInfo(URL(), method, CIMultiDictProxy(CIMultiDict()), URL())
+        error.message, error.headers, error.history = said, None, ()
+    error.args = (said,)
+    error.__cause__ = error.__context__ = None
+    return said

@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tstore.errors import NotFound
-from tstore.kv.base import Capabilities, Durability, Keys, Leading, Transfer, checked_key
+from tstore.kv.base import LONGEST, Capabilities, Durability, Keys, Leading, Transfer, checked_key, overlong
 from tstore.kv.local_pack import LocalPack, LocalReader
 from tstore.kv.newfile import (
     Draft,
@@ -74,8 +74,8 @@ class LocalBackend:
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def get(self, key: str) -> bytes:
-        return await run(self._get, key)
+    async def get(self, key: str, most: int = LONGEST) -> bytes:
+        return await run(self._get, key, most)
 
     async def size(self, key: str) -> int | None:
         return await run(self._size, key)
@@ -83,8 +83,8 @@ class LocalBackend:
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
         await run(self._create, key, data, durability)
 
-    async def leading(self, keys: Iterable[str]) -> Leading:
-        return await run(self._leading, keys)
+    async def leading(self, keys: Iterable[str], most: int = LONGEST) -> Leading:
+        return await run(self._leading, keys, most)
 
     def offer(self, data: bytes, durability: Durability) -> _LocalOffer:
         return _LocalOffer(self, data, durability)
@@ -178,19 +178,21 @@ class LocalBackend:
         """The path of an object."""
         return f"{self.url}/{checked_key(key, self.url)}"
 
-    def _get(self, key: str) -> bytes:
+    def _get(self, key: str, most: int) -> bytes:
         path = self.path(key)
         with explained("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
             try:
-                pieces = [os.read(fd, _FIRST)]  # all of it, as a rule
-                while len(pieces[0]) == _FIRST and pieces[-1]:
-                    pieces.append(os.read(fd, _MORE))
+                data = os.read(fd, min(_FIRST, most + 1))  # all of it, as a rule
+                if len(data) == _FIRST:
+                    data = _rest(fd, data, most)
             finally:
                 os.close(fd)
-        return b"".join(pieces)
+        if len(data) > most:
+            raise overlong(path, most)
+        return data
 
-    def _leading(self, keys: Iterable[str]) -> Leading:
+    def _leading(self, keys: Iterable[str], most: int) -> Leading:
         found: list[bytes] = []
         missing = ""
         for key in keys:
@@ -198,12 +200,12 @@ class LocalBackend:
                 if self._size(key) is None:
                     break
                 try:  # what is behind it came later, unless there is a hole
-                    found.append(self._get(missing))
+                    found.append(self._get(missing, most))
                 except NotFound:
                     return Leading(found, True)
                 missing = ""
             try:
-                found.append(self._get(key))
+                found.append(self._get(key, most))
             except NotFound:
                 missing = key
         return Leading(found, False)
@@ -372,6 +374,15 @@ class _LocalOffer:
             draft.close()
             raise
         return draft
+
+
+def _rest(fd: int, begun: bytes, most: int) -> bytes:
+    """A whole file, or one byte more than it may have."""
+    pieces, left = [begun], most + 1 - len(begun)
+    while left > 0 and (piece := os.read(fd, min(_MORE, left))):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -8,7 +8,17 @@ import time
 from collections.abc import AsyncIterator
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
+from tstore.kv.base import (
+    LONGEST,
+    Buffers,
+    BufferStream,
+    Capabilities,
+    Durability,
+    Keys,
+    Transfer,
+    checked_key,
+    overlong,
+)
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.kv.plain import Plain
 from tstore.pool import WORKERS
@@ -34,8 +44,11 @@ class MemoryBackend(Plain):
             self._objects = self._stores.setdefault(name, {})
             self._times = self._written.setdefault(name, {})
 
-    async def get(self, key: str) -> bytes:
-        return bytes(self._find(key))
+    async def get(self, key: str, most: int = LONGEST) -> bytes:
+        found = self._find(key)
+        if len(found) > most:
+            raise overlong(f"{self.url}: {key}", most)
+        return bytes(found)
 
     async def size(self, key: str) -> int | None:
         found = self._objects.get(checked_key(key, self.url))
@@ -178,8 +191,11 @@ class MemoryObjects:
         self._backend = MemoryBackend(name)
         self.url = self._backend.url
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
-        return (await self._backend.get(key))[slice(*span)]
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        found = (await self._backend.get(key))[slice(*span)]
+        if len(found) > most:
+            raise overlong(f"{self.url}: {key}", most)
+        return found
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         self._backend.reader(key).read_into(offset, buffers, size)

@@ -27,7 +27,7 @@ import enum
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeVar
 
-from tstore.kv.base import Buffers, Capabilities
+from tstore.kv.base import LONGEST, Buffers, Capabilities
 
 __all__ = ["WHOLE", "Entry", "Objects", "Page", "PutMode", "Request", "Span", "Wrapper"]
 
@@ -81,8 +81,11 @@ class Objects(Protocol):
     def capabilities(self) -> Capabilities:
         """What the server has, as far as that is known yet."""
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
-        """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`."""
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`.
+
+        `Corrupt` where they are more than `most`, whatever length the server tells, and no more are received.
+        """
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
@@ -134,10 +137,10 @@ class Wrapper:
         """The result of a request; `call` makes it, each time it is called."""
         return await call()
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         """See `Objects.get`."""
         size = 0 if span.stop is None else max(0, span.stop - span.start)
-        return await self.around(Request("get", key, size), lambda: self.inner.get(key, span))
+        return await self.around(Request("get", key, size), lambda: self.inner.get(key, span, most))
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Objects.read`."""

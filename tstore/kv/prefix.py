@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from tstore.kv.base import Buffers, Capabilities, checked_key
+from tstore.kv.base import LONGEST, Buffers, Capabilities, checked_key
 from tstore.kv.objects import WHOLE, Entry, Objects, Page, PutMode, Span
 
 __all__ = ["Prefix"]
@@ -27,9 +27,9 @@ class Prefix:
         """What the server has."""
         return self.inner.capabilities
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         """See `Objects.get`."""
-        return await self.inner.get(self._whole(key), span)
+        return await self.inner.get(self._whole(key), span, most)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Objects.read`."""

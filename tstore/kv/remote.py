@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
+from tstore.kv.base import LONGEST, Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
 from tstore.kv.limits import Limits
-from tstore.kv.objects import Entry, Objects, PutMode
+from tstore.kv.objects import WHOLE, Entry, Objects, PutMode
 from tstore.kv.plain import Plain
 from tstore.kv.retry import PATIENCE, Patience, Retry
 from tstore.kv.trace import Trace, Traffic
@@ -75,9 +75,9 @@ class RemoteBackend(Plain):
         """What was asked of the server, None where it is not counted."""
         return None if self._trace is None else self._trace.traffic
 
-    async def get(self, key: str) -> bytes:
+    async def get(self, key: str, most: int = LONGEST) -> bytes:
         """See `Backend.get`."""
-        return await on_io(self.objects.get(checked_key(key, self.url)))
+        return await on_io(self.objects.get(checked_key(key, self.url), WHOLE, most))
 
     async def size(self, key: str) -> int | None:
         """See `Backend.size`."""

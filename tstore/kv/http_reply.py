@@ -1,0 +1,96 @@
+"""An answer whose body is still to be read: bounded in bytes, and in time by the pace of its request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+import aiohttp
+from multidict import CIMultiDictProxy
+from yarl import URL
+
+from tstore.kv.base import overlong
+from tstore.kv.http_answer import Sink
+from tstore.kv.http_body import fill
+from tstore.kv.pace import Pace
+
+__all__ = ["Reply"]
+
+_LONGEST_REASON = 8 << 10
+
+
+class Reply:
+    """What a server answered; valid as long as its session's `answer` block lasts."""
+
+    def __init__(self, response: aiohttp.ClientResponse, pace: Pace) -> None:
+        self._response = response
+        self._pace = pace
+
+    @property
+    def method(self) -> str:
+        """The method of the request."""
+        return self._response.method
+
+    @property
+    def url(self) -> URL:
+        """Where the answer comes from, after all redirects."""
+        return self._response.url
+
+    @property
+    def status(self) -> int:
+        """The status code."""
+        return self._response.status
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The header fields."""
+        return self._response.headers
+
+    @property
+    def content_length(self) -> int | None:
+        """The body's length, where the server told it."""
+        return self._response.content_length
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes."""
+        async for block in self._response.content.iter_any():
+            self._pace.moved(len(block))
+            yield block
+
+    async def whole(self, where: str, most: int) -> bytes:
+        """The body; `Corrupt` where it is longer than `most` bytes, of which no more are taken."""
+        if (self.content_length or 0) > most:
+            raise overlong(where, most)
+        return await self.part(where, 0, None, most)
+
+    async def part(self, where: str, start: int, stop: int | None, most: int) -> bytes:
+        """The bytes of the body from `start` to `stop`; what is before is not kept, the rest not awaited."""
+        found: list[bytes] = []
+        at = 0
+        async with contextlib.aclosing(self.blocks()) as blocks:
+            async for block in blocks:
+                low = max(0, start - at)
+                high = len(block) if stop is None else min(len(block), stop - at)
+                if low < high:
+                    found.append(block[low:high])
+                at += len(block)
+                if stop is not None and at >= stop:
+                    break
+                if at - start > most:
+                    raise overlong(where, most)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    async def fill(self, sink: Sink) -> bool:
+        """Put the body into the sink; False where it has more bytes than there is room for."""
+        return await fill(sink, self._response, self._pace)
+
+    async def reason(self) -> bytes:
+        """The beginning of a body that tells why a request was refused; empty where it breaks off."""
+        found = bytearray()
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
+            async with contextlib.aclosing(self.blocks()) as blocks:
+                async for block in blocks:
+                    found += block
+                    if len(found) >= _LONGEST_REASON:
+                        break
+        return bytes(found[:_LONGEST_REASON])

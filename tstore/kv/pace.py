@@ -1,0 +1,80 @@
+"""How long one request to a server may take, from its first byte to the last of the answer.
+
+1. A connection is there within `CONNECT_SECONDS`.
+2. A request has up to three phases: its body is sent, the head of the answer comes, and the body of the answer
+   comes. Each ends after `IDLE_SECONDS` in which no byte of a body was moved. What else a server sends ends nothing
+   later: neither interim answers (100 Continue), nor parts of a header, nor redirects, which are all of one phase.
+3. A body goes on at `SLOWEST` bytes a second at least, on average over its phase and beyond the first
+   `IDLE_SECONDS`. So an object of any length has the time that it needs on a slow line, and the time of one whose
+   length is bounded is bounded too: two minutes and a half for 1 MiB.
+
+`storage_options={"timeout": …}` takes the place of `IDLE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from tstore.errors import InvalidArgument
+
+__all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "SLOWEST", "Pace", "checked_timeout"]
+
+CONNECT_SECONDS = 10.0
+"""How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
+
+IDLE_SECONDS = 30.0
+"""How long a server may be silent: before it answers, between two bytes, and while it takes a body."""
+
+SLOWEST = 8 << 10
+"""Bytes a second at which a body is still waited for: 2 Mbit/s where 32 are under way at once."""
+
+
+class Pace:
+    """The deadline of one request, which what is moved puts off; entered by the task that waits for it."""
+
+    def __init__(self, silence: float | None = None) -> None:
+        self.silence = IDLE_SECONDS if silence is None else silence
+        self._clock = asyncio.get_running_loop().time
+        self._began, self._moved = self._clock(), 0
+        self._timeout = asyncio.timeout_at(self._began + CONNECT_SECONDS + self.silence)
+
+    def begin(self) -> None:
+        """Begin the next phase."""
+        self._began, self._moved = self._clock(), 0
+        self._timeout.reschedule(self._began + self.silence)
+
+    def moved(self, size: int) -> None:
+        """Note that this many bytes of a body were moved."""
+        self._moved += size
+        self._timeout.reschedule(min(self._clock(), self._began + self._moved / SLOWEST) + self.silence)
+
+    @property
+    def lost(self) -> str:
+        """What was wrong with a server that was waited for too long."""
+        took = self._clock() - self._began
+        if self._moved and self._began + self._moved / SLOWEST < self._clock() - self.silence:
+            return (
+                f"only {self._moved} bytes were moved within {took:.3g} s, less than {SLOWEST >> 10} KiB a second; "
+                "the network or the server is too slow"
+            )
+        return f"the server was silent for {self.silence:g} s"
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._timeout.__aexit__(kind, error, trace)
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Return the seconds that a caller gives a server; `InvalidArgument` where they leave it none."""
+    if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < float("inf")):
+        raise InvalidArgument(
+            f"timeout={timeout!r}: expected seconds, more than 0, for which a server may be silent"
+        )
+    return timeout
