@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from tstore.bounds import MANIFEST_BYTES
 from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.kv.base import Backend
@@ -27,15 +28,21 @@ class Objects:
         inside = [m for m in record.manifests if isinstance(m, Manifest)]
         if len(inside) == len(record.manifests):
             return inside
+        total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
+        if total > MANIFEST_BYTES:
+            raise Corrupt(
+                f"{self.backend.url}: the commit of {record.transaction} refers to manifests of {total} bytes, "
+                f"more than the {MANIFEST_BYTES} that one has; restore its record from a copy of the store"
+            )
         return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
 
     async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
         """The manifest itself, or the one at that place, checked against its reference."""
         if isinstance(where, Manifest):
             return where
-        data = await self.backend.get(where.key)
+        data = await self.backend.get(where.key, where.length)
         if not where.is_to(data) and await run(forget, self.backend, where.key):
-            data = await self.backend.get(where.key)
+            data = await self.backend.get(where.key, where.length)
         if not where.is_to(data):
             raise Corrupt(
                 f"{self.backend.url}: {where.key} is not the object that was committed: expected "

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import math
+from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["Recent"]
 
 V = TypeVar("V")
 
 
+class _Kept(NamedTuple, Generic[V]):
+    value: V
+    size: int
+
+
 class Recent(Generic[V]):
-    """The values of the last `most` versions that were put in.
+    """The values of the last `most` versions that were put in, as far as their sizes together stay within `size`.
 
     Event loops of several threads share one: each step is a single operation of a dict, which is atomic, and
     expects nothing of the steps before it.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, size: float = math.inf) -> None:
         self._most = most
-        self._values: dict[int, V] = {}
+        self._size = size
+        self._values: dict[int, _Kept[V]] = {}
 
     def get(self, version: int) -> V | None:
         """Return the value of a version, None where it is not known any more."""
-        return self._values.get(version)
+        kept = self._values.get(version)
+        return None if kept is None else kept.value
 
-    def put(self, version: int, value: V) -> None:
+    def put(self, version: int, value: V, size: int = 0) -> None:
         """Keep the value of a version, as the newest; the oldest may go for it."""
         self._values.pop(version, None)
-        self._values[version] = value
+        self._values[version] = _Kept(value, size)
         if len(self._values) > self._most:
             for old in list(self._values)[: -self._most]:
                 self._values.pop(old, None)
+        if size * self._most > self._size:  # else they can't be too large together
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Let the oldest go while all are too large together; the newest stays."""
+        kept = list(self._values.items())
+        left = sum(k.size for _, k in kept)
+        for old, k in kept[:-1]:
+            if left <= self._size:
+                return
+            left -= k.size
+            self._values.pop(old, None)
 
     def drop(self, version: int) -> None:
         """Forget the values of a version and of later ones."""

@@ -29,7 +29,6 @@ import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
 
-from tstore.bounds import HINT_BYTES
 from tstore.commits.manifest import Manifest, Record, Root, Stored, check_of
 from tstore.commits.objects import Objects
 from tstore.commits.recent import Recent
@@ -47,6 +46,7 @@ ROOT_EVERY = 64
 HINT = "latest"
 
 _CACHED = 256
+_CACHED_BYTES = 64 << 20  # of records, as they are stored
 _TREES = 4
 _MOST_AHEAD = 32
 
@@ -64,9 +64,8 @@ def root_key(version: int) -> str:
 async def read_hint(backend: Backend) -> int:
     """What the hint says is the newest version, not to be trusted; 0 where there is none."""
     try:
-        data = await backend.get(HINT)
-        hint = int(data) if len(data) <= HINT_BYTES else 0
-    except (NotFound, ValueError):
+        hint = int(await backend.get(HINT))
+    except (NotFound, ValueError, Corrupt):
         return 0
     return hint if 0 < hint < NEVER else 0
 
@@ -85,7 +84,7 @@ class Records(Objects):
         self._repairs: set[int] = set()  # versions that told of a repair
         self._voided: set[int] = set()  # what the last of these voided, not looked at yet
         self._search = Search(self._exist, waits=backend.transfer.waits)
-        self._records: Recent[Stored] = Recent(_CACHED)
+        self._records: Recent[Stored] = Recent(_CACHED, _CACHED_BYTES)
         self._trees: Recent[Tree] = Recent(_TREES)
         self._changes: Recent[tuple[Record, Changes]] = Recent(_CACHED)
 
@@ -226,7 +225,7 @@ class Records(Objects):
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self._voided.update(v for v in record.voids if 0 < v < version)
-        self._records.put(version, stored := Stored(record, check_of(data)))
+        self._records.put(version, stored := Stored(record, check_of(data)), len(data))
         return stored
 
     async def _check_voided(self) -> None:

@@ -42,14 +42,14 @@ import contextlib
 import datetime
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from tstore.commits.expiry import unexpired
 from tstore.commits.log import Log
-from tstore.commits.manifest import Collection, Record, Root, decode, encode, reference
+from tstore.commits.manifest import Collection, ObjectRef, Record, Root, decode, encode, reference
 from tstore.commits.records import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.commits.retention import Ledger
 from tstore.commits.tree import Tree
@@ -70,6 +70,8 @@ from tstore.turns import batched, together
 __all__ = ["CopyReport", "copy", "copy_to"]
 
 At = int | str | datetime.datetime | None
+
+_IN_MEMORY = 64 << 20
 
 
 class CopyReport(NamedTuple):
@@ -298,7 +300,7 @@ class _Copy:
             await self._check_common_records()
 
         async def move(key: str) -> None:
-            data = await self._source.get(key)
+            data = await self._source.get(key, manifests[key].length)
             if reference(key, data) != manifests[key]:
                 raise Corrupt(
                     f"{self._source.url}: {key} is not the object that was committed: expected "
@@ -309,7 +311,8 @@ class _Copy:
                 await self._destination.remove_damaged(key)
             await self._destination.create(key, data)
 
-        await together(move, missing)
+        for keys in _by_size(missing, manifests):
+            await together(move, keys)
 
     async def _check_common_records(self) -> None:
         """Raise `Conflict` unless the destination has all records of the source, up to the newest that both have.
@@ -344,10 +347,9 @@ class _Copy:
             while first > 0 and await self._lacks_root(first):
                 first -= ROOT_EVERY
         for versions in batched(range(first + ROOT_EVERY, last + 1, ROOT_EVERY)):
-            roots = await together(self._root, versions)
-            await self._records.check_unchanged()
-            for version, data in zip(versions, roots, strict=True):
-                if data is not None:
+            for version in versions:  # one at a time: each may be long
+                if (data := await self._root(version)) is not None:
+                    await self._records.check_unchanged()
                     with contextlib.suppress(InvalidArgument):  # a server takes none that it does not make itself
                         await self._destination.create(root_key(version), data)
 
@@ -363,3 +365,16 @@ class _Copy:
             return await run(lambda: encode(Tree.of(root).root(root.record)))
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
+
+
+def _by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
+    """The keys in lists of manifests that may be in memory together; a long one is alone."""
+    batch, size = list[str](), 0
+    for key in keys:
+        if batch and size + manifests[key].length > _IN_MEMORY:
+            yield batch
+            batch, size = [], 0
+        batch.append(key)
+        size += manifests[key].length
+    if batch:
+        yield batch

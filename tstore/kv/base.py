@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tstore.bounds import HEAD, longest_of
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.pool import WORKERS
 
@@ -29,6 +30,7 @@ __all__ = [
     "PackReader",
     "PackWriter",
     "Transfer",
+    "bound",
     "checked_key",
     "overlong",
 ]
@@ -45,14 +47,25 @@ LONGEST_KEY = 1024
 """Bytes of a key, as on S3 and GCS."""
 
 LONGEST = 256 << 20
-"""Bytes of the longest object that is ever read whole; callers who know its kind bound it further."""
+"""Bytes of the longest object that is read whole where its name tells of no bound (`bounds`)."""
+
+
+def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> int:
+    """Return the most bytes to read of an object: no more than its kind has, nor than the caller says.
+
+    `head` is how it begins, as far as that is known.
+    """
+    kind = longest_of(key, bytes(head[:HEAD]))
+    if most is None:
+        return LONGEST if kind is None else kind
+    return most if kind is None else min(most, kind)
 
 
 def overlong(where: str, most: int) -> Corrupt:
     """The error for an object that is longer than any of its kind."""
     return Corrupt(
-        f"{where} is longer than {most} bytes, which no object of its kind is, and was not read; find out what put it "
-        "there, and restore the object from a copy of the store"
+        f"{where} is longer than {most} bytes, more than an object of its kind has, and was not read further; "
+        "restore it from a copy of the store, and find out what put this in its place"
     )
 
 
@@ -186,8 +199,11 @@ class Backend(Protocol):
     def transfer(self) -> Transfer:
         """How its packs are read best."""
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
-        """The whole object; `NotFound`, `Corrupt` where it is longer than `most` bytes (no more are received)."""
+    async def get(self, key: str, most: int | None = None) -> bytes:
+        """The whole object; `NotFound`.
+
+        `Corrupt` where it is longer than `most` bytes, or than its kind ever is (`bound`); no more are received.
+        """
 
     async def size(self, key: str) -> int | None:
         """The object's length in bytes, None where it does not exist."""
@@ -199,10 +215,10 @@ class Backend(Protocol):
         and the caller reads back.
         """
 
-    async def leading(self, keys: Iterable[str], most: int = LONGEST) -> Leading:
+    async def leading(self, keys: Iterable[str]) -> Leading:
         """The objects of the first keys, up to the first that does not exist; `broken` only if the next does.
 
-        `Corrupt` where one of them is longer than `most` bytes.
+        `Corrupt` as `get`.
         """
 
     def offer(self, data: bytes, durability: Durability) -> Offer:

@@ -24,7 +24,6 @@ import xxhash
 
 from tstore.chunks.table import CHECK_SIZE, digest
 from tstore.kv.base import (
-    LONGEST,
     Backend,
     Buffers,
     Capabilities,
@@ -33,6 +32,7 @@ from tstore.kv.base import (
     PackReader,
     PackWriter,
     Transfer,
+    bound,
 )
 from tstore.kv.cache import Cache, remove
 from tstore.kv.plain import Plain
@@ -76,12 +76,12 @@ class CachedBackend(Plain):
         """See `Backend.transfer`."""
         return self.inner.transfer
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         """See `Backend.get`."""
         if not _WHOLE.fullmatch(key):
             return await self.inner.get(key, most)
         path = self.path(key)
-        data = await run(_read_whole, path, most)
+        data = await run(_read_whole, path, bound(key, most))
         if data is None:
             data = await self.inner.get(key, most)
             if _is_right(data):

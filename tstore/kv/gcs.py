@@ -116,7 +116,7 @@ class GcsObjects:
             if start >= 0 and (found.start > start or (found.start < start and response.status != 200)):
                 raise Corrupt(f"{self._where(key)}: bytes from {found.start} on came, not from {start} on")
             if response.status == 200:  # all of it, as it was asked for, or as the server knows no ranges
-                whole = await response.whole(self._where(key), most if span == WHOLE else LONGEST)
+                whole = await response.whole(self._where(key), most if span == WHOLE else LONGEST, key)
                 return whole[start:stop]
             if len(found) > most:
                 raise overlong(self._where(key), most)

@@ -67,10 +67,10 @@ class _Refused(msgspec.Struct):
 class HttpObjects:
     """The objects below one `http://` or `https://` URL.
 
-    `token` is sent as bearer token to that server alone; without it the one that the environment has for this
-    server, in `TSTORE_TOKEN_<HOST>` or a line of the file `TSTORE_TOKEN_FILE` (`http_token`), where the server asks
-    for one. `ca_file` names certificates that are trusted besides the system's. For `timeout` seconds the server may
-    be silent (`pace`). Proxies and .netrc of the environment are not used.
+    `token` is sent as bearer token to that server alone; without it the one that the environment has for it, in
+    `TSTORE_TOKEN_<HOST>` or a line of the file `TSTORE_TOKEN_FILE` (`http_token`), where it is asked for.
+    `ca_file` names certificates that are trusted besides the system's. For `timeout` seconds the server may be
+    silent (`pace`). Proxies and .netrc of the environment are not used.
     Raises `InvalidArgument` for a URL with a password, query or fragment, and for what can't be a token.
     """
 
@@ -123,7 +123,7 @@ class HttpObjects:
             await self._succeeded(response, where, 200, 206)
             if response.status == 200:
                 if "Range" not in fields:
-                    return await response.whole(where, most)
+                    return await response.whole(where, most, key)
                 self._without_ranges()
                 if start < 0:
                     return (await response.whole(where, LONGEST))[start:]

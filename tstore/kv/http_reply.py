@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import AsyncGenerator
 
 import aiohttp
 from multidict import CIMultiDictProxy
 from yarl import URL
 
-from tstore.kv.base import overlong
+from tstore.bounds import HEAD
+from tstore.kv.base import bound, overlong
 from tstore.kv.http_answer import Sink
 from tstore.kv.http_body import fill
 from tstore.kv.pace import Pace
+from tstore.kv.room import Room
 
 __all__ = ["Reply"]
 
@@ -57,11 +60,25 @@ class Reply:
             self._pace.moved(len(block))
             yield block
 
-    async def whole(self, where: str, most: int) -> bytes:
-        """The body; `Corrupt` where it is longer than `most` bytes, of which no more are taken."""
-        if (self.content_length or 0) > most:
-            raise overlong(where, most)
-        return await self.part(where, 0, None, most)
+    async def whole(self, where: str, most: int, key: str = "") -> bytes:
+        """The body; `Corrupt` where it is longer than `most` bytes, or than an object of that name ever is."""
+        told, limit = self.content_length or 0, bound(key, most)
+        if told > limit:
+            raise overlong(where, limit)
+        found = io.BytesIO()  # which gives its bytes away without another copy
+        async with Room() as room, contextlib.aclosing(self.blocks()) as blocks:
+            async for block in blocks:
+                size = found.tell() + len(block)
+                if found.tell() < HEAD <= size:
+                    limit = bound(key, most, found.getvalue() + block[:HEAD])
+                if max(told, size) > limit:
+                    raise overlong(where, limit)
+                if size == len(block) == told:
+                    return block
+                if not room.has(len(block)):
+                    await self._pace.pause(room.wait())
+                found.write(block)
+        return found.getvalue()
 
     async def part(self, where: str, start: int, stop: int | None, most: int) -> bytes:
         """The bytes of the body from `start` to `stop`; what is before is not kept, the rest not awaited."""
@@ -74,11 +91,11 @@ class Reply:
                 if low < high:
                     found.append(block[low:high])
                 at += len(block)
+                if (at if stop is None else min(at, stop)) - start > most:
+                    raise overlong(where, most)
                 if stop is not None and at >= stop:
                     break
-                if at - start > most:
-                    raise overlong(where, most)
-        return found[0] if len(found) == 1 else b"".join(found)
+        return b"".join(found)
 
     async def fill(self, sink: Sink) -> bool:
         """Put the body into the sink; False where it has more bytes than there is room for."""

@@ -284,7 +284,7 @@ def _mapped(where: str, pace: Pace, hidden: Callable[[str], str]) -> Iterator[No
         raise Corrupt(f"{where}: what answered does not speak HTTP ({said})") from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Unavailable(
-            f"{where}: no connection within {paces.CONNECT_SECONDS:g} s; check the address, and that the server runs"
+            f"{where}: no connection within {paces.CONNECT_SECONDS:g} s; check the address, and that it runs"
         ) from error
     except TimeoutError as error:
         raise Unavailable(f"{where}: {pace.lost}") from error

@@ -11,7 +11,7 @@ A token is looked for in this order:
    one with the port comes first; empty lines, and those that begin with "#", do not count. Nobody but its owner
    may read it.
 
-What is found in 2 and 3 is shown only once the server asks for it. A token that names no host (`TSTORE_TOKEN`, or a
+What is found in 2 and 3 is shown only once the server asks for it. A token without a host (`TSTORE_TOKEN`, or a
 file that holds a token alone) would go to whichever server asks, and is not used.
 """
 
@@ -114,8 +114,8 @@ def warn_in_clear(url: URL) -> None:
         return
     _warned.add(host)
     warnings.warn(
-        f"the token for {url.origin()} goes over http, where everybody on the way can read it; let the server speak "
-        "https (tstore serve --tls-cert), or reach it through an encrypted tunnel",
+        f"the token for {url.origin()} goes over http, where everybody on the way can read it; let the server "
+        "speak https (tstore serve --tls-cert), or reach it through an encrypted tunnel",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -159,8 +159,8 @@ def _read(path: str) -> dict[_Place, Token]:
                 )
             if about.st_mode & 0o077:
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which others may read (mode {stat.S_IMODE(about.st_mode):04o}); make it "
-                    f"yours alone: chmod 600 {path}"
+                    f"{_FILE} names {path}, which others may read (mode {stat.S_IMODE(about.st_mode):04o}); "
+                    f"make it yours alone: chmod 600 {path}"
                 )
             data = file.read(_LONGEST_FILE + 1)
     except OSError as error:

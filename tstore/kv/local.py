@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tstore.errors import NotFound
-from tstore.kv.base import LONGEST, Capabilities, Durability, Keys, Leading, Transfer, checked_key, overlong
+from tstore.kv.base import Capabilities, Durability, Keys, Leading, Transfer, bound, checked_key, overlong
 from tstore.kv.local_pack import LocalPack, LocalReader
 from tstore.kv.newfile import (
     Draft,
@@ -74,7 +74,7 @@ class LocalBackend:
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         return await run(self._get, key, most)
 
     async def size(self, key: str) -> int | None:
@@ -83,8 +83,8 @@ class LocalBackend:
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
         await run(self._create, key, data, durability)
 
-    async def leading(self, keys: Iterable[str], most: int = LONGEST) -> Leading:
-        return await run(self._leading, keys, most)
+    async def leading(self, keys: Iterable[str]) -> Leading:
+        return await run(self._leading, keys)
 
     def offer(self, data: bytes, durability: Durability) -> _LocalOffer:
         return _LocalOffer(self, data, durability)
@@ -178,12 +178,13 @@ class LocalBackend:
         """The path of an object."""
         return f"{self.url}/{checked_key(key, self.url)}"
 
-    def _get(self, key: str, most: int) -> bytes:
+    def _get(self, key: str, most: int | None = None) -> bytes:
         path = self.path(key)
         with explained("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
             try:
-                data = os.read(fd, min(_FIRST, most + 1))  # all of it, as a rule
+                data = os.read(fd, _FIRST)  # all of it, as a rule
+                most = bound(key, most, data)
                 if len(data) == _FIRST:
                     data = _rest(fd, data, most)
             finally:
@@ -192,7 +193,7 @@ class LocalBackend:
             raise overlong(path, most)
         return data
 
-    def _leading(self, keys: Iterable[str], most: int) -> Leading:
+    def _leading(self, keys: Iterable[str]) -> Leading:
         found: list[bytes] = []
         missing = ""
         for key in keys:
@@ -200,12 +201,12 @@ class LocalBackend:
                 if self._size(key) is None:
                     break
                 try:  # what is behind it came later, unless there is a hole
-                    found.append(self._get(missing, most))
+                    found.append(self._get(missing))
                 except NotFound:
                     return Leading(found, True)
                 missing = ""
             try:
-                found.append(self._get(key, most))
+                found.append(self._get(key))
             except NotFound:
                 missing = key
         return Leading(found, False)

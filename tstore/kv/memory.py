@@ -16,6 +16,7 @@ from tstore.kv.base import (
     Durability,
     Keys,
     Transfer,
+    bound,
     checked_key,
     overlong,
 )
@@ -44,9 +45,9 @@ class MemoryBackend(Plain):
             self._objects = self._stores.setdefault(name, {})
             self._times = self._written.setdefault(name, {})
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         found = self._find(key)
-        if len(found) > most:
+        if len(found) > (most := bound(key, most, found)):
             raise overlong(f"{self.url}: {key}", most)
         return bytes(found)
 

@@ -2,8 +2,8 @@
 
 1. A connection is there within `CONNECT_SECONDS`.
 2. A request has up to three phases: its body is sent, the head of the answer comes, and the body of the answer
-   comes. Each ends after `IDLE_SECONDS` in which no byte of a body was moved. What else a server sends ends nothing
-   later: neither interim answers (100 Continue), nor parts of a header, nor redirects, which are all of one phase.
+   comes. Each ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends
+   puts that off: neither interim answers (100 Continue), nor parts of a header, nor redirects, all of one phase.
 3. A body goes on at `SLOWEST` bytes a second at least, on average over its phase and beyond the first
    `IDLE_SECONDS`. So an object of any length has the time that it needs on a slow line, and the time of one whose
    length is bounded is bounded too: two minutes and a half for 1 MiB.
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Self
 
@@ -50,13 +51,21 @@ class Pace:
         self._moved += size
         self._timeout.reschedule(min(self._clock(), self._began + self._moved / SLOWEST) + self.silence)
 
+    async def pause(self, waiting: Awaitable[None]) -> None:
+        """Await something that is not the server's affair; that time does not count."""
+        paused = self._clock()
+        self._timeout.reschedule(None)
+        await waiting
+        self._began += self._clock() - paused
+        self.moved(0)
+
     @property
     def lost(self) -> str:
         """What was wrong with a server that was waited for too long."""
         took = self._clock() - self._began
         if self._moved and self._began + self._moved / SLOWEST < self._clock() - self.silence:
             return (
-                f"only {self._moved} bytes were moved within {took:.3g} s, less than {SLOWEST >> 10} KiB a second; "
+                f"only {self._moved} bytes were moved within {took:.3g} s, slower than {SLOWEST} bytes a second; "
                 "the network or the server is too slow"
             )
         return f"the server was silent for {self.silence:g} s"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from tstore.errors import NotFound
-from tstore.kv.base import LONGEST, Backend, Durability, Leading, Offer
+from tstore.kv.base import Backend, Durability, Leading, Offer
 
 __all__ = ["Plain"]
 
@@ -16,14 +16,14 @@ _MOST_AT_ONCE = 32
 class Plain:
     """The base of such a backend."""
 
-    async def leading(self: Backend, keys: Iterable[str], most: int = LONGEST) -> Leading:
+    async def leading(self: Backend, keys: Iterable[str]) -> Leading:
         """See `Backend.leading`; many requests at once where each waits for a server."""
         keys, found = list(keys), list[bytes]()
         at_once = _MOST_AT_ONCE if self.transfer.waits else 1
         ahead = min(3, at_once)  # what the caller knows, the next, and the one behind that
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + ahead]
-            gets = [_get_or_none(self, key, most) for key in asked]
+            gets = [_get_or_none(self, key) for key in asked]
             got = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
             stand = [data is not None for data in got]
             first_free = [*stand, False].index(False)
@@ -33,7 +33,7 @@ class Plain:
                 continue
             if not await _stands(self, keys, len(found) + 1, stand[first_free + 1 :]):
                 break
-            if await _get_or_none(self, keys[len(found)], most) is None:
+            if await _get_or_none(self, keys[len(found)]) is None:
                 return Leading(found, True)
         return Leading(found, False)
 
@@ -65,8 +65,8 @@ async def _stands(backend: Backend, keys: Sequence[str], at: int, seen: Sequence
     return at < len(keys) and await backend.size(keys[at]) is not None
 
 
-async def _get_or_none(backend: Backend, key: str, most: int) -> bytes | None:
+async def _get_or_none(backend: Backend, key: str) -> bytes | None:
     try:
-        return await backend.get(key, most)
+        return await backend.get(key)
     except NotFound:
         return None

@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.kv.base import LONGEST, Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, checked_key
+from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, bound, checked_key
 from tstore.kv.limits import Limits
+from tstore.kv.listing import listed
 from tstore.kv.objects import WHOLE, Entry, Objects, PutMode
 from tstore.kv.plain import Plain
 from tstore.kv.retry import PATIENCE, Patience, Retry
@@ -75,9 +76,9 @@ class RemoteBackend(Plain):
         """What was asked of the server, None where it is not counted."""
         return None if self._trace is None else self._trace.traffic
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         """See `Backend.get`."""
-        return await on_io(self.objects.get(checked_key(key, self.url), WHOLE, most))
+        return await on_io(self.objects.get(checked_key(key, self.url), WHOLE, bound(key, most)))
 
     async def size(self, key: str) -> int | None:
         """See `Backend.size`."""
@@ -98,7 +99,7 @@ class RemoteBackend(Plain):
 
     async def list(self, prefix: str) -> Keys:
         """See `Backend.list`."""
-        return sorted([entry.key for entry in await on_io(_entries(self.objects, prefix))])
+        return await on_io(_keys(self.objects, prefix))
 
     async def folders(self, prefix: str) -> Keys:
         """See `Backend.folders`."""
@@ -167,18 +168,22 @@ class RemoteBackend(Plain):
 
 
 async def _any(objects: Objects) -> bool:
-    async for page in objects.pages("", "/"):
+    async for page in listed(objects, "", "/"):
         if page.entries or page.folders:
             return True
     return False
 
 
 async def _entries(objects: Objects, prefix: str) -> list[Entry]:
-    return [entry async for page in objects.pages(prefix) for entry in page.entries]
+    return [entry async for page in listed(objects, prefix) for entry in page.entries]
+
+
+async def _keys(objects: Objects, prefix: str) -> Keys:
+    return sorted([entry.key async for page in listed(objects, prefix) for entry in page.entries])
 
 
 async def _folders(objects: Objects, prefix: str) -> Keys:
-    found = [folder async for page in objects.pages(prefix, "/") for folder in page.folders]
+    found = [folder async for page in listed(objects, prefix, "/") for folder in page.folders]
     return sorted({folder[len(prefix) :].rstrip("/") for folder in found})
 
 

@@ -20,48 +20,35 @@ import asyncio
 import atexit
 import contextlib
 import email.utils
+import io
 import os
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from tstore.bounds import HEAD
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
-    Denied,
     InvalidArgument,
     NotFound,
-    StorageFull,
-    Throttled,
     TStoreError,
     Unavailable,
-    Unreachable,
 )
-from tstore.kv.base import Buffers, Capabilities, checked_key
+from tstore.kv.base import LONGEST, Buffers, Capabilities, bound, checked_key, overlong
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.kv.pace import CONNECT_SECONDS, IDLE_SECONDS, Pace
+from tstore.kv.room import Room
+from tstore.kv.s3_answer import explained, status_of
 from tstore.pool import wait_io
 
 __all__ = ["S3Objects"]
 
 _CONNECTIONS = 64
-_CONNECT_TIMEOUT, _READ_TIMEOUT = 10, 30
 _SLOWEST = 64 << 10  # bytes a second at which a write is still waited for
 _PIECE = 256 << 10
 _TOKEN = "tstore-put"
-
-_MISSING = {"NoSuchKey", "404", "NotFound"}
-_DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
-_BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
-_FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_LATER = {
-    "RequestTimeout",
-    "ConditionalRequestConflict",
-    "OperationAborted",
-    "InternalError",
-    "ServiceUnavailable",
-}
-_LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body did not arrive as it was sent
 
 
 class S3Objects:
@@ -91,6 +78,8 @@ class S3Objects:
         `s3_additional_kwargs` go with every write. What is not given comes from where botocore finds it: the
         environment, its files, the machine's role. Raises `InvalidArgument` where the URL names no bucket.
         """
+        from tstore.kv.s3_session import BoundedSession  # takes 0.3 s
+
         path = url.partition("://")[2].strip("/")
         self._bucket, _, prefix = path.partition("/")
         if not self._bucket or "@" in self._bucket:
@@ -112,17 +101,19 @@ class S3Objects:
             "client_kwargs": dict(client_kwargs or {}),
             "s3_additional_kwargs": dict(s3_additional_kwargs or {}),
             "config_kwargs": {
-                "connect_timeout": _CONNECT_TIMEOUT,
-                "read_timeout": _READ_TIMEOUT,
+                "connect_timeout": CONNECT_SECONDS,
+                "read_timeout": IDLE_SECONDS,
                 "max_pool_connections": _CONNECTIONS,
                 "retries": {"total_max_attempts": 1},
                 "response_checksum_validation": "when_required",  # chunks and records carry their own
+                "http_session_cls": BoundedSession,
                 **(config_kwargs or {}),
             },
         }
+        self._silence = float(self._options["config_kwargs"]["read_timeout"])
         if profile is not None:
             self._options["profile"] = profile
-        from s3fs import S3FileSystem  # takes 0.3 s
+        from s3fs import S3FileSystem
 
         self._file_system = S3FileSystem
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,7 +121,7 @@ class S3Objects:
         self._files: Any = None
         self._client: Any = None
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         """See `Objects.get`."""
         start, stop = span
         if (start < 0 and stop is not None) or (stop is not None and stop < 0):
@@ -140,10 +131,10 @@ class S3Objects:
             await self._size(key)
             return b""
         if (start, stop) == (0, None):
-            return bytes(await self._read(key, None, None))
+            return await self._read(key, None, most)
         asked = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if stop is None else stop - 1}"
         try:
-            return bytes(await self._read(key, asked, None if stop is None else stop - start))
+            return await self._read(key, asked, most if stop is None else min(most, stop - start))
         except _BeyondTheEnd:
             return b""
 
@@ -151,7 +142,7 @@ class S3Objects:
         """See `Objects.read`."""
         if size == 0:
             return
-        async with self._answers("read", key) as client:
+        async with self._answers("read", key) as (client, pace):
             try:
                 answer = await client.get_object(
                     Bucket=self._bucket,
@@ -160,12 +151,13 @@ class S3Objects:
                     **self._files.req_kw,
                 )
             except Exception as error:
-                if _status(error) == 416:
+                if status_of(error) == 416:
                     raise self._short(key, offset, size, 0) from error
                 raise
+            pace.begin()
             async with answer["Body"] as body:
                 self._check_range(key, answer, offset)
-                await self._fill(key, body, offset, buffers, size)
+                await self._fill(key, body, offset, buffers, size, pace)
 
     async def head(self, key: str) -> Entry | None:
         """See `Objects.head`."""
@@ -180,9 +172,9 @@ class S3Objects:
         token = secrets.token_hex(8)
         asked: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         body = data[0] if len(data) == 1 and isinstance(data[0], (bytes, bytearray)) else b"".join(data)
-        longest = _READ_TIMEOUT + len(body) / _SLOWEST  # the HTTP client waits for ever for one that stops taking
+        longest = IDLE_SECONDS + len(body) / _SLOWEST  # the HTTP client waits for ever for one that stops taking
         try:
-            async with self._answers("write", key) as client, asyncio.timeout(longest):
+            async with self._answers("write", key, longest) as (client, _):
                 asked |= self._files.s3_additional_kwargs | self._files.req_kw
                 asked["Metadata"] = {**asked.get("Metadata", {}), _TOKEN: token}
                 await client.put_object(Bucket=self._bucket, Key=self._name(key), Body=body, **asked)
@@ -199,7 +191,7 @@ class S3Objects:
         asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
         skip = len(self._prefix)
         while True:
-            async with self._answers("list", prefix) as client:
+            async with self._answers("list", prefix) as (client, _):
                 answer = await client.list_objects_v2(**asked, **self._files.req_kw)
             if "IsTruncated" not in answer:  # what is no list must not pass for an empty one
                 raise Corrupt(f"{self.url}: the server's answer is no list of {prefix!r}; check endpoint_url")
@@ -215,7 +207,7 @@ class S3Objects:
 
     async def delete(self, key: str) -> None:
         """See `Objects.delete`."""
-        async with self._answers("delete", key) as client:
+        async with self._answers("delete", key) as (client, _):
             await client.delete_object(Bucket=self._bucket, Key=self._name(key), **self._files.req_kw)
 
     async def close(self) -> None:
@@ -255,46 +247,66 @@ class S3Objects:
         return self._client
 
     @contextlib.asynccontextmanager
-    async def _answers(self, action: str, key: str) -> AsyncIterator[Any]:
-        """The client; what it raises becomes an error of tstore."""
+    async def _answers(
+        self, action: str, key: str, longest: float | None = None
+    ) -> AsyncIterator[tuple[Any, Pace]]:
+        """The client, and the pace of one request to it; what it raises becomes an error of tstore."""
+        pace: Pace | None = None
         try:
-            yield await self._connected()
+            client = await self._connected()
+            async with Pace(longest or self._silence) as pace:
+                yield client, pace
         except TStoreError:
             raise
         except Exception as error:
-            raise self._explained(action, key, error) from error
+            if isinstance(error, TimeoutError) and pace is not None:
+                raise Unavailable(f"{self.url}: can't {action} {key!r}: {pace.lost}") from error
+            raise explained(self.url, action, key, error) from error
 
     async def _head(self, key: str) -> Any:
-        async with self._answers("look at", key) as client:
+        async with self._answers("look at", key) as (client, _):
             return await client.head_object(Bucket=self._bucket, Key=self._name(key), **self._files.req_kw)
 
     async def _size(self, key: str) -> int:
         return int((await self._head(key))["ContentLength"])
 
-    async def _read(self, key: str, asked: str | None, longest: int | None) -> bytearray:
-        """The body of a whole object or of a range of at most `longest` bytes."""
-        async with self._answers("read", key) as client:
+    async def _read(self, key: str, asked: str | None, most: int) -> bytes:
+        """The body of a whole object or of a range; `Corrupt` where it is longer than `most` bytes."""
+        async with self._answers("read", key) as (client, pace):
             span = {} if asked is None else {"Range": asked}
             name = self._name(key)
             try:
                 answer = await client.get_object(Bucket=self._bucket, Key=name, **span, **self._files.req_kw)
             except Exception as error:
-                if _status(error) == 416:
+                if status_of(error) == 416:
                     raise _BeyondTheEnd from error
                 raise
+            pace.begin()
             async with answer["Body"] as body:
-                size = int(answer["ContentLength"])
+                told = int(answer.get("ContentLength", 0))
                 if asked is not None:
                     start, _, stop = asked.removeprefix("bytes=").partition("-")
-                    if start or size > int(stop):  # all of a short object answers a suffix as well
+                    if start or told > int(stop):  # all of a short object answers a suffix as well
                         self._check_range(key, answer, int(start) if start else None)
-                if longest is not None and size > longest:
-                    raise Corrupt(f"{self.url}: {size} bytes of {key} came where {longest} were asked for")
-                data = bytearray(size)
-                await self._fill(key, body, 0, [data], size)
-        return data
+                return await self._whole(key, body, told, most, pace)
 
-    async def _fill(self, key: str, body: Any, offset: int, buffers: Buffers, size: int) -> None:
+    async def _whole(self, key: str, body: Any, told: int, most: int, pace: Pace) -> bytes:
+        found, limit = io.BytesIO(), bound(key, most)
+        async with Room() as room:
+            while told <= limit and (piece := await body.read(_PIECE)):
+                pace.moved(len(piece))
+                size = found.tell() + len(piece)
+                if found.tell() < HEAD <= size:
+                    limit = bound(key, most, found.getvalue() + piece[:HEAD])
+                told = max(told, size)
+                if not room.has(len(piece)):
+                    await pace.pause(room.wait())
+                found.write(piece)
+        if told > limit:
+            raise overlong(f"{self.url}: {key}", limit)
+        return found.getvalue()
+
+    async def _fill(self, key: str, body: Any, offset: int, buffers: Buffers, size: int, pace: Pace) -> None:
         done = 0
         for buffer in buffers:
             view = memoryview(buffer)
@@ -303,6 +315,7 @@ class S3Objects:
                 piece = await body.read(min(_PIECE, len(view) - at))
                 if not piece:
                     raise self._short(key, offset, size, done)
+                pace.moved(len(piece))
                 view[at : at + len(piece)] = piece
                 at += len(piece)
                 done += len(piece)
@@ -322,49 +335,6 @@ class S3Objects:
             "restore the object from a copy of the store"
         )
 
-    def _explained(self, action: str, key: str, error: Exception) -> TStoreError:
-        """The error of tstore for one of botocore, of the HTTP client, or of the network."""
-        from botocore import exceptions as boto
-
-        what = f"{self.url}: can't {action} {key!r}"
-        if isinstance(error, boto.ClientError):
-            return self._refused(action, what, error)
-        if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
-            return Denied(
-                f"{what}: {error}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, or set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
-        if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
-            return InvalidArgument(f"{what}: {error}; mend the URL or storage_options")
-        kind = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
-        return kind(f"{what}: {error or type(error).__name__}; check endpoint_url, or try again")
-
-    def _refused(self, action: str, what: str, error: Any) -> TStoreError:
-        code, status = str(error.response.get("Error", {}).get("Code", "")), _status(error)
-        said = f"{what}: {error.response.get('Error', {}).get('Message') or code} ({code}, status {status})"
-        if code == "NoSuchBucket" or (status == 404 and action == "write"):
-            return InvalidArgument(f"{said}; there is no bucket {self._bucket}: make it first, or check the URL")
-        if code in _MISSING or (status == 404 and not code):
-            return NotFound(said)
-        if code == "PreconditionFailed" or status == 412:
-            return AlreadyExists(f"{what}: it exists already")
-        if code in _BUSY or (status == 503 and "rate" in said):
-            after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
-            return Throttled(f"{said}; fewer requests at once", float(after) if after.isdigit() else None)
-        if code in _FULL or status in (413, 507):
-            return StorageFull(f"{said}; make room or raise the quota, then repeat")
-        if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
-            return Unavailable(f"{said}; try again")
-        if code == "RequestTimeTooSkewed":
-            return Denied(f"{said}; the clock of this machine is wrong, set it")
-        if code in _DENIED or status in (401, 403):
-            return Denied(
-                f"{said}; check the credentials and the rights of their owner on bucket {self._bucket!r}"
-            )
-        if status == 501:
-            return Denied(f"{said}; the server lacks what a store needs, use another")
-        return InvalidArgument(f"{said}; check the URL and storage_options")
-
 
 _in_use: weakref.WeakSet[S3Objects] = weakref.WeakSet()
 
@@ -383,12 +353,6 @@ def _close_all() -> None:
 
 class _BeyondTheEnd(NotFound):
     """The range begins behind the object's last byte."""
-
-
-def _status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
-    found = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-    return found if isinstance(found, int) else None
 
 
 def _age(answer: Any, written: Any) -> float | None:

@@ -21,17 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import TStoreError, Unavailable
-from tstore.kv.base import (
-    LONGEST,
-    Backend,
-    Buffers,
-    BufferStream,
-    Durability,
-    Keys,
-    PackReader,
-    PackWriter,
-    Transfer,
-)
+from tstore.kv.base import Backend, Buffers, BufferStream, Durability, Keys, PackReader, PackWriter, Transfer
 from tstore.kv.plain import Plain
 from tstore.store import Mode, Store, open
 
@@ -152,7 +142,7 @@ class FaultyBackend(Plain):
         """See `Backend.transfer`."""
         return self.inner.transfer
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         """See `Backend.get`."""
         data = await self._do("get", key, lambda: self.inner.get(key, most))
         self.bytes_read += len(data)

@@ -28,7 +28,7 @@ import random
 from collections.abc import Mapping
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from tstore.kv.base import LONGEST, Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, overlong
+from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, bound, overlong
 from tstore.kv.plain import Plain
 from tstore.testing.weather import Host
 
@@ -121,14 +121,14 @@ class HostBackend(Plain):
         self._unsettled: set[str] = set()  # packs of this host that are to become durable
         self._loop = asyncio.get_running_loop()
 
-    async def get(self, key: str, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         """The whole object."""
         await self.host.step()
         found = self.storage.objects.get(key)
         await self._answer(f"get {key}")
         if found is None:
             raise NotFound(f"simulated: there is no object {key}")
-        if len(found) > most:
+        if len(found) > (most := bound(key, most, found)):
             raise overlong(f"{self.url}: {key}", most)
         return found
 

@@ -146,9 +146,8 @@ async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int
     for host in sorted(alive):
         key = f"txn/{transaction}/alive-{host:05d}-of-{hosts:05d}"
         try:
-            data = await log.backend.get(key)
-            beat = msgspec.json.decode(data[: HEARTBEAT_BYTES + 1], type=Heartbeat)  # a longer one does not parse
-        except (NotFound, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
+        except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
     if delivered and not heartbeats and member is not None:

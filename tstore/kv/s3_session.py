@@ -1,0 +1,45 @@
+"""The HTTP session of botocore, which takes no more of an answer than an answer has.
+
+Objects are streamed, and whoever reads them says how long they may be. Any other answer is read whole by botocore:
+a list, or a refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+from aiobotocore.httpsession import AIOHTTPSession
+
+from tstore.errors import Corrupt
+
+__all__ = ["BoundedSession"]
+
+_LONGEST = 4 << 20  # bytes of a list of a thousand names, of 1024 bytes each, and all of them escaped
+_LONGEST_REFUSAL = 64 << 10
+
+
+class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
+    """The session, with answers that are bounded in memory."""
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        session._response_class = _Bounded  # which a session takes only when it is made
+        return session
+
+
+class _Bounded(aiohttp.ClientResponse):
+    async def read(self) -> bytes:
+        """The whole body, or the beginning of one that tells why a request was refused."""
+        if self._body is None:
+            found = bytearray()
+            async for block in self.content.iter_any():
+                found += block
+                if self.status >= 300 and len(found) > _LONGEST_REFUSAL:
+                    self.close()
+                    break
+                if len(found) > _LONGEST:
+                    self.close()
+                    raise Corrupt(f"the server answered with more than {_LONGEST} bytes; check endpoint_url")
+            self._body = bytes(found)
+        return self._body
