@@ -11,7 +11,7 @@ import pytest
 from liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 
 from tstore.errors import AlreadyExists, StorageFull, Unavailable
-from tstore.kv.base import Buffers
+from tstore.kv.base import LONGEST, Buffers
 from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.kv.url import connect
@@ -110,7 +110,7 @@ class ListsAllDepths(MemoryObjects):
 class OffByOne(MemoryObjects):
     """Takes the end of a range as its last byte."""
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         return await super().get(key, Span(span.start, None if span.stop is None else span.stop + 1))
 
 
@@ -137,7 +137,7 @@ class PadsReads(MemoryObjects):
 class IgnoresRanges(MemoryObjects):
     """Sends everything, whatever was asked for."""
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         return await super().get(key)
 
 
@@ -148,7 +148,7 @@ class Stale(MemoryObjects):
         super().__init__(name)
         self._seen: dict[str, bytes] = {}
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         if key not in self._seen:
             self._seen[key] = await super().get(key)
         return self._seen[key][slice(*span)]
@@ -180,7 +180,7 @@ class FoldsCase(MemoryObjects):
     def _folded(self, key: str) -> str:
         return key.replace("%2f", "/").replace("A/a", "a/a").replace("+", " ")
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         return await super().get(self._folded(key), span)
 
     async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
@@ -207,7 +207,7 @@ class CutsLargeObjects(MemoryObjects):
 class MissesSilently(MemoryObjects):
     """Gives nothing for what is not there."""
 
-    async def get(self, key: str, span: Span = WHOLE) -> bytes:
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
         return b"" if await self.head(key) is None else await super().get(key, span)
 
 

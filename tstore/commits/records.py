@@ -45,8 +45,7 @@ __all__ = ["HINT", "ROOT_EVERY", "Records", "commit_key", "read_hint", "root_key
 ROOT_EVERY = 64
 HINT = "latest"
 
-_CACHED = 256
-_CACHED_BYTES = 64 << 20  # of records, as they are stored
+_CACHED, _CACHED_BYTES = 256, 64 << 20  # records, and their bytes as they are stored
 _TREES = 4
 _MOST_AHEAD = 32
 

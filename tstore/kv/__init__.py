@@ -4,7 +4,8 @@
    makes a backend, with `upload` for what is on its way there.
 2. `memory`, `local` (on `newfile` and `local_pack`): backends without a server. `plain`: what a log asks for, done
    with single calls. `watch`: waiting until something appears.
-3. `http`, `gcs`, `s3`, `fsspec`: servers of objects; `http_…` and `gcs_…` are parts of them.
+3. `http`, `gcs`, `s3`, `fsspec`: servers of objects; `http_…`, `gcs_…` and `s3_…` are parts of them. `pace`: how
+   long a request may take; `room`: the memory of what is read whole; `listing`: lists that end.
 4. `retry`, `limits`, `trace`, `prefix`, `readonly`, `faults`: what stands in front of such objects.
 5. `cached`: a backend in front of which a `cache` lies.
 6. `url`: from a URL to its backend; `probe`: whether that really creates exclusively.

@@ -1,6 +1,6 @@
 """How long one request to a server may take, from its first byte to the last of the answer.
 
-1. A connection is there within `CONNECT_SECONDS`.
+1. A connection is there within `CONNECT_SECONDS`, which the first phase has besides.
 2. A request has up to three phases: its body is sent, the head of the answer comes, and the body of the answer
    comes. Each ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends
    puts that off: neither interim answers (100 Continue), nor parts of a header, nor redirects, all of one phase.

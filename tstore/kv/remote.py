@@ -27,7 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.kv.base import Buffers, BufferStream, Capabilities, Durability, Keys, Transfer, bound, checked_key
+from tstore.kv.base import (
+    Buffers,
+    BufferStream,
+    Capabilities,
+    Durability,
+    Keys,
+    Transfer,
+    bound,
+    checked_key,
+    overlong,
+)
 from tstore.kv.limits import Limits
 from tstore.kv.listing import listed
 from tstore.kv.objects import WHOLE, Entry, Objects, PutMode
@@ -78,7 +88,10 @@ class RemoteBackend(Plain):
 
     async def get(self, key: str, most: int | None = None) -> bytes:
         """See `Backend.get`."""
-        return await on_io(self.objects.get(checked_key(key, self.url), WHOLE, bound(key, most)))
+        data = await on_io(self.objects.get(checked_key(key, self.url), WHOLE, bound(key, most)))
+        if len(data) > (most := bound(key, most, data)):
+            raise overlong(f"{self.url}: {key}", most)
+        return data
 
     async def size(self, key: str) -> int | None:
         """See `Backend.size`."""

@@ -131,10 +131,10 @@ class S3Objects:
             await self._size(key)
             return b""
         if (start, stop) == (0, None):
-            return await self._read(key, None, most)
+            return await self._read(key, None, most, most)
         asked = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if stop is None else stop - 1}"
         try:
-            return await self._read(key, asked, most if stop is None else min(most, stop - start))
+            return await self._read(key, asked, most if stop is None else stop - start, most)
         except _BeyondTheEnd:
             return b""
 
@@ -270,8 +270,8 @@ class S3Objects:
     async def _size(self, key: str) -> int:
         return int((await self._head(key))["ContentLength"])
 
-    async def _read(self, key: str, asked: str | None, most: int) -> bytes:
-        """The body of a whole object or of a range; `Corrupt` where it is longer than `most` bytes."""
+    async def _read(self, key: str, asked: str | None, longest: int, most: int) -> bytes:
+        """The body of a whole object, or of a range of at most `longest` bytes."""
         async with self._answers("read", key) as (client, pace):
             span = {} if asked is None else {"Range": asked}
             name = self._name(key)
@@ -288,7 +288,9 @@ class S3Objects:
                     start, _, stop = asked.removeprefix("bytes=").partition("-")
                     if start or told > int(stop):  # all of a short object answers a suffix as well
                         self._check_range(key, answer, int(start) if start else None)
-                return await self._whole(key, body, told, most, pace)
+                if told > longest < most:
+                    raise Corrupt(f"{self.url}: {told} bytes of {key} came where {longest} were asked for")
+                return await self._whole(key, body, told, min(longest, most), pace)
 
     async def _whole(self, key: str, body: Any, told: int, most: int, pace: Pace) -> bytes:
         found, limit = io.BytesIO(), bound(key, most)

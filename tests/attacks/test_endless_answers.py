@@ -1,0 +1,454 @@
+"""A server that never comes to an end: the client does, in time and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from answers import Answer, Request, hang, ok, serving
+
+from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
+from tstore.kv import listing, pace
+from tstore.kv.base import Backend, Durability
+from tstore.kv.cache import Cache
+from tstore.kv.cached import CachedBackend
+from tstore.kv.gcs import GcsObjects
+from tstore.kv.http import HttpObjects
+from tstore.kv.local import LocalBackend
+from tstore.kv.memory import MemoryBackend, MemoryObjects
+from tstore.kv.objects import Objects, PutMode
+from tstore.kv.pace import Pace
+from tstore.kv.prefix import Prefix
+from tstore.kv.remote import RemoteBackend, served
+from tstore.kv.room import FREE, SHARED, Room
+from tstore.kv.s3 import S3Objects
+from tstore.kv.url import connect
+from tstore.pool import on_io
+
+TIMEOUT = 0.3
+OURS = "Server: tstore/9"
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def http(url: str) -> Objects:
+    return HttpObjects(url, timeout=TIMEOUT)
+
+
+def gcs(url: str) -> Objects:
+    return GcsObjects("gs://bucket/x", token="anon", endpoint_url=url, timeout=TIMEOUT)
+
+
+def s3(url: str) -> Objects:
+    config = {"read_timeout": TIMEOUT, "connect_timeout": TIMEOUT}
+    return S3Objects("s3://bucket/x", endpoint_url=url, key="k", secret="s", config_kwargs=config)
+
+
+DIALECTS = [http, gcs, s3]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(pace, "SLOWEST", 4096)
+
+
+@contextlib.asynccontextmanager
+async def asking(kind: Callable[[str], Objects], *answers: Answer) -> AsyncIterator[RemoteBackend]:
+    async with serving(*answers) as server:
+        backend = RemoteBackend(kind(server.url))
+        try:
+            yield backend
+        finally:
+            await backend.close()
+
+
+async def writing(request: Request, piece: bytes, pause: float = 0.0) -> None:
+    with contextlib.suppress(ConnectionError):
+        while not request.writer.is_closing():
+            request.writer.write(piece)
+            await request.writer.drain()
+            await asyncio.sleep(pause)
+
+
+def again(begin: bytes, piece: bytes, pause: float = 0.0) -> Answer:
+    """Says the one and then the other, for ever."""
+
+    async def answer(request: Request) -> None:
+        request.writer.write(begin)
+        await writing(request, piece, pause)
+
+    return answer
+
+
+# ---- in time
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize(
+    ("begin", "piece", "pause"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.0),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
+        (b"", b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n", 0.05),
+        (b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n", 0.05),
+        (b"HTTP/1.1 200 OK\r\nX-A: ", b"b", 0.05),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"x", 0.02),
+        (HEAD, b"1\r\nx\r\n", 0.02),
+        (HEAD, b"1;", 0.02),
+        (b"HTTP/1.1 500 No\r\nContent-Type: text/plain\r\nContent-Length: 100000\r\n\r\n", b"x", 0.02),
+        (b"HTTP/1.1 401 No\r\nContent-Type: text/plain\r\nContent-Length: 100000\r\n\r\n", b"x", 0.02),
+    ],
+)
+async def test_what_never_comes_to_an_end_is_given_up(
+    kind: Callable[[str], Objects], begin: bytes, piece: bytes, pause: float, impatient: None
+) -> None:
+    async with asking(kind, again(begin, piece, pause)) as backend:
+        with pytest.raises(TStoreError):
+            await asyncio.wait_for(backend.get("commits/00000000000000000001"), 60)
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+async def test_redirects_that_each_take_their_time_have_one_deadline(
+    kind: Callable[[str], Objects], impatient: None
+) -> None:
+    async def led(request: Request) -> bytes:
+        await asyncio.sleep(0.2)
+        return ok(b"", f"Location: /{uuid.uuid4()}", status="302 Found")
+
+    async with asking(kind, led) as backend:
+        with pytest.raises(TStoreError) as caught:
+            await asyncio.wait_for(backend.get("tstore.json"), 60)
+        assert isinstance(caught.value, Unavailable) or kind is s3
+
+
+async def test_a_body_slower_than_the_least_rate_is_given_up_and_told_so(impatient: None) -> None:
+    async with asking(http, again(HEAD, b"40\r\n" + bytes(64) + b"\r\n", 0.05)) as backend:
+        with pytest.raises(
+            Unavailable, match=r"only \d+ bytes were moved within .* slower than 4096 bytes a second"
+        ):
+            await asyncio.wait_for(backend.get("tstore.json"), 60)
+
+
+async def test_a_server_that_takes_a_body_slower_than_the_least_rate_is_given_up(impatient: None) -> None:
+    async def sip(request: Request) -> None:
+        await hang(request)
+
+    async with asking(http, ok(b"", OURS), sip) as backend:
+        with pytest.raises(Unavailable, match=r"silent|slower"):
+            await asyncio.wait_for(backend.create("k", bytes(64 << 20), Durability.FSYNC), 60)
+
+
+async def test_a_transfer_that_keeps_its_pace_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "SLOWEST", 1000)
+    clock = asyncio.get_running_loop().time
+    async with Pace(0.4) as within:
+        began = clock()
+        while clock() < began + 1.2:
+            await asyncio.sleep(0.02)
+            within.moved(1000)
+    for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of its pace, and then silent; too slow
+        with pytest.raises(TimeoutError):
+            await moving(size, pause)
+
+
+async def moving(size: int, pause: float) -> None:
+    async with Pace(0.1) as within:
+        while True:
+            within.moved(size)
+            await asyncio.sleep(pause)
+
+
+async def test_time_that_is_not_the_servers_does_not_count() -> None:
+    async with Pace(0.2) as within:
+        await within.pause(asyncio.sleep(0.5))
+        within.moved(1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1"])
+@pytest.mark.parametrize("url", ["http://host", "gs://bucket/x"])
+def test_a_timeout_is_a_number_of_seconds(url: str, timeout: Any) -> None:
+    with pytest.raises(InvalidArgument, match="timeout"):
+        connect(url, {"timeout": timeout})
+
+
+# ---- in bytes
+
+
+def endless(kind: str) -> Answer:
+    """A body without end, of told length or not, also as a part."""
+    fields = {
+        "chunked": "Transfer-Encoding: chunked",
+        "untold": "Connection: close",
+        "told": f"Content-Length: {1 << 60}",
+        "told short": "Content-Length: 4097",
+        "part": f"Content-Length: {1 << 60}\r\nContent-Range: bytes 0-{(1 << 60) - 1}/{1 << 60}",
+    }[kind]
+    status = "206 Partial Content" if kind == "part" else "200 OK"
+    piece = b"10000\r\n" + bytes(0x10000) + b"\r\n" if kind == "chunked" else bytes(0x10000)
+    return again(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode(), piece)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("kind", ["chunked", "untold", "told", "told short", "part"])
+async def test_an_object_ends_at_the_bound_of_its_kind(dialect: Callable[[str], Objects], kind: str) -> None:
+    async with asking(dialect, endless(kind)) as backend:
+        with pytest.raises(TStoreError, match=r"tstore\.json") as caught:
+            await asyncio.wait_for(backend.get("tstore.json"), 60)
+        assert isinstance(caught.value, Corrupt) or kind == "told short", (
+            "short of one byte the library breaks off"
+        )
+        assert len(str(caught.value)) < 500
+    if kind in ("chunked", "told"):
+        async with asking(dialect, endless(kind)) as backend:
+            with pytest.raises(Corrupt, match=r"commits/1 is longer than \d+ bytes.*restore it"):
+                await asyncio.wait_for(backend.get("commits/1"), 60)
+
+
+BACKENDS = ["local", "memory", "objects", "prefix", "cached", "fsspec"]
+
+
+@contextlib.asynccontextmanager
+async def backend_of(kind: str, tmp_path: Any) -> AsyncIterator[Backend]:
+    name = str(uuid.uuid4())
+    made: Backend
+    match kind:
+        case "local":
+            made = LocalBackend(tmp_path)
+        case "memory":
+            made = MemoryBackend(name)
+        case "objects":
+            made = served(MemoryObjects(name))
+        case "prefix":
+            made = RemoteBackend(Prefix(MemoryObjects(name), "below"))
+        case "cached":
+            made = CachedBackend(LocalBackend(tmp_path / "store"), Cache(tmp_path / "cache"), "x")
+        case _:
+            made = connect(f"memory2://{name}")
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("kind", BACKENDS[:-1])
+async def test_every_backend_stops_at_the_bound(kind: str, tmp_path: Any) -> None:
+    async with backend_of(kind, tmp_path) as backend:
+        bounds = {"tstore.json": 4 << 10, "latest": 64, "commits/1": 8 << 20, "txn/a/alive-0": 4 << 10}
+        for key, most in bounds.items():
+            await backend.hint(key, bytes(most))
+            assert len(await backend.get(key)) == most
+            await backend.hint(key, bytes(most + 1))
+            with pytest.raises(Corrupt, match=f"{key} is longer than {most} bytes") as caught:
+                await backend.get(key)
+            assert len(str(caught.value)) < 500
+        with pytest.raises(Corrupt, match="is longer than"):
+            await backend.leading(["commits/1"])
+        await backend.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # a gc's may be longer
+        assert len(await backend.get("commits/2")) == 8 + (9 << 20)
+        await backend.hint("txn/a/manifest-1", bytes(100))
+        assert len(await backend.get("txn/a/manifest-1", 100)) == 100
+        with pytest.raises(Corrupt, match="is longer than 99 bytes"):
+            await backend.get("txn/a/manifest-1", 99)
+
+
+async def test_objects_together_have_no_more_room_than_is_said() -> None:
+    """However many are on their way: beyond its free bytes only one goes on once the others' room is taken."""
+    taken: list[int] = []
+    held = asyncio.Event()
+
+    async def receive(number: int) -> None:
+        taken.append(0)
+        async with Room() as room:
+            while taken[number] < 100 << 20:
+                if not room.has(FREE):
+                    await room.wait()
+                taken[number] += FREE
+                await asyncio.sleep(0)
+            if number == 0:
+                await held.wait()
+
+    tasks = [asyncio.ensure_future(receive(number)) for number in range(40)]
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert sum(taken) <= 40 * FREE + SHARED + (100 << 20)
+    assert taken[0] == 100 << 20
+    held.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert taken == [100 << 20] * 40
+
+
+async def test_a_receiver_that_is_cancelled_gives_its_room_back() -> None:
+    async def receive(size: int) -> None:
+        async with Room() as room:
+            if not room.has(size):
+                await room.wait()
+            await asyncio.Event().wait()
+
+    first = asyncio.ensure_future(receive(SHARED))
+    await asyncio.sleep(0)
+    others = [asyncio.ensure_future(receive(SHARED)) for _ in range(3)]
+    await asyncio.sleep(0)
+    others[0].cancel()
+    first.cancel()
+    await asyncio.wait([first, others[0]])
+
+    async def later() -> None:
+        async with Room() as room:
+            if not room.has(2 * FREE):
+                await room.wait()
+
+    waiting = asyncio.ensure_future(later())
+    for task in others[1:]:
+        task.cancel()
+    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait(others)
+
+
+# ---- in names
+
+
+def page_of(dialect: Callable[[str], Objects], names: list[str], more: str | None) -> bytes:
+    """A page of a list, in the words of each server."""
+    if dialect is http:
+        listed = {"entries": [{"key": name, "size": 1} for name in names], "folders": [], "next": more}
+        return ok(json.dumps(listed).encode(), OURS, "Content-Type: application/json")
+    if dialect is gcs:
+        items = [{"name": f"x/{name}", "size": "1"} for name in names]
+        return ok(json.dumps({"items": items, **({"nextPageToken": more} if more else {})}).encode())
+    found = "".join(f"<Contents><Key>x/{name}</Key><Size>1</Size></Contents>" for name in names)
+    token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    truncated = "true" if more else "false"
+    body = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{token}{found}</ListBucketResult>"
+    return ok(f"<?xml version='1.0'?>{body}".encode(), "Content-Type: application/xml")
+
+
+def asked_page(request: Request) -> str:
+    query = parse_qs(urlsplit(request.path).query)
+    return (query.get("after") or query.get("pageToken") or query.get("continuation-token") or [""])[0]
+
+
+def pages(dialect: Callable[[str], Objects], page: Callable[[int], list[str]]) -> Answer:
+    """A list that always leads on."""
+
+    def answer(request: Request) -> bytes:
+        if "/-/health" in request.path:
+            return ok(b"", OURS)
+        number = int(asked_page(request).lstrip("p") or 0) + 1
+        return page_of(dialect, page(number), f"p{number:09d}")
+
+    return answer
+
+
+Listing = Callable[[RemoteBackend], Awaitable[object]]
+LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda b: b.age("p")]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("listing_of", LISTS, ids=["list", "folders", "age"])
+@pytest.mark.parametrize("names", [[], ["p/a"]], ids=["empty", "the-same"])
+async def test_a_list_that_names_nothing_new_ends(
+    dialect: Callable[[str], Objects], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "BARREN", 10)
+    async with asking(dialect, pages(dialect, lambda number: names)) as backend:
+        with pytest.raises(Corrupt, match="no new name for 10 pages"):
+            await asyncio.wait_for(listing_of(backend), 60)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_list_of_ever_new_names_ends(
+    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "LISTED", 100_000)
+
+    def page(number: int) -> list[str]:
+        return [f"p{number:09d}-{i:03d}" for i in range(100)]
+
+    async with asking(dialect, pages(dialect, page)) as backend:
+        with pytest.raises(Corrupt, match=r"longer than 100000 bytes \(\d+ names\)"):
+            await asyncio.wait_for(backend.list("p"), 60)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_list_that_goes_on_too_slowly_ends(
+    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "PATIENCE", 0.2)
+    monkeypatch.setattr(listing, "SLOWEST", 1000)
+
+    def page(number: int) -> list[str]:
+        return [f"p{number:09d}"]
+
+    async with asking(dialect, pages(dialect, page)) as backend:
+        with pytest.raises(Unavailable, match=r"only \d+ names after .* too slow"):
+            await asyncio.wait_for(backend.list("p"), 60)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_list_that_is_asked_again_ends_too(
+    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "BARREN", 10)
+    async with serving(pages(dialect, lambda number: ["p/a"])) as server:
+        backend = served(dialect(server.url))
+        with pytest.raises(Corrupt, match="no new name"):
+            await asyncio.wait_for(backend.list("p"), 60)
+        await backend.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str], Objects]) -> None:
+    async with asking(dialect, pages(dialect, lambda number: ["other/a"])) as backend:
+        with pytest.raises(Corrupt, match="asked for"):
+            await asyncio.wait_for(backend.list("p/"), 60)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("body", [b"[" * 100, b" " * 1000, b"<a/>" * 100])
+async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Objects], body: bytes) -> None:
+    chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n"
+
+    async def answer(request: Request) -> bytes | None:
+        if "/-/health" in request.path:
+            return ok(b"", OURS)
+        request.writer.write(HEAD)
+        await writing(request, chunk * 600)
+        return None
+
+    async with asking(dialect, answer) as backend:
+        with pytest.raises(Corrupt):
+            await asyncio.wait_for(backend.list("p"), 60)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("status", ["500 No", "403 No", "404 No"])
+async def test_a_refusal_that_never_ends_is_told_by_its_status(
+    dialect: Callable[[str], Objects], status: str
+) -> None:
+    begin = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    first = [ok(b"", OURS)] if dialect is http else []
+    async with asking(dialect, *first, again(begin, b"10000\r\n" + b"x" * 0x10000 + b"\r\n")) as backend:
+        if dialect is http:
+            await backend.size("k")
+        calls = [backend.get("k"), backend.create("k", b"x", Durability.FSYNC)]
+        for call in calls if status == "404 No" else [*calls, backend.delete("k")]:
+            with pytest.raises(TStoreError) as caught:
+                await asyncio.wait_for(call, 60)
+            assert len(str(caught.value)) < 1000
+
+
+async def test_objects_still_take_their_bounds_by_themselves() -> None:
+    objects = MemoryObjects(str(uuid.uuid4()))
+    await on_io(objects.put("k", [b"12345"], PutMode.CREATE))
+    assert await on_io(objects.get("k", most=5)) == b"12345"
+    with pytest.raises(Corrupt, match="longer than 4 bytes"):
+        await on_io(objects.get("k", most=4))
