@@ -120,7 +120,12 @@ class Session:
         """
         pace = Pace(self._timeout)
         secret = _authorization(fields).rpartition(" ")[2]
-        with _hiding(self._token, secret), _mapped(where, pace, self.hidden):
+
+        def hide(text: str) -> str:
+            shown = text if self._token is None else self._token.hide(text)
+            return shown.replace(secret, "…") if secret else shown
+
+        with _hiding(hide), _mapped(where, pace, lambda text: legible(hide(text))):
             async with pace, await self._final(method, url, fields, where, data, pace) as response:
                 pace.begin()
                 yield Reply(response, pace)
@@ -261,15 +266,12 @@ def _authorization(fields: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _hiding(token: Token | None, secret: str) -> Iterator[None]:
+def _hiding(hide: Callable[[str], str]) -> Iterator[None]:
     """Leaves no token in an error, should a server have sent it back."""
     try:
         yield
     except TStoreError as error:
-        text = str(error)
-        hidden = text if token is None else token.hide(text)
-        hidden = hidden.replace(secret, "…") if secret else hidden
-        if hidden != text:
+        if (hidden := hide(str(error))) != str(error):
             error.args = (hidden, *error.args[1:])
         raise
 

@@ -42,8 +42,8 @@ def explained(url: str, action: str, key: str, error: Exception) -> TStoreError:
         return _refused(action, what, error, url.split("/")[2])
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
         return Denied(
-            f"{what}: {legible(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, or "
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{what}: {legible(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, "
+            "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
         return InvalidArgument(f"{what}: {legible(str(error))}; mend the URL or storage_options")
