@@ -1,8 +1,8 @@
 """A fuzzer of HTTP answers: status, headers, framing, bodies and timing at random, for each protocol of a server.
 
 Whatever a server says, a call returns what was asked for or raises an error of tstore, in bounded time, which is
-short and shows no token. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_answers.py` runs each for ten
-minutes; `TSTORE_FUZZ_SEED=7` repeats one case.
+short and shows no token. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_answers.py` runs each for
+ten minutes; `TSTORE_FUZZ_SEED=7` repeats one case.
 """
 
 from __future__ import annotations

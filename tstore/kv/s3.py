@@ -24,7 +24,7 @@ import io
 import os
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from tstore.bounds import HEAD
@@ -37,6 +37,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.kv.base import LONGEST, Buffers, Capabilities, bound, checked_key, overlong
+from tstore.kv.http_answer import legible
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.kv.pace import CONNECT_SECONDS, IDLE_SECONDS, Pace
 from tstore.kv.room import Room
@@ -165,7 +166,8 @@ class S3Objects:
             answer = await self._head(key)
         except NotFound:
             return None
-        return Entry(key, answer["ContentLength"], _age(answer, answer.get("LastModified")))
+        with self._understood(key):
+            return Entry(key, int(answer["ContentLength"]), _age(answer, answer.get("LastModified")))
 
     async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
         """See `Objects.put`; the joined buffers are at most 5 GB."""
@@ -195,15 +197,18 @@ class S3Objects:
                 answer = await client.list_objects_v2(**asked, **self._files.req_kw)
             if "IsTruncated" not in answer:  # what is no list must not pass for an empty one
                 raise Corrupt(f"{self.url}: the server's answer is no list of {prefix!r}; check endpoint_url")
-            entries = [
-                Entry(found["Key"][skip:], found["Size"], _age(answer, found.get("LastModified")))
-                for found in answer.get("Contents", [])
-                if not found["Key"].endswith("/")  # a "folder" that some console made
-            ]
-            yield Page(entries, [found["Prefix"][skip:] for found in answer.get("CommonPrefixes", [])])
-            if not answer["IsTruncated"]:
+            with self._understood(f"the list of {prefix!r}"):
+                entries = [
+                    Entry(found["Key"][skip:], found["Size"], _age(answer, found.get("LastModified")))
+                    for found in answer.get("Contents", [])
+                    if not found["Key"].endswith("/")  # a "folder" that some console made
+                ]
+                page = Page(entries, [found["Prefix"][skip:] for found in answer.get("CommonPrefixes", [])])
+                more = answer["NextContinuationToken"] if answer["IsTruncated"] else None
+            yield page
+            if more is None:
                 return
-            asked["ContinuationToken"] = answer["NextContinuationToken"]
+            asked["ContinuationToken"] = more
 
     async def delete(self, key: str) -> None:
         """See `Objects.delete`."""
@@ -263,12 +268,25 @@ class S3Objects:
                 raise Unavailable(f"{self.url}: can't {action} {key!r}: {pace.lost}") from error
             raise explained(self.url, action, key, error) from error
 
+    @contextlib.contextmanager
+    def _understood(self, what: str) -> Iterator[None]:
+        """Raises `Corrupt` where an answer lacks something, or has what can't be."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Corrupt(
+                f"{self.url}: {what}: the server's answer can't be understood ({legible(repr(error))}); check "
+                "endpoint_url"
+            ) from error
+
     async def _head(self, key: str) -> Any:
         async with self._answers("look at", key) as (client, _):
             return await client.head_object(Bucket=self._bucket, Key=self._name(key), **self._files.req_kw)
 
     async def _size(self, key: str) -> int:
-        return int((await self._head(key))["ContentLength"])
+        answer = await self._head(key)
+        with self._understood(key):
+            return int(answer["ContentLength"])
 
     async def _read(self, key: str, asked: str | None, longest: int, most: int) -> bytes:
         """The body of a whole object, or of a range of at most `longest` bytes."""
