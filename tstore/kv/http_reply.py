@@ -65,20 +65,21 @@ class Reply:
         told, limit = self.content_length or 0, bound(key, most)
         if told > limit:
             raise overlong(where, limit)
-        found = io.BytesIO()  # which gives its bytes away without another copy
-        async with Room() as room, contextlib.aclosing(self.blocks()) as blocks:
-            async for block in blocks:
-                size = found.tell() + len(block)
-                if found.tell() < HEAD <= size:
-                    limit = bound(key, most, found.getvalue() + block[:HEAD])
-                if max(told, size) > limit:
-                    raise overlong(where, limit)
-                if size == len(block) == told:
-                    return block
-                if not room.has(len(block)):
-                    await self._pace.pause(room.wait())
-                found.write(block)
-        return found.getvalue()
+        # a BytesIO gives its bytes away without another copy; closed, it leaves none in the traceback of an error
+        with io.BytesIO() as found:
+            async with Room() as room, contextlib.aclosing(self.blocks()) as blocks:
+                async for block in blocks:
+                    size = found.tell() + len(block)
+                    if found.tell() < HEAD <= size:
+                        limit = bound(key, most, found.getvalue() + block[:HEAD])
+                    if max(told, size) > limit:
+                        raise overlong(where, limit)
+                    if size == len(block) == told:
+                        return block
+                    if not room.has(len(block)):
+                        await self._pace.pause(room.wait())
+                    found.write(block)
+            return found.getvalue()
 
     async def part(self, where: str, start: int, stop: int | None, most: int) -> bytes:
         """The bytes of the body from `start` to `stop`; what is before is not kept, the rest not awaited."""

@@ -311,20 +311,21 @@ class S3Objects:
                 return await self._whole(key, body, told, min(longest, most), pace)
 
     async def _whole(self, key: str, body: Any, told: int, most: int, pace: Pace) -> bytes:
-        found, limit = io.BytesIO(), bound(key, most)
-        async with Room() as room:
-            while told <= limit and (piece := await body.read(_PIECE)):
-                pace.moved(len(piece))
-                size = found.tell() + len(piece)
-                if found.tell() < HEAD <= size:
-                    limit = bound(key, most, found.getvalue() + piece[:HEAD])
-                told = max(told, size)
-                if not room.has(len(piece)):
-                    await pace.pause(room.wait())
-                found.write(piece)
-        if told > limit:
-            raise overlong(f"{self.url}: {key}", limit)
-        return found.getvalue()
+        limit = bound(key, most)
+        with io.BytesIO() as found:  # closed, it leaves nothing in the traceback of an error
+            async with Room() as room:
+                while told <= limit and (piece := await body.read(_PIECE)):
+                    pace.moved(len(piece))
+                    size = found.tell() + len(piece)
+                    if found.tell() < HEAD <= size:
+                        limit = bound(key, most, found.getvalue() + piece[:HEAD])
+                    told = max(told, size)
+                    if not room.has(len(piece)):
+                        await pace.pause(room.wait())
+                    found.write(piece)
+            if told > limit:
+                raise overlong(f"{self.url}: {key}", limit)
+            return found.getvalue()
 
     async def _fill(self, key: str, body: Any, offset: int, buffers: Buffers, size: int, pace: Pace) -> None:
         done = 0
