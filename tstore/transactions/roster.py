@@ -18,7 +18,6 @@ import msgspec
 
 from tstore import world
 from tstore.arguments import checked_text, shown
-from tstore.bounds import HEARTBEAT_BYTES
 from tstore.commits.log import Log
 from tstore.commits.manifest import Fragment
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, inventory
