@@ -120,8 +120,7 @@ class Episode:
         if self.faults:
             return
         async with await tstore.open(self.place.url, storage_options=dict(self.place.options) or None) as store:
-            await self._timeline.learn(store, events)
-            await self._timeline.check(store, self.choice, thorough=False)
+            await self._take_in(store, events)
         for event in events:
             known = self._copies.get(event.url) if isinstance(event, CopyMade) else None
             if isinstance(event, CopyMade) and (known is None or known.newest < event.version):
@@ -129,6 +128,17 @@ class Episode:
         for url, timeline in self._copies.items():
             async with await tstore.open(url, "r") as store:
                 await timeline.check(store, self.choice, thorough=True)
+
+    async def _take_in(self, store: tstore.Store, events: Sequence[Any]) -> None:
+        """Bring the model up to date and compare; a commit of unknown outcome may land between the two."""
+        while True:
+            await self._timeline.learn(store, events)
+            try:
+                return await self._timeline.check(store, self.choice, thorough=False)
+            except Differs as error:
+                landed = (await store.snapshot()).version > self._timeline.newest
+                if error.args[0] != "newest" or not landed:
+                    raise
 
     def _worker(self, name: str, *, alone: bool) -> Worker:
         return Worker(name, self.place, Journal(), random.Random(f"{self.seed} {name}"), alone=alone)
