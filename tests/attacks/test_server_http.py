@@ -210,7 +210,7 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 @pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"2\r\nxy\r\n", b"1;a=b\r\nx\r\n"])
 async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
-    """A body of the smallest pieces is one like any other; nobody else waits while it is taken apart."""
+    """A body of the smallest chunks is refused before it has cost much, over and over; nobody else waits."""
     count = 200_000
     with serving(place) as served:
         before = memory(served.process.pid)
@@ -218,15 +218,45 @@ async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
         async with aiohttp.ClientSession(served.url) as session, asyncio.timeout(60):
             writer.write(CHUNKED)
             sending = asyncio.ensure_future(_send(writer, chunk * count + b"0\r\nTrailer: x\r\n\r\n"))
-            answering = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
+            answering = asyncio.ensure_future(Wire(reader, writer).answer())
             while not answering.done():
                 assert (await Client(session, WRITE)("GET", "/tstore.json")).status == 200
-            assert (await answering).startswith(b"HTTP/1.1 201")
+            assert (await answering)[0] in (0, 400)  # 0: the end came before the answer was read
             await sending
         assert memory(served.process.pid) - before < 48 << 20
         writer.close()
-    size = int(chunk[:1]) * count
-    assert (place / PACK[1:]).stat().st_size == size
+    assert files(place) == ["tstore.json"]
+
+
+@pytest.mark.parametrize(("path", "status"), [(PACK, 400), ("/odd", 403)])
+async def test_tiny_chunks_are_not_read_for_long(
+    place: Path, path: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where a body is wanted nor where the request was refused without it."""
+    monkeypatch.setattr("tstore.server.connections._LINGER", 100.0)  # so long a refused one is read on else
+    async with Server(place, access=everybody()) as server, wire(server) as raw:
+        await raw.send(CHUNKED.replace(PACK.encode(), path.encode()))
+        if status == 403:
+            assert (await raw.answer())[0] == 403
+        async with asyncio.timeout(30):
+            sending = asyncio.ensure_future(raw.send(b"1\r\nx\r\n" * 200_000))
+            answer = await raw.answer()
+            await sending
+        assert answer[0] in (0, 400 if status == 400 else 0)  # 0: the end came before the answer was read
+        assert not answer[0] or b"chunks of the body are too small" in answer[1]
+    assert files(place) == ["tstore.json"]
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 4000), (128, 20_000)])
+async def test_chunks_of_honest_sizes_are_taken(place: Path, size: int, count: int) -> None:
+    """A short body in any pieces, and a long one in small pieces that come in packets of any size."""
+    chunk = b"%x\r\n%s\r\n" % (size, b"x" * size)
+    async with Server(place, access=everybody()) as server, wire(server) as raw:
+        body = chunk * count + b"0\r\n\r\n"
+        for at in range(0, len(CHUNKED + body), 50_001):
+            await raw.send((CHUNKED + body)[at : at + 50_001])
+        assert (await raw.answer())[0] == 201
+    assert (place / PACK[1:]).stat().st_size == size * count
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ async def _send_piece(
     request: web.BaseRequest, response: web.StreamResponse, found: Found, offset: int, size: int
 ) -> int:
     transport, source = request.transport, found.source
-    if transport is None:
+    if transport is None or transport.is_closing():  # the client has left
         raise ConnectionResetError
     if isinstance(source, FileIO) and not request.secure:
         try:

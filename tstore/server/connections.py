@@ -5,6 +5,9 @@ has not finished its TLS handshake before one that has sent no request, that bef
 refused, and that before one that is idle; among equals the one that has been there for longest. Those whose
 requests are being answered stay; if all are, the new one is closed. So a client that opens silent connections
 without end closes only its own.
+
+A body in chunks of a few bytes costs far more time than its bytes would: its connection is no longer read once too
+much of what came was framing (`FRAMING`), which counts bytes and not packets, so that no slow line is mistaken.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http import HttpProcessingError
 
-from tstore.server.answers import answer
+from tstore.server.answers import Refused, answer
 from tstore.server.journal import AccessLog
-from tstore.server.limits import Limits
+from tstore.server.limits import FRAMING, FRAMING_SHARE, Limits
 
 __all__ = ["Connection", "Connections"]
 
@@ -108,7 +111,7 @@ class Connections:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, Connection)
-        connection.begin()
+        connection.begin(request)
         response: web.StreamResponse | None = None
         try:
             response = await self._handler(request)
@@ -116,7 +119,7 @@ class Connections:
                 async with asyncio.timeout(self._limits.stall):
                     await response.prepare(request)
                     await response.write_eof()
-            if response.status == 408:  # no use in waiting for the rest of the body
+            if response.status == 408 or connection.refused_body:  # no use in waiting for the rest of the body
                 connection.force_close()
         except TimeoutError:
             connection.cut()
@@ -130,7 +133,7 @@ class Connections:
 class Connection(web.RequestHandler):
     """One client's connection, from when it is accepted."""
 
-    __slots__ = ("_connections", "_deadline", "_served", "_socket", "stage")
+    __slots__ = ("_body", "_connections", "_deadline", "_served", "_socket", "_taken", "refused_body", "stage")
 
     def __init__(self, connections: Connections, sock: socket.socket, http: web.Server, **settings: Any) -> None:
         super().__init__(http, **settings)
@@ -139,6 +142,33 @@ class Connection(web.RequestHandler):
         self._socket = sock
         self._deadline: asyncio.TimerHandle | None = None
         self._served = False
+        self._taken = 0  # bytes of the request that is being read
+        self._body: StreamReader | None = None
+        self.refused_body = False
+        """Whether nothing more is read, as the chunks of a body were too small."""
+
+    def data_received(self, data: bytes) -> None:
+        """Takes in what has come."""
+        if data:  # what came before has been taken apart by now, as reading goes on
+            self._check_framing()
+        if not self.refused_body:
+            self._taken += len(data)
+            super().data_received(data)
+
+    def _check_framing(self) -> None:
+        """Refuses the rest of a body that came in too small chunks."""
+        body = self._body
+        if body is None or body.is_eof() or self.refused_body:
+            return
+        if self._taken - body.total_bytes <= FRAMING + body.total_bytes // FRAMING_SHARE:
+            return
+        self.refused_body = True
+        if self.stage is Stage.ANSWERING:
+            body.set_exception(
+                Refused(400, "the chunks of the body are too small; send longer ones", {"Connection": "close"})
+            )
+        else:  # it has its answer
+            self.cut()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begins to wait for the first request."""
@@ -152,16 +182,19 @@ class Connection(web.RequestHandler):
         self._cut_after(None)
         super().connection_lost(exc)
 
-    def begin(self) -> None:
+    def begin(self, request: web.BaseRequest) -> None:
         """Takes note of a request."""
         self._cut_after(None)
         self._connections.moved(self, Stage.ANSWERING)
+        self._body = request.content
 
     def end(self, response: web.StreamResponse | None) -> None:
         """Takes note of the end of a request, and how it was answered."""
         if response is not None and response.status not in _IN_VAIN:
             self._served = True
         self._connections.moved(self, Stage.SERVED if self._served else Stage.REFUSED)
+        if self._body is not None and self._body.is_eof():
+            self._taken, self._body = 0, None
         if response is None or not response.keep_alive:
             self._cut_after(self.keepalive_timeout)
 

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HELD", "LIMITS", "LONGEST_HELD", "LONGEST_SMALL", "PIECE", "UPLOADS", "Limits"]
+__all__ = [
+    "FRAMING",
+    "FRAMING_SHARE",
+    "HELD",
+    "LIMITS",
+    "LONGEST_HELD",
+    "LONGEST_SMALL",
+    "PIECE",
+    "UPLOADS",
+    "Limits",
+]
 
 PIECE = 1 << 20
 """Bytes of a body that must make their way within `Limits.stall`; also the most of it that is sent in one call."""
+
+FRAMING, FRAMING_SHARE = 32 << 10, 16
+"""Bytes of a request that may be no body: its head, and the framing of a body in chunks, of which one more is
+permitted for each 16 of the body. That is 5,000 chunks of any size, and any number of about 100 bytes."""
 
 HELD = 256 << 20
 """Bytes of bodies that are in memory at once: those that are checked before they are stored."""
