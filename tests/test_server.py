@@ -24,8 +24,10 @@ from served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybod
 
 import tstore
 from tstore.cli import main
+from tstore.commits.frame import sealed
 from tstore.commits.manifest import Manifest, Record, Root, encode
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.kv.base import Durability
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
@@ -37,6 +39,11 @@ def commit(version: int) -> str:
 
 def record(base: int = 0, **more: object) -> bytes:
     return encode(Record("abc", base, 1.0, **more))  # type: ignore[arg-type]
+
+
+def forged(made: Record) -> bytes:
+    """Return a record that `encode` refuses."""
+    return sealed(b"R", 1, msgspec.msgpack.encode(made))
 
 
 @pytest.fixture(params=["folder", "memory", "another server"])
@@ -182,11 +189,11 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         encode(NO_CHUNKS),
         record(base=1),
         record(collected=9),
-        encode(Record("", 0, 1.0)),
-        encode(Record("../x", 0, 1.0)),
-        encode(Record("abc", 0, float("nan"))),
-        record(manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),)),
-        record(manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),)),
+        forged(Record("", 0, 1.0)),
+        forged(Record("../x", 0, 1.0)),
+        forged(Record("abc", 0, float("nan"))),
+        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),))),
+        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),))),
     ):
         answer = await client.create(commit(1), body)
         assert answer.status == 422, answer
@@ -205,6 +212,8 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         ("/txn/abc/manifest-1", whole),
         ("/txn/abc/part-00000-of-00002", whole),
         ("/txn/abc/alive-0", b"[1]"),
+        ("/txn/abc/alive-0", b"[" * 3000),
+        ("/txn/abc/alive-0", b'{"x":' + b"[" * 4000),
         ("/txn/abc/merging-0-00000-of-00002", b"x"),
     ):
         assert (await client.create(path, body)).status == 422, path
@@ -279,6 +288,40 @@ async def test_a_list_comes_in_pages(client: Client) -> None:
     for query in ("&prefix=../", "&limit=0", "&limit=x", "&delimiter=-", "&what=1", "&prefix=%ff", "&list"):
         assert (await client("GET", f"/?list{query}")).status == 400
     assert (await client("GET", "/")).status == 404
+
+
+async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
+    """Its pages come from one listing; a new list sees what is new."""
+    names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
+    async with Server("memory://a-long-list") as server, client_of(server) as client:
+        backend = server._served.backend
+        for name in names:
+            await backend.create(name, b"x", Durability.NONE)
+        calls: list[str] = []
+        real = backend.list
+
+        async def counted(prefix: str) -> list[str]:
+            calls.append(prefix)
+            return await real(prefix)
+
+        backend.list = counted  # type: ignore[method-assign]
+
+        async def listed(query: str) -> list[str]:
+            found: list[str] = []
+            after: str | None = ""
+            while after is not None:
+                document = json.loads((await client("GET", f"/?list{query}&limit=100&after={after}")).body)
+                found += [e["key"] for e in document["entries"]] + document["folders"]
+                after = document["next"]
+            return found
+
+        assert await listed("") == names
+        assert await listed("&prefix=txn/&delimiter=/") == [name[:-6] for name in names]
+        assert calls == ["", "txn/"]
+        await client.create("/txn/t9/pack-0", b"x")
+        await backend.delete(names[-1])
+        assert await listed("") == [*names[:-1], "txn/t9/pack-0"]
+        assert calls == ["", "txn/", ""]
 
 
 async def test_only_what_a_gc_condemned_is_removed(tmp_path: Path) -> None:

@@ -660,3 +660,70 @@ async def test_a_server_goes_on_with_a_backup_that_was_restored(place: Place) ->
         await tstore.save(store, {"w": VALUES + 6}, 6)
         assert (await store.verify()).ok
         assert await tstore.steps(store) == [1, 2, 3, 5, 6]
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
+    """A voided version is no part of what it compares the next record with, nor of the roots that it makes."""
+    folder = tmp_path / "store"
+    async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
+        async with await opened(server) as store:
+            await filled(store)
+            if rooted:
+                await several(store, ROOT_EVERY - NEWEST, 4)
+        if rooted:  # which the server knows from now on
+            key = root_key(ROOT_EVERY)
+            assert (await client.create(f"/{key}", (folder / key).read_bytes())).status == 412
+            (folder / key).unlink()
+        async with await tstore.open(folder) as local:
+            repaired = await local.repair((), void_readable=(NEWEST,))
+            told = repaired.version
+            assert told is not None
+        newest = told
+        if rooted:
+            (folder / root_key(ROOT_EVERY)).unlink(missing_ok=True)
+            async with await tstore.open(folder) as local:
+                tree = await local.log.tree(ROOT_EVERY)
+                check = (await local.log.stored(ROOT_EVERY)).check
+            right = framed(tree.root(check))
+            assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
+        forged = framed(commit(manifest("x", fresh=False), base=newest))  # the array of the voided version
+        answer = await client.create(f"/{commit_key(newest + 1)}", forged)
+        assert answer.status == 422
+        assert "which is not there" in json.loads(answer.body)["error"]
+        async with await opened(server) as store:
+            async with store.transaction(tag="own") as tx:
+                await (await tx.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
+            assert (await store.verify()).ok
+
+
+async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
+    """Its last record tells what was voided."""
+    async with await tstore.open(tmp_path / "a") as local:
+        await filled(local)
+        await local.repair((), void_readable=(NEWEST,))
+        async with Server(tmp_path / "b", access=everybody()) as server:
+            await tstore.copy(local, server.url, storage_options={"token": ADMIN})
+            async with await opened(server) as copied:
+                assert (await copied.verify()).ok
+
+
+@pytest.mark.parametrize("scope", [WRITE, ADMIN])
+async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place, scope: str) -> None:
+    client = place.write.with_token(scope)
+    other = np.full(4, 2, "f4").tobytes()
+    twice = ChunkTable.of([Run([0, 1], CHUNK * 2, 0, len(CHUNK), digest(CHUNK) * 2)])
+    same = np.zeros(2, "<u8").tobytes()
+    across = np.array([0, 1], "<u8").tobytes()
+    wide = Manifest.of([("f", WIDE, True, [Span(twice, 0, 2)])])
+    for wrong, said in [
+        (manifest(pack=other), "another checksum"),
+        (msgspec.structs.replace(wide, inline=(CHUNK + other,)), "another checksum"),
+        (msgspec.structs.replace(wide, inline=(CHUNK + b"x",), offset=across), "overlaps"),
+    ]:
+        answer = await client.create(f"/{commit_key(NEXT)}", of(wrong))
+        assert answer.status == 422
+        assert said in json.loads(answer.body)["error"]
+    right = msgspec.structs.replace(wide, inline=(CHUNK,), offset=same)  # both are the same bytes
+    assert (await client.create(f"/{commit_key(NEXT)}", of(right))).status == 201
+    assert (await place.store.verify()).ok

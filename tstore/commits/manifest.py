@@ -208,7 +208,8 @@ class Record(Body, frozen=True):
             raise Corrupt("a transaction comes twice in a record")
         if self.tags != tuple(tag for part in self.parts for tag in part.tags):
             raise Corrupt("the tags of a record are not those of the transactions that it is made of")
-        if self.bytes_added != sum(part.bytes_added for part in self.parts) or self.replaces or self.dropped:
+        more = self.replaces or self.dropped or self.message or self.facts or self.reused
+        if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
             raise Corrupt("a record is not the sum of the transactions that it is made of")
 
     def check_number(self, version: int) -> None:

@@ -1,8 +1,9 @@
 """Which records and roots a server takes, and what it lets go: what its own log does not bear out is refused.
 
 A record is taken where it follows from the log before it (`commits.validation`), and all that it names is here:
-each manifest with the length and the checksum that it says, each pack as long as its chunks need. All this is
-looked at before it is created, and of those who race for a number one wins as ever.
+each manifest with the length and the checksum that it says, each pack as long as its chunks need, and chunks that
+travel in it with their checksums. All this is looked at before it is created, and of those who race for
+a number one wins as ever.
 
 1. A record of a garbage collection needs the scope ADMIN, and follows from what lives (`commits.condemned`).
 2. A record that names objects which are not here needs the scope ADMIN: in a copy of a history, the versions that
@@ -29,7 +30,7 @@ from tstore.commits.manifest import Manifest, ObjectRef, Record, Root, check_of,
 from tstore.commits.recent import Recent
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
 from tstore.commits.tree import Tree
-from tstore.commits.validation import applied, check_form, pack_ends
+from tstore.commits.validation import applied, check_form, check_inline, pack_ends
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.pool import run
 from tstore.server.access import Scope
@@ -123,6 +124,7 @@ class Admission:
 
     async def check_root(self, version: int, root: Root, data: bytes) -> None:
         """Raise `Corrupt` unless the root of a version is, to the byte, what the server makes of its log."""
+        await self._newest()
         try:
             check = check_of(await self._backend.get(commit_key(version)))
         except NotFound:
@@ -140,12 +142,16 @@ class Admission:
 
     async def may_go(self, key: str) -> bool:
         """Whether a garbage collection condemned an object, of which no version that lives is made."""
-        async with self._following:
-            standing = self._standing
-            ends = await standing.stands(self._backend)
-            if not ends or await self._served.exists(commit_key(standing.version + 1)):
-                standing = await self._follow(await Log(self._backend).newest())
+        standing = await self._newest()
         return standing.has_condemned([key]) is not None and not await standing.needs(self._backend, key)
+
+    async def _newest(self) -> Standing:
+        """The state as of the newest version there is."""
+        async with self._following:
+            known = self._standing
+            if await known.stands(self._backend) and not await self._served.exists(commit_key(known.version + 1)):
+                return known
+            return await self._follow(await Log(self._backend).newest())
 
     async def _as_of(self, version: int) -> Standing:
         """The state as of the newest version; `AlreadyExists` where there is a later one already."""
@@ -163,9 +169,10 @@ class Admission:
         """The state as of the newest version, from what is known of an older one if that still stands."""
         known = self._standing
         try:
-            if known.version <= version <= known.version + _NEAR and await known.stands(self._backend):
-                await known.follow(self._backend, version)
-            else:
+            near = known.version <= version <= known.version + _NEAR and await known.stands(self._backend)
+            if not near or not await known.follow(self._backend, version):
+                self._rooted.drop(0)
+                self._roots.drop(0)
                 self._standing = await Standing.read(self._backend, version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             self._standing = Standing()
@@ -206,7 +213,7 @@ class Admission:
         version, record, tree, whole, weight = before
         absent: list[str] = []
         manifests = [m for where in record.manifests if (m := await self._manifest(where, absent)) is not None]
-        ends = pack_ends(manifests) if quick else await run(pack_ends, manifests)
+        ends = _ends(manifests) if quick else await run(_ends, manifests)
         known = not absent and (whole or record.replaces)
         for keys in batched(ends):
             for key, size in zip(keys, await together(self._served.size, keys), strict=True):
@@ -257,6 +264,13 @@ class Admission:
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be made: %s", version, error)
             raise Corrupt(f"version {version} can't be read here") from error
+
+
+def _ends(manifests: list[Manifest]) -> dict[str, int]:
+    """How long each pack must be at least; `Corrupt` where what travels in the manifests is not as they say."""
+    ends = pack_ends(manifests)
+    check_inline(manifests)
+    return ends
 
 
 def _unread(version: int) -> Corrupt:

@@ -1,7 +1,8 @@
 """What the log behind a server says as of one version, as far as the next record is compared with it.
 
 It goes on with each record that the server takes, so that a commit costs no reading of the log but of the newest
-record. It is read anew where a backup was restored under the server.
+record. It is read anew where a backup was restored under the server, or `tstore repair` has voided a record: the
+repair's own commit, the newest then, tells of it.
 """
 
 from __future__ import annotations
@@ -83,11 +84,13 @@ class Standing:
                 raise Corrupt(f"version {gc} is named as a garbage collection, and is none")
             gc = record.collected
 
-    async def follow(self, backend: Backend, version: int) -> None:
-        """Go on to a later version, by the records that others created."""
+    async def follow(self, backend: Backend, version: int) -> bool:
+        """Go on to a later version, by the records that others created; False where one voided an older one."""
         log = Log(backend)
         for numbers in batched(range(self.version + 1, version + 1)):
             for number, (record, check) in zip(numbers, await together(log.stored, numbers), strict=True):
+                if record.voids:
+                    return False
                 manifests: list[Manifest] = []
                 there = True
                 try:
@@ -99,6 +102,7 @@ class Standing:
                     weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
                     tree = self.tree.after(number, record, manifests)
                     self.goes_on(number, record, check, tree, whole=whole, weight=weight)
+        return True
 
     def goes_on(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
         """Take in the next version, whose record ends in that checksum, and after which the tree is `tree`."""
