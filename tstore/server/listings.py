@@ -1,8 +1,11 @@
-"""The names in folders, in order; those of a long folder are kept, so that a list in pages reads it once.
+"""The names in folders, and below prefixes, in order; long ones are kept, so that a list in pages reads them once.
 
-What is kept counts as long as the folder's time of change is the same. That time advances in ticks (of some
+What is kept of a folder counts as long as its time of change is the same. That time advances in ticks (of some
 milliseconds, on some file systems of two seconds), so names are kept only if the folder had been left alone for
 longer than that when it was read: whatever changed since has another time.
+
+Nothing tells whether a storage that is no folder has changed. So the first page of a list is always read, and only
+the pages behind it are taken from what is kept, which is at least as new as their first one.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import time
 from collections import OrderedDict
 from typing import NamedTuple
 
-__all__ = ["Listings"]
+__all__ = ["Listings", "Pages"]
 
 _LONG = 1000  # names; fewer are read again in no time
 _MOST = 500_000  # names of all folders that are kept
 _TICK = 3_000_000_000  # nanoseconds
+_STALE = 60.0  # seconds from one page to the next
 
 
 class _Listing(NamedTuple):
@@ -54,3 +58,34 @@ class Listings:
             self._kept.move_to_end(folder)
             while sum(len(kept.names) for kept in self._kept.values()) > _MOST:
                 self._kept.popitem(last=False)
+
+
+class _Pages(NamedTuple):
+    used: float
+    names: list[str]
+
+
+class Pages:
+    """The names below prefixes of a storage, as their first pages found them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], _Pages] = OrderedDict()
+
+    def known(self, prefix: str, delimiter: str, after: str) -> list[str] | None:
+        """The names of which a page behind `after` is a part; None for a first page, and what is not known."""
+        kept = self._kept.pop((prefix, delimiter), None)
+        if kept is None or not after or time.monotonic() > kept.used + _STALE:
+            return None
+        self._keep(prefix, delimiter, kept.names)
+        return kept.names
+
+    def put(self, prefix: str, delimiter: str, names: list[str]) -> None:
+        """Keep names in their order for the pages that follow."""
+        if len(names) >= _LONG:
+            self._keep(prefix, delimiter, names)
+
+    def _keep(self, prefix: str, delimiter: str, names: list[str]) -> None:
+        self._kept[prefix, delimiter] = _Pages(time.monotonic(), names)
+        self._kept.move_to_end((prefix, delimiter))
+        while sum(len(kept.names) for kept in self._kept.values()) > _MOST:
+            self._kept.popitem(last=False)

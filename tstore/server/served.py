@@ -8,6 +8,7 @@ files.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import os
 from collections.abc import AsyncIterator, Hashable
@@ -21,6 +22,7 @@ from tstore.kv.base import Backend, Buffers, Durability, PackReader
 from tstore.kv.objects import Entry, Page, PutMode
 from tstore.pool import run
 from tstore.server.limits import LIMITS, UPLOADS
+from tstore.server.listings import Pages
 from tstore.server.names import Kind
 from tstore.server.shares import Shares
 from tstore.server.spool import Spool
@@ -63,6 +65,7 @@ class Served:
 
     def __init__(self, backend: Backend, wait: float = LIMITS.wait) -> None:
         self.backend = backend
+        self._pages = Pages()
         self._uploads = Shares(UPLOADS, wait, "its storage")
 
     @contextlib.asynccontextmanager
@@ -99,16 +102,14 @@ class Served:
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
         """What lies below the prefix behind the name `after`, and the last name where there is more."""
-        names: dict[str, None] = {}
-        for key in await self.backend.list(prefix):
-            rest, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            name = f"{prefix}{rest}{found}" if found else key
-            if name > after:
-                names[name] = None
-        listed = sorted(names)
-        more = listed[limit - 1] if len(listed) > limit else None
-        keys = [name for name in listed[:limit] if not (delimiter and name.endswith(delimiter))]
-        folders = [name for name in listed[:limit] if delimiter and name.endswith(delimiter)]
+        names = self._pages.known(prefix, delimiter, after)
+        if names is None:
+            names = await self._names(prefix, delimiter)
+        first = bisect.bisect_right(names, after)
+        listed = names[first : first + limit]
+        more = listed[-1] if first + limit < len(names) else None
+        keys = [name for name in listed if not (delimiter and name.endswith(delimiter))]
+        folders = [name for name in listed if delimiter and name.endswith(delimiter)]
         sizes = await asyncio.gather(*[self.backend.size(key) for key in keys])
         parents = sorted({key.rpartition("/")[0] for key in keys} - {""})
         ages = dict(zip(parents, await asyncio.gather(*[self.backend.age(p) for p in parents]), strict=True))
@@ -118,6 +119,20 @@ class Served:
             if size is not None
         ]
         return Page(entries, folders), more
+
+    async def _names(self, prefix: str, delimiter: str) -> list[str]:
+        """All names that a list of a prefix has, in order."""
+        keys = await self.backend.list(prefix)
+
+        def found() -> list[str]:
+            if not delimiter:
+                return sorted(keys)
+            cut = (key[len(prefix) :].partition(delimiter) for key in keys)
+            return sorted({f"{prefix}{name}{end}" for name, end, _ in cut})
+
+        names = await run(found)
+        self._pages.put(prefix, delimiter, names)
+        return names
 
     async def delete(self, key: str) -> None:
         """Removes an object; no error where it does not exist."""
