@@ -264,6 +264,7 @@ class IoCall(Generic[T]):
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self.ended: Future[T] = Future()
+        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it, but with `cancel`
         self._task: asyncio.Task[T] | None = None
         self._loop = _threads.io()
         self._loop.call_soon_threadsafe(self._start, work)

@@ -86,11 +86,15 @@ class _Work(Generic[T]):
 
     def __call__(self) -> None:
         future = self.future
+        if not future.set_running_or_notify_cancel():
+            return  # cancelled while it waited, as the look-up of a name whose request was given up
         try:
-            future.set_result(self._call())
+            result = self._call()
         except BaseException as error:
             future.set_exception(error)
             del self, future  # else the exception and this frame would hold each other
+        else:
+            future.set_result(result)
 
 
 class _Executor(ThreadPoolExecutor):

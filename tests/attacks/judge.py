@@ -115,8 +115,9 @@ async def _error_of(case: Case, group: Group, stage: Stage) -> str:
         return ""
     except Broken as broken:
         stage.worn = True
-        spent = f" [server: {stage.meter.memory >> 20} MiB, {stage.meter.files} files]"
-        return f"{broken}{'' if group.together else spent}"
+        if group.together:
+            return str(broken)
+        return f"{broken} [server: {stage.meter.memory >> 20} MiB, {stage.meter.files} files]"
     except Exception as error:  # a case that can't go on has not held
         stage.worn = True
         return f"{type(error).__name__}: {error}"

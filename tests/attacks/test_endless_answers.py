@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -15,21 +16,23 @@ from answers import Answer, Request, hang, ok, serving
 
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.kv import listing, pace
-from tstore.kv.base import Backend, Durability
+from tstore.kv.base import LONGEST, Backend, Durability
 from tstore.kv.cache import Cache
 from tstore.kv.cached import CachedBackend
 from tstore.kv.gcs import GcsObjects
 from tstore.kv.http import HttpObjects
 from tstore.kv.local import LocalBackend
 from tstore.kv.memory import MemoryBackend, MemoryObjects
-from tstore.kv.objects import Objects, PutMode
+from tstore.kv.objects import WHOLE, Objects, PutMode, Span
 from tstore.kv.pace import Pace
 from tstore.kv.prefix import Prefix
 from tstore.kv.remote import RemoteBackend, served
+from tstore.kv.retry import Patience
 from tstore.kv.room import FREE, SHARED, Room
 from tstore.kv.s3 import S3Objects
 from tstore.kv.url import connect
 from tstore.pool import on_io
+from tstore.threads import Workers
 
 TIMEOUT = 0.3
 OURS = "Server: tstore/9"
@@ -452,3 +455,75 @@ async def test_objects_still_take_their_bounds_by_themselves() -> None:
     assert await on_io(objects.get("k", most=5)) == b"12345"
     with pytest.raises(Corrupt, match="longer than 4 bytes"):
         await on_io(objects.get("k", most=4))
+
+
+# ---- one call, however often it asks
+
+
+async def silent(silence: float) -> str:
+    """What a request says of a server that says nothing."""
+    within = Pace(silence)
+    with pytest.raises(TimeoutError):
+        async with within:
+            await asyncio.Event().wait()
+    return within.lost
+
+
+async def test_all_tries_of_a_call_have_one_deadline_together(impatient: None) -> None:
+    with pace.one_call(0.7) as call:
+        said = [await silent(0.2)]  # and 0.2 s for the connection
+        assert call.left <= 0.3
+        said += [await silent(0.2)]
+        assert call.left <= 0
+        assert "no whole answer came within 0.7 s, in all tries" in said[-1]
+    assert "silent for 0.2 s" in await silent(0.2), "which is not of the call"
+
+
+async def test_a_body_that_goes_on_at_its_rate_outlasts_the_seconds_of_its_call(impatient: None) -> None:
+    clock = asyncio.get_running_loop().time
+    with pace.one_call(0.4) as call:
+        async with Pace(0.4) as within:
+            began = clock()
+            while clock() < began + 1.0:
+                await asyncio.sleep(0.01)
+                within.moved(1000)
+        assert call.left > 0
+
+
+async def test_a_caller_who_gives_a_server_longer_than_a_call_has_it(impatient: None) -> None:
+    with pace.one_call(0.1) as call:
+        assert "silent for 0.3 s" in await silent(0.3)
+        assert call.left == 0.1
+
+
+class Silent(MemoryObjects):
+    """Does not answer; a request ends when its time has come."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        raise Unavailable(await silent(0.3))
+
+
+async def test_what_is_asked_again_is_one_call(impatient: None) -> None:
+    brisk = Patience(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
+    with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
+        await served(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
+
+
+# ---- calls that are given up
+
+
+async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> None:
+    workers = Workers(1, "test")
+    begun, going = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        going.wait(60)
+
+    first, second = workers.submit(busy), workers.submit(lambda: None)
+    assert begun.wait(60)
+    assert second.cancel()
+    going.set()
+    assert workers.submit(lambda: 5).result(60) == 5
+    assert first.result(60) is None
+    await asyncio.wait_for(asyncio.to_thread(workers.drain), 60)

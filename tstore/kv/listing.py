@@ -2,7 +2,8 @@
 
 1. Each name is one that was asked for, and a list goes on: of `BARREN` pages in a row one has a new name.
 2. Names come at `SLOWEST` a second at least, beyond the first `PATIENCE` seconds.
-3. All names of a list together take `LISTED` bytes at most, each with `_BESIDE` bytes for what keeps it.
+3. All names of a list together take `LISTED` bytes at most, each with `_BESIDE` bytes for what keeps it. Who asks
+   for names alone takes them page by page, so that this is about what a list takes in memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ __all__ = ["BARREN", "LISTED", "PATIENCE", "SLOWEST", "listed"]
 BARREN = 1000
 """Pages without a name: servers give some where they look at many objects that were deleted."""
 
-LISTED = 512 << 20
-"""Bytes of the names of one list, about four million names."""
+LISTED = 160 << 20
+"""Bytes of the names of one list: a million names of a hundred characters, or two million short ones."""
 
 PATIENCE = 300.0
 """Seconds that a list may take, whatever it has."""

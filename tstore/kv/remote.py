@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 import weakref
@@ -40,7 +41,7 @@ from tstore.kv.base import (
 )
 from tstore.kv.limits import Limits
 from tstore.kv.listing import listed
-from tstore.kv.objects import WHOLE, Entry, Objects, PutMode
+from tstore.kv.objects import WHOLE, Objects, PutMode
 from tstore.kv.plain import Plain
 from tstore.kv.retry import PATIENCE, Patience, Retry
 from tstore.kv.trace import Trace, Traffic
@@ -120,8 +121,7 @@ class RemoteBackend(Plain):
 
     async def age(self, prefix: str) -> float | None:
         """See `Backend.age`; 0 where the server does not tell, as if just written."""
-        ages = [entry.age for entry in await on_io(_entries(self.objects, f"{prefix}/"))]
-        return min((0.0 if age is None else age for age in ages), default=None)
+        return await on_io(_age(self.objects, f"{prefix}/"))
 
     async def delete(self, key: str) -> None:
         """See `Backend.delete`; folders are only parts of names."""
@@ -187,17 +187,24 @@ async def _any(objects: Objects) -> bool:
     return False
 
 
-async def _entries(objects: Objects, prefix: str) -> list[Entry]:
-    return [entry async for page in listed(objects, prefix) for entry in page.entries]
+async def _age(objects: Objects, prefix: str) -> float | None:
+    youngest: float | None = None
+    async for page in listed(objects, prefix):
+        ages = [0.0 if entry.age is None else entry.age for entry in page.entries]
+        youngest = min(ages if youngest is None else [youngest, *ages], default=None)
+    return youngest
 
 
 async def _keys(objects: Objects, prefix: str) -> Keys:
-    return sorted([entry.key async for page in listed(objects, prefix) for entry in page.entries])
+    found = [entry.key async for page in listed(objects, prefix) for entry in page.entries]
+    found.sort()
+    return found
 
 
 async def _folders(objects: Objects, prefix: str) -> Keys:
-    found = [folder async for page in listed(objects, prefix, "/") for folder in page.folders]
-    return sorted({folder[len(prefix) :].rstrip("/") for folder in found})
+    found = [f[len(prefix) :].rstrip("/") async for page in listed(objects, prefix, "/") for f in page.folders]
+    found.sort()
+    return [name for name, _ in itertools.groupby(found)]  # a set of so many would take as much again
 
 
 class _RemotePack:

@@ -5,7 +5,8 @@
    longest (decorrelated jitter), or is what the server named as `retry_after`, if that is more.
 3. No try begins later than `deadline` after the first. Until the server has answered once the deadline is
    `first_deadline`, and `connect_deadline` while no connection can be made: a wrong address shows at once.
-   A try that is under way is left to its own time-outs.
+   What all tries wait for the server and for each other has that deadline too (`pace.Call`), beyond what the bytes
+   that they move take at the least rate.
 4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
    can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
    who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`. A refusal of a later try
@@ -23,6 +24,7 @@ from tstore import world
 from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
 from tstore.kv.base import Buffers
 from tstore.kv.objects import Objects, Page, PutMode, Request, Span, Wrapper
+from tstore.kv.pace import Call, one_call
 
 __all__ = ["PATIENCE", "Patience", "Retry"]
 
@@ -95,6 +97,16 @@ class Retry(Wrapper):
     async def _repeated(
         self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
     ) -> T:
+        with one_call(self._patience.deadline) as whole:
+            return await self._tried(request, call, taken, whole)
+
+    async def _tried(
+        self,
+        request: Request,
+        call: Callable[[], Awaitable[T]],
+        taken: Callable[[], Awaitable[T]] | None,
+        whole: Call,
+    ) -> T:
         clock, patience = asyncio.get_running_loop().time, self._patience
         began, pause, unsure, creates = clock(), patience.shortest, False, taken is not None
         while True:
@@ -124,6 +136,7 @@ class Retry(Wrapper):
                     raise
                 call, taken = taken, None
                 continue
+            whole.left -= wait
             await asyncio.sleep(wait)
 
     def _deadline(self, error: Unavailable) -> float:
