@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 
-from tstore.errors import AlreadyExists, StorageFull, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
 from tstore.kv.base import LONGEST, Buffers
 from tstore.kv.memory import MemoryObjects
 from tstore.kv.objects import WHOLE, Entry, Page, PutMode, Span
@@ -141,6 +141,23 @@ class IgnoresRanges(MemoryObjects):
         return await super().get(key)
 
 
+class TakesAll(MemoryObjects):
+    """Reads an object whole, however long it may be."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return await super().get(key, span)
+
+
+class RefusesLate(MemoryObjects):
+    """Looks how long an object is when it has all of it."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        whole = bytes(bytearray(await super().get(key, span)))
+        if len(whole) > most:
+            raise Corrupt(f"{key} is longer than {most} bytes")
+        return whole
+
+
 class Stale(MemoryObjects):
     """Keeps what it has read once."""
 
@@ -235,6 +252,8 @@ LIES = [
     (ShiftedReads, "large_objects"),
     (PadsReads, "ranges"),
     (IgnoresRanges, "spans"),
+    (TakesAll, "bounded_reads"),
+    (RefusesLate, "bounded_reads"),
     (Stale, "hint_replaces"),
     (Stale, "deletes"),
     (RemembersMisses, "read_after_create"),

@@ -134,7 +134,7 @@ SERVERS: dict[str, tuple[dict[str, Reply], tuple[str, ...]]] = {
     "endless record": ({FIRST: endless(b"\xc0" * 65536)}, OPENING),
     "record of 1 TiB": ({FIRST: for_ever(b"\xc0" * 65536, 0, ok(b"", *OURS, length=1 << 40))}, OPENING),
     "endless root": ({f"/roots/{64:020d}": endless(b"\xc0" * 65536)}, READING),
-    "endless list": ({"/": pages}, ("transactions", "verify", "gc")),
+    **{f"endless list for {verb}": ({"/": pages}, (verb,)) for verb in ("transactions", "verify", "gc")},
     "a list that goes round": ({"/": same_page}, ("transactions", "verify", "gc")),
     "a list of 1 GiB": ({"/": endless(b'{"entries":[' + b'{"key":"txn/a/pack-0","size":1},' * 2000)}, ("gc",)),
     "100 Continue for ever": ({"/tstore.json": for_ever(b"HTTP/1.1 100 Continue\r\n\r\n", 0.001)}, OPENING),

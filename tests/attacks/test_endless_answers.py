@@ -14,9 +14,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from answers import Answer, Request, hang, ok, serving
 
+from tstore.commits.log import Log
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.kv import listing, pace
-from tstore.kv.base import LONGEST, Backend, Durability
+from tstore.kv.base import LONGEST, Backend, Durability, overlong
 from tstore.kv.cache import Cache
 from tstore.kv.cached import CachedBackend
 from tstore.kv.gcs import GcsObjects
@@ -527,3 +528,55 @@ async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> Non
     assert workers.submit(lambda: 5).result(60) == 5
     assert first.result(60) is None
     await asyncio.wait_for(asyncio.to_thread(workers.drain), 60)
+
+
+# ---- long objects, many of them
+
+
+LONG_RECORD = b"tstoreR\2" + bytes((64 << 20) - 8)
+
+
+class Held(MemoryObjects):
+    """Every record is as long as a gc's may be; how many are on their way, or held, at once."""
+
+    held = most_held = 0
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        if not key.startswith("commits/"):
+            return await super().get(key, span, most)
+        if most < len(LONG_RECORD):
+            raise overlong(key, most)
+        self.held += 1
+        self.most_held = max(self.held, self.most_held)
+        await asyncio.sleep(0.01)
+        self.held -= 1
+        return LONG_RECORD
+
+
+async def test_long_records_are_read_one_after_the_other() -> None:
+    objects = Held(str(uuid.uuid4()))
+    log = Log(served(objects))
+    found = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
+    assert {type(error) for error in found} == {Corrupt}
+    assert objects.most_held == 1
+
+
+async def test_long_objects_are_not_read_ahead() -> None:
+    objects = Held(str(uuid.uuid4()))
+    keys = [f"commits/{version:020d}" for version in range(1, 33)]
+    found, broken, cut = await served(objects).leading(keys)
+    assert ([len(data) for data in found], broken, cut) == ([64 << 20] * 2, False, True)
+    assert objects.most_held == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "objects"])
+async def test_short_objects_are_read_together_and_long_ones_by_a_few(kind: str, tmp_path: Any) -> None:
+    sizes = [100, 20 << 20, 20 << 20, 100, 100]
+    async with backend_of(kind, tmp_path) as backend:
+        keys = [f"commits/{number}" for number in range(7)]
+        for key, size in zip(keys, sizes, strict=False):
+            await backend.create(key, b"tstoreR\2" + bytes(size), Durability.NONE)
+        first = await backend.leading(keys)
+        assert ([len(data) - 8 for data in first.objects], first.cut) == (sizes[:3], True)
+        rest = await backend.leading(keys[3:])
+        assert ([len(data) - 8 for data in rest.objects], rest.broken, rest.cut) == (sizes[3:], False, False)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Callable
 from typing import TypeVar
 
 from tstore.bounds import MANIFEST_BYTES
 from tstore.commits.manifest import Fragment, Manifest, ObjectRef, Record, Root, decode
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.kv.base import Backend
+from tstore.kv.base import SHORT, Backend
 from tstore.kv.cached import forget
 from tstore.pool import run
 
 __all__ = ["Objects"]
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
+V = TypeVar("V")
 
 
 class Objects:
@@ -22,6 +25,17 @@ class Objects:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self._turns = weakref.WeakKeyDictionary()  # to read a long object
+
+    async def taken(self, key: str, take: Callable[[bytes], V]) -> V:
+        """What is made of the bytes of an object; where these are many, of no other at the same time."""
+        try:
+            data = await self.backend.get(key, SHORT)
+        except Corrupt:  # it is longer, or `get` says the same again
+            async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                return take(await self.backend.get(key))
+        return take(data)
 
     async def manifests(self, record: Record) -> list[Manifest]:
         """The manifests of a record, read where they do not travel in it."""

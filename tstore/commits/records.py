@@ -98,9 +98,9 @@ class Records(Objects):
                 return known
             low, high = await self._gallop(known + 1)
         elif known:
-            newer, _ = await self._read_above(known)
+            newer, _, more = await self._read_above(known)
             self._newest = max(self._newest, low := known + len(newer))
-            if len(newer) < _MOST_AHEAD:
+            if not more:
                 return low
             low, high = await self._gallop(low)
         else:
@@ -116,19 +116,19 @@ class Records(Objects):
         """The records above a version; `Corrupt` where the log has a hole behind them, `TimelineChanged`."""
         found: list[Record] = []
         while True:
-            newer, broken = await self._read_above(version + len(found))
+            newer, broken, more = await self._read_above(version + len(found))
             found += newer
             if broken:
                 raise self._hole(version + len(found) + 1)
-            if len(newer) < _MOST_AHEAD:
+            if not more:
                 return found
 
     def is_end(self, version: int) -> bool:
         """Whether nothing stood above a version when that was last looked at, a moment ago."""
         return not self._replaced and self._search.is_end(version)
 
-    async def _read_above(self, version: int) -> tuple[list[Record], bool]:
-        """The next records above a version, below `_MOST_AHEAD` if these are all; whether a hole ends them.
+    async def _read_above(self, version: int) -> tuple[list[Record], bool, bool]:
+        """The next records above a version, whether a hole ends them, and whether there may be more.
 
         The last of those that are known is read again, and confirmed.
         """
@@ -138,23 +138,23 @@ class Records(Objects):
             found.append(known.record)
         last, since = version + len(found), asyncio.get_running_loop().time()
         numbers = range(max(1, last), version + _MOST_AHEAD + 2)
-        leading = await self.backend.leading(map(commit_key, numbers))
-        read = zip(numbers, leading.objects, strict=False)
+        objects, broken, cut = await self.backend.leading(map(commit_key, numbers))
+        objects.reverse()  # each goes once it is decoded
         if last:
-            self._confirm(last, next(read, (last, None))[1])
-        for number, data in read:
-            found.append(self._keep_data(number, data).record)
-        if len(found) < _MOST_AHEAD and not leading.broken:
+            self._confirm(last, objects.pop() if objects else None)
+        while objects:
+            found.append(self._keep_data(version + len(found) + 1, objects.pop()).record)
+        more = cut or len(found) >= _MOST_AHEAD
+        if not more and not broken:
             self._search.ends_at(version + len(found), since)
-        return found, leading.broken
+        return found, broken, more
 
     async def _confirm_stored(self, version: int) -> None:
         """Raises `TimelineChanged` where the record of a version is not the one that is known."""
         try:
-            data: bytes | None = await self.backend.get(commit_key(version))
+            await self.taken(commit_key(version), lambda data: self._confirm(version, data))
         except NotFound:
-            data = None
-        self._confirm(version, data)
+            self._confirm(version, None)
 
     def _confirm(self, version: int, data: bytes | None) -> None:
         """Raises `TimelineChanged` where these bytes, read just now, are not of the record that is known."""
@@ -211,8 +211,9 @@ class Records(Objects):
 
     async def stored(self, version: int) -> Stored:
         """The record of a version with its checksum; `NotFound` where there is none."""
-        known = self._records.get(version)
-        return known or self._keep_data(version, await self.backend.get(commit_key(version)))
+        if (known := self._records.get(version)) is not None:
+            return known
+        return await self.taken(commit_key(version), lambda data: self._keep_data(version, data))
 
     def _keep_data(self, version: int, data: bytes) -> Stored:
         """The record in what was read of a version, which is kept."""
@@ -388,7 +389,7 @@ class Records(Objects):
         """The version above `above` that a transaction became, if any, and the last version that was looked at."""
         version = above
         while version + 1 in self._records or await self.backend.size(commit_key(version + 1)) is not None:
-            newer, _ = await self._read_above(version)
+            newer, _, _ = await self._read_above(version)
             if not newer:
                 break
             for record in newer:

@@ -19,6 +19,8 @@ from tstore.pool import WORKERS
 __all__ = [
     "LONGEST",
     "LONGEST_KEY",
+    "SHORT",
+    "TOGETHER",
     "Backend",
     "BufferStream",
     "Buffers",
@@ -48,6 +50,12 @@ LONGEST_KEY = 1024
 
 LONGEST = 256 << 20
 """Bytes of the longest object that is read whole where its name tells of no bound (`bounds`)."""
+
+SHORT = 1 << 20
+"""Bytes of an object of which many are read whole at once; longer ones are read one after the other."""
+
+TOGETHER = 32 << 20
+"""Bytes of the objects that `leading` reads together, beside the last of them."""
 
 
 def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> int:
@@ -141,6 +149,8 @@ class Leading(NamedTuple):
     objects: list[bytes]
     broken: bool
     """Whether something stands under the name right behind the free one."""
+    cut: bool = False
+    """Whether they are long, so that there may be more under the next names."""
 
 
 class Offer(Protocol):
@@ -218,7 +228,7 @@ class Backend(Protocol):
     async def leading(self, keys: Iterable[str]) -> Leading:
         """The objects of the first keys, up to the first that does not exist; `broken` only if the next does.
 
-        `Corrupt` as `get`.
+        They are two at least, if there are, and `cut` once they have more than `TOGETHER` bytes. `Corrupt`.
         """
 
     def offer(self, data: bytes, durability: Durability) -> Offer:

@@ -42,17 +42,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tstore.errors import NotFound
-from tstore.kv.base import Capabilities, Durability, Keys, Leading, Transfer, bound, checked_key, overlong
-from tstore.kv.local_pack import LocalPack, LocalReader
-from tstore.kv.newfile import (
-    Draft,
-    NewFile,
-    explained,
-    fsync_folder,
-    new_file,
-    remove_unfinished,
-    write_all,
+from tstore.kv.base import (
+    TOGETHER,
+    Capabilities,
+    Durability,
+    Keys,
+    Leading,
+    Transfer,
+    bound,
+    checked_key,
+    overlong,
 )
+from tstore.kv.local_pack import LocalPack, LocalReader
+from tstore.kv.newfile import Draft, NewFile, explained, fsync_folder, new_file, remove_unfinished, write_all
 from tstore.pool import WORKERS, run
 
 __all__ = ["LocalBackend"]
@@ -195,8 +197,10 @@ class LocalBackend:
 
     def _leading(self, keys: Iterable[str]) -> Leading:
         found: list[bytes] = []
-        missing = ""
+        missing, size = "", 0
         for key in keys:
+            if size > TOGETHER and len(found) > 1:
+                return Leading(found, False, cut=True)
             if missing:
                 if self._size(key) is None:
                     break
@@ -207,6 +211,7 @@ class LocalBackend:
                 missing = ""
             try:
                 found.append(self._get(key))
+                size += len(found[-1])
             except NotFound:
                 missing = key
         return Leading(found, False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from tstore.errors import NotFound
-from tstore.kv.base import Backend, Durability, Leading, Offer
+from tstore.errors import Corrupt, NotFound
+from tstore.kv.base import SHORT, TOGETHER, Backend, Durability, Leading, Offer
 
 __all__ = ["Plain"]
 
@@ -18,16 +18,21 @@ class Plain:
 
     async def leading(self: Backend, keys: Iterable[str]) -> Leading:
         """See `Backend.leading`; many requests at once where each waits for a server."""
-        keys, found = list(keys), list[bytes]()
+        keys, found, size = list(keys), list[bytes](), 0
         at_once = _MOST_AT_ONCE if self.transfer.waits else 1
         ahead = min(3, at_once)  # what the caller knows, the next, and the one behind that
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + ahead]
-            gets = [_get_or_none(self, key) for key in asked]
+            gets = [_short_or_none(self, key) for key in asked]
             got = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
             stand = [data is not None for data in got]
             first_free = [*stand, False].index(False)
-            found += [data for data in got[:first_free] if data is not None]
+            for key, data in zip(asked, got[:first_free], strict=False):
+                if data is not None:
+                    found.append(await self.get(key) if isinstance(data, Corrupt) else data)
+                    size += len(found[-1])
+                if size > TOGETHER and len(found) > 1:
+                    return Leading(found, False, cut=True)
             if first_free == len(asked):
                 ahead = min(2 * ahead, at_once)
                 continue
@@ -63,6 +68,16 @@ async def _stands(backend: Backend, keys: Sequence[str], at: int, seen: Sequence
     if seen:
         return seen[0]
     return at < len(keys) and await backend.size(keys[at]) is not None
+
+
+async def _short_or_none(backend: Backend, key: str) -> bytes | Corrupt | None:
+    """What stands under a key; the error where that is long, of which many together would take too much memory."""
+    try:
+        return await backend.get(key, SHORT)
+    except Corrupt as error:
+        return error.with_traceback(None)
+    except NotFound:
+        return None
 
 
 async def _get_or_none(backend: Backend, key: str) -> bytes | None:

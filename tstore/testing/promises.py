@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import secrets
 import time
+import tracemalloc
 import unittest
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.kv.base import Backend, Durability
-from tstore.kv.objects import Objects, Page, Span
+from tstore.kv.objects import WHOLE, Objects, Page, Span
+from tstore.kv.remote import RemoteBackend
 from tstore.pool import on_io, run
 from tstore.testing.racers import Turn, race_of_processes
 from tstore.testing.subject import Check, Place, Work, heartbeat, many
@@ -22,6 +24,7 @@ _NONE, _FSYNC = Durability.NONE, Durability.FSYNC
 _RACERS, _ROUNDS = 8, 12
 _NAMES = 1005
 _LARGE = 24 << 20
+_LONG = 16 << 20  # more than sockets and buffers on the way take
 
 _ODD = (
     "with space",
@@ -149,6 +152,26 @@ async def spans(place: Place) -> None:
             assert part == data[slice(*span)], f"{tuple(span)} of {len(data)} bytes gave {len(part)} others"
     for span in (Span(), Span(3), Span(3, 3), Span(-3), Span(0, 3)):
         await _raises(NotFound, on_io(objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
+
+
+@_promise("an object that is longer than a caller takes is refused, and is not received whole")
+async def bounded_reads(place: Place) -> None:
+    data = secrets.token_bytes(_LONG)
+    await place.one.create(place.key("long"), data, _NONE)
+    key, most = place.key("short"), 1000
+    await place.one.create(key, data[:most], _NONE)
+    for client in (place.one, place.other):
+        assert await client.get(key, most) == data[:most], "other bytes are read with a bound"
+        await _raises(Corrupt, client.get(key, most - 1), "reading an object one byte longer than a caller takes")
+        with _receiving(place, _LONG // 2):
+            await _raises(
+                Corrupt, client.get(place.key("long"), most), "reading an object longer than a caller takes"
+            )
+        if isinstance(client, RemoteBackend):
+            for longer, bound in ((key, most - 1), (place.key("long"), most)):
+                call = on_io(client.objects.get(longer, WHOLE, bound))
+                await _raises(Corrupt, call, f"get() of more than {bound} bytes with that bound")
+            assert await on_io(client.objects.get(key, WHOLE, most)) == data[:most], "get() gives others"
 
 
 @_promise("a hint is replaced, and every client sees the new one at once")
@@ -297,6 +320,24 @@ async def long_lists(place: Place) -> None:
     await many(lambda key: place.one.create(key, b"", _NONE), keys)
     found = await place.other.list(f"{place.folder}/")
     assert found == keys, f"{len(keys)} names were created, {len(found)} are listed"
+
+
+@contextlib.contextmanager
+def _receiving(place: Place, most: int) -> Iterator[None]:
+    """Check that a client receives no more bytes than that in the block: as its relay or its memory tells."""
+    relay, traced = place.subject.relay, tracemalloc.is_tracing()
+    before = 0 if relay is None else relay.replied
+    if not traced:
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    had, _ = tracemalloc.get_traced_memory()
+    try:
+        yield
+        took = tracemalloc.get_traced_memory()[1] - had if relay is None else relay.replied - before
+    finally:
+        if not traced:
+            tracemalloc.stop()
+    assert took < most, f"{took} bytes of an object were received, though a caller takes only a few"
 
 
 def _judge_race(key: str, turn: Turn) -> None:

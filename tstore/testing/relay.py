@@ -34,6 +34,8 @@ class Relay:
         self.port = 0
         self.lost = 0
         """How many requests or replies were lost so far."""
+        self.replied = 0
+        """Bytes that the server has sent to clients so far."""
         self._server = (server, server_port)
         self._rewrite = rewrite
         self._loss: Loss | None = None
@@ -96,6 +98,7 @@ class Relay:
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, kind: Loss) -> None:
         """Copies until the source ends, or until this is what is to be lost."""
         while data := await source.read(_PIECE):
+            self.replied += len(data) if kind == "reply" else 0
             if self._loss == kind:
                 self._loss = None
                 self.lost += 1
