@@ -78,19 +78,17 @@ MOST_ALIVE = 1 << 19
 HEAD = 8
 """Bytes at the front of a record that tell its kind."""
 
-_LONGEST = {
-    r"tstore\.json": MARKER_BYTES,
-    r"latest": HINT_BYTES,
-    r"commits/.*": COLLECTION_BYTES,
-    r"damaged/.*": COLLECTION_BYTES,
-    r"roots/.*": ROOT_BYTES,
-    r"txn/[^/]+/manifest.*": MANIFEST_BYTES,
-    r"txn/[^/]+/part-.*": FRAGMENT_BYTES,
-    r"txn/[^/]+/merge-.*": MANIFEST_BYTES,
-    r"txn/[^/]+/merging-.*": MERGER_BYTES,
-    r"txn/[^/]+/alive-.*": HEARTBEAT_BYTES,
+_FILES = {"tstore.json": MARKER_BYTES, "latest": HINT_BYTES}
+_FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
+_WRITTEN = {
+    "manifest": MANIFEST_BYTES,
+    "part-": FRAGMENT_BYTES,
+    "merge-": MANIFEST_BYTES,
+    "merging-": MERGER_BYTES,
+    "alive-": HEARTBEAT_BYTES,
 }
-_FORMS = [(re.compile(form, re.DOTALL), most) for form, most in _LONGEST.items()]
+"""By how the name begins in the folder of a transaction."""
+
 _COLLECTING = b"tstoreR\2"
 _TEXT = re.compile(rb'"[^"]*"')
 _BESIDE_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
@@ -98,7 +96,13 @@ _BESIDE_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 
 def longest(key: str) -> int | None:
     """Return the most bytes that the object of a name may have; None for a pack, and for any other name."""
-    return next((most for form, most in _FORMS if form.fullmatch(key)), None)
+    folder, slash, name = key.partition("/")
+    if not slash:
+        return _FILES.get(key)
+    if folder != "txn":
+        return _FOLDERS.get(folder)
+    name = name.partition("/")[2]
+    return next((most for begin, most in _WRITTEN.items() if name.startswith(begin)), None)
 
 
 def longest_of(key: str, head: bytes) -> int | None:

@@ -30,6 +30,7 @@ __all__ = [
     "column",
     "digest",
     "gather",
+    "largest",
     "layered",
 ]
 
@@ -39,6 +40,7 @@ BLOCK = 1 << 20
 CHECK_SIZE = 16
 
 _MERGED = 16
+_SHORT = 64  # values: up to so many are looked at faster one by one in Python than by NumPy
 
 digest = xxhash.xxh3_128_digest
 
@@ -178,11 +180,13 @@ class ChunkTable:
         n = len(self.index)
         if not len(self.pack) == len(self.offset) == len(self.length) == n:
             raise Corrupt("the columns of a manifest differ in length")
-        if n and int(self.pack.max()) >= len(self.packs):
+        if n and largest(self.pack) >= len(self.packs):
             raise Corrupt("a manifest refers to a pack that it does not name")
-        if n and max(int(self.length.max()), int(self.offset.max())) >= 1 << 62:
+        if max(largest(self.length), largest(self.offset)) >= 1 << 62:
             raise Corrupt("a manifest holds an impossible offset or length")
-        if int(self.blocks[-1]) != len(self.checks):
+        short = n <= _SHORT
+        blocks = sum(map(_blocks_in, self.length.tolist())) if short else int(self.blocks[-1])
+        if blocks != len(self.checks):
             raise Corrupt("a manifest holds a wrong number of checksums")
 
     def take(self, at: slice | npt.NDArray[np.integer[Any]]) -> ChunkTable:
@@ -261,6 +265,8 @@ class ChunkTable:
     def ordered(self) -> ChunkTable:
         """The same rows, naming the packs that they refer to in the order in which these come first."""
         count = len(self.packs)
+        if count <= 1 and len(self):
+            return self
         first = np.full(count, len(self))
         np.minimum.at(first, self.pack, np.arange(len(self)))
         order = np.argsort(first, kind="stable")[: int((first < len(self)).sum())]
@@ -365,11 +371,20 @@ def column(data: bytes, kind: str) -> npt.NDArray[Any]:
         raise Corrupt(f"a column of {len(data)} bytes does not hold whole values of {size}") from None
 
 
+def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
+    """Return the largest value of a column, 0 where it is empty."""
+    return max(values.tolist(), default=0) if len(values) <= _SHORT else int(values.max())
+
+
 def as_checks(data: bytes) -> npt.NDArray[np.uint8]:
     """The checks in a column, one row of 16 bytes each."""
     if len(data) % CHECK_SIZE:
         raise Corrupt(f"{len(data)} bytes of checksums are no multiple of {CHECK_SIZE}")
     return np.frombuffer(data, np.uint8).reshape(-1, CHECK_SIZE)
+
+
+def _blocks_in(length: int) -> int:
+    return max(1, -(-length // BLOCK))
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], kind: Any) -> npt.NDArray[Any]:

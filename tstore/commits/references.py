@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tstore.bounds import MANIFEST_BYTES, MOST_NAMES
-from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather
+from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest
 from tstore.commits.frame import SHORTEST, check_of
 from tstore.commits.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 from tstore.errors import Corrupt
@@ -92,9 +92,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         table.validate()
         n, counts = len(self.paths), column(self.count, "<u8")
         fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
-        if not fits or counts.max(initial=0) > len(table) or int(counts.sum()) != len(table):
+        if not fits or largest(counts) > len(table) or int(counts.sum()) != len(table):
             raise Corrupt("the columns of a manifest do not fit each other")
-        if n and int(column(self.document, "<u4").max()) >= len(self.documents):
+        if n and largest(column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not hold")
         return table
 

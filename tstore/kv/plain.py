@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound
@@ -18,11 +19,10 @@ class Plain:
 
     async def leading(self: Backend, keys: Iterable[str]) -> Leading:
         """See `Backend.leading`; many requests at once where each waits for a server."""
-        keys, found, size = list(keys), list[bytes](), 0
+        drawn, found, size = _Drawn(keys), list[bytes](), 0
         at_once = _MOST_AT_ONCE if self.transfer.waits else 1
         ahead = min(3, at_once)  # what the caller knows, the next, and the one behind that
-        while len(found) < len(keys):
-            asked = keys[len(found) : len(found) + ahead]
+        while asked := drawn.some(len(found), ahead):
             gets = [_short_or_none(self, key) for key in asked]
             got = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
             stand = [data is not None for data in got]
@@ -36,9 +36,9 @@ class Plain:
             if first_free == len(asked):
                 ahead = min(2 * ahead, at_once)
                 continue
-            if not await _stands(self, keys, len(found) + 1, stand[first_free + 1 :]):
+            if not await _stands(self, drawn, len(found) + 1, stand[first_free + 1 :]):
                 break
-            if await _get_or_none(self, keys[len(found)]) is None:
+            if await _get_or_none(self, asked[first_free]) is None:
                 return Leading(found, True)
         return Leading(found, False)
 
@@ -63,11 +63,24 @@ class _PlainOffer:
         return None
 
 
-async def _stands(backend: Backend, keys: Sequence[str], at: int, seen: Sequence[bool]) -> bool:
+class _Drawn:
+    """Keys that are made as they are asked for: as a rule the first two of many."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._rest = iter(keys)
+        self._keys: list[str] = []
+
+    def some(self, at: int, count: int) -> list[str]:
+        """The keys from a place on, as many as there are."""
+        self._keys += itertools.islice(self._rest, max(0, at + count - len(self._keys)))
+        return self._keys[at : at + count]
+
+
+async def _stands(backend: Backend, keys: _Drawn, at: int, seen: Sequence[bool]) -> bool:
     """Whether an object stands under the key at a place; `seen` tells, where that was asked already."""
     if seen:
         return seen[0]
-    return at < len(keys) and await backend.size(keys[at]) is not None
+    return any([await backend.size(key) is not None for key in keys.some(at, 1)])
 
 
 async def _short_or_none(backend: Backend, key: str) -> bytes | Corrupt | None:
