@@ -496,6 +496,8 @@ COMMANDS = [
     ["finish", STORE, "transaction"],
     ["gc", STORE],
     ["gc", STORE, "--dry-run"],
+    ["repair", STORE],
+    ["repair", STORE, "--void", "1"],
     ["copy", STORE, "OUT"],
     ["serve", STORE, "--port", "0"],
 ]

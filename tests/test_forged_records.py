@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from forging import forged
+from forging import forged, sealed
 
 import tstore
 from tstore import Keep
-from tstore.commits.manifest import Collection, Fragment, Record, Root, decode, encode
+from tstore.commits.manifest import Alive, Collection, Fragment, Part, Record, Root, decode, encode
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
 from tstore.kv.base import Backend, Durability
@@ -266,3 +266,43 @@ async def test_a_gc_behind_void_records_is_found() -> None:
     with pytest.raises(SnapshotExpired):
         await store.snapshot(1)
     assert (await store.verify()).ok
+
+
+_NAMES = tuple(f"params/{i:06d}" for i in range(20_000))
+_ALIVE = tuple(
+    Alive(v, f"t{v}", float(v), (f"step/{v}",), True, {"loss": 1.5}, (f"txn/a{v}/pack-0",))
+    for v in range(1, 20_001)
+)
+_PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("t", 1, 1.0, deleted=_NAMES),
+        Record("t", 1, 1.0, tags=_NAMES),
+        Record("t", 1, 1.0, facts={"note": "x" * 200_000}),
+        Record("t", 1, 1.0, reused=tuple(f"txn/a{i}/pack-0" for i in range(20_000))),
+        Record("t", 1, 1.0, dropped=_NAMES),
+        Record("t", 1, 1.0, parts=(_PART,)),
+        Record("t", 20_001, 1.0, collection=Collection(_ALIVE, (), {}, (), ())),
+    ],
+    ids=["deleted", "tags", "facts", "reused", "dropped", "parts", "collection"],
+)
+def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
+    """Whatever it ends with: what is at its default is left out there."""
+    data = encode(record)
+    assert len(data) > 1 << 17
+    assert decode(data, Record) == record
+
+
+@pytest.mark.parametrize("fields", range(17))
+def test_a_long_record_of_empty_lists_is_corrupt_at_once(fields: int) -> None:
+    """Whichever of its fields they stand in, and whether it ends there or not."""
+    lists = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
+    good = [msgspec.msgpack.encode(value) for value in msgspec.structs.astuple(Record("t", 1, 1.0))]
+    values = [*good[:fields], b"\x81\xa1a" + lists if fields == 10 else lists]
+    for rest in ([], good[fields + 1 :]):
+        packed = b"\xdc" + len(values + rest).to_bytes(2, "big") + b"".join(values + rest)
+        with pytest.raises(Corrupt):
+            decode(sealed(b"R\1", packed), Record)

@@ -296,8 +296,9 @@ _KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F",
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a form of a body in which all is left undecoded, these fields apart."""
-    listed = [(name, fields.get(name, msgspec.Raw), msgspec.Raw(b"\x90")) for name in kind.__struct_fields__]
+    """Return a form of a body in which all is left undecoded, these fields apart, which hold none where left out."""
+    raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
+    listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
     return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
 
 
