@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
+from tstore.bounds import FACTS_VALUES
 from tstore.chunks.table import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.commits.manifest import (
     Alive,
@@ -199,6 +200,31 @@ def test_every_flipped_bit_and_every_truncation_is_found(name: str) -> None:
 def frame(kind: bytes, version: int, body: bytes) -> bytes:
     data = b"tstore" + kind + bytes([version]) + body
     return data + xxhash.xxh3_128_digest(data)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"facts": {"text": "x" * 200_000}},
+        {"deleted": tuple(f"layers/{i:040d}/weight" for i in range(4000))},
+        {"reused": tuple(f"txn/{i:040d}/pack-0" for i in range(4000))},
+        {
+            "collection": Collection(
+                tuple(Alive(v, f"t{v:040d}", 1.0, (f"step/{v}",), True, {}, ()) for v in range(1, 4000)),
+                (),
+                {},
+                (),
+                (),
+            )
+        },
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_long_record_that_is_no_sum_of_others_is_read_again(fields: dict[str, Any]) -> None:
+    record = Record("long", 4000, 1.0, **fields)
+    data = encode(record)
+    assert len(data) > FACTS_VALUES
+    assert decode(data, Record) == record
 
 
 def test_a_newer_format_is_named() -> None:
