@@ -727,3 +727,22 @@ async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place,
     right = msgspec.structs.replace(wide, inline=(CHUNK,), offset=same)  # both are the same bytes
     assert (await client.create(f"/{commit_key(NEXT)}", of(right))).status == 201
     assert (await place.store.verify()).ok
+
+
+@pytest.mark.parametrize("voided", [6, 8], ids=["a garbage collection", "an array"])
+async def test_a_repair_below_a_running_server_is_met(place: Place, voided: int) -> None:
+    store, admin = place.store, await opened(place.server, ADMIN)
+    await tstore.save(store, {"w": VALUES, "late": VALUES + 9}, 5)
+    await admin.collect(Keep(last=2))  # version 6
+    await tstore.save(store, {"w": VALUES + 7}, 7)
+    async with store.transaction(tag="later") as tx:
+        await (await tx.create_array("y", (4,), "f4", (4,))).write(np.ones(4))
+    await (await tstore.open(place.folder)).repair(void_readable=[voided])
+
+    store, admin = await opened(place.server), await opened(place.server, ADMIN)
+    while await store.log.newest() < 2 * ROOT_EVERY:
+        async with store.transaction() as tx:
+            await (await tx.array("w"))[:4].write(np.ones(4))
+    await admin.collect(Keep(last=1))
+    await tstore.save(store, {"w": VALUES + 8}, 9)
+    assert root_key(2 * ROOT_EVERY) in files(place.folder)
