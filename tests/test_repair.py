@@ -316,3 +316,12 @@ async def test_a_repair_far_below_the_newest_version_is_met_once() -> None:
     assert await tstore.steps(store) == [0]
     assert (await store.snapshot(300)).paths() == ["b", "w"]
     assert (await store.snapshot()).paths() == ["b", "w"]
+
+
+async def test_a_transaction_of_a_user_may_be_named_like_a_repair() -> None:
+    async with await tstore.open("memory://named-like-a-repair") as store:
+        async with store.transaction(name="repair-1", host=0, hosts=1, attempt="a") as tx:
+            await (await tx.create_array("a", (4,), "f4", (4,))).write(np.ones(4))
+        with pytest.raises(InvalidArgument, match="reads well"):
+            await store.repair([1])
+        assert (await (await store.snapshot()).array("a")).shape == (4,)

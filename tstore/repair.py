@@ -141,7 +141,7 @@ async def _check_voidable(
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.backend.url} has no version {version} to void; its newest is {newest}")
     unreadable = any(found.version == version and not found.readable for found in damaged)
-    if unreadable or version in void_readable or (await log.record(version)).transaction.startswith(REPAIR):
+    if unreadable or version in void_readable or await _is_voided(log, version):
         return  # the last: an earlier repair did not get to its end
     raise InvalidArgument(
         f"{log.backend.url}: the record of version {version} reads well, so it was not voided and nothing was "
