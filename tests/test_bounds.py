@@ -56,6 +56,12 @@ def test_brackets_in_texts_are_not_counted() -> None:
     assert text_excess(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
 
 
+def test_commas_in_texts_are_not_counted() -> None:
+    text = ',"[\\' * 200_000
+    assert text_excess(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
+    assert "values" in text_excess(msgspec.json.encode([text, *range(6)]), values=5)
+
+
 def test_many_values_are_told_at_once() -> None:
     began = time.process_time()
     assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.FACTS_VALUES, 101)

@@ -92,6 +92,7 @@ _WRITTEN = {
 _COLLECTING = b"tstoreR\2"
 _TEXT = re.compile(rb'"[^"]*"')
 _BESIDE_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+_BESIDE_COMMAS = bytes(set(_BESIDE_BRACKETS) - set(b","))
 
 
 def longest(key: str) -> int | None:
@@ -188,7 +189,7 @@ def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
 def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
     """Say how JSON goes beyond that many values or levels, or `DOCUMENT_BYTES`; "" where it does not.
 
-    Nothing is decoded. A comma in a text counts as one more value.
+    Nothing is decoded.
     """
     if len(document) > DOCUMENT_BYTES:
         return f"{len(document):,} bytes, more than {DOCUMENT_BYTES:,}"
@@ -196,7 +197,9 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
         return ""
     opening = document.count(b"[") + document.count(b"{")
     if len(document) > values and opening + document.count(b",") > values:
-        return f"more than {values:,} values"
+        bare = _without_texts(document, _BESIDE_COMMAS)
+        if len(bare) - bare.count(b"]") - bare.count(b"}") > values:
+            return f"more than {values:,} values"
     if opening > levels and _depth(document) > levels:
         return f"more than {levels} levels of nesting"
     return ""
@@ -204,8 +207,13 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
 
 def _depth(document: bytes) -> int:
     """Return how deep the brackets of a document go, without those in its texts."""
-    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _BESIDE_BRACKETS)
-    bare = _TEXT.sub(b"", bare.replace(b'""', b""))  # most texts are empty by now
+    bare = _without_texts(document, _BESIDE_BRACKETS)
     signs = np.frombuffer(bare, np.uint8)
     steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
     return int(steps.cumsum(dtype=np.int32).max(initial=0))
+
+
+def _without_texts(document: bytes, others: bytes) -> bytes:
+    """Return a document without what stands in its texts, and without the other bytes."""
+    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
+    return _TEXT.sub(b"", bare.replace(b'""', b""))  # most texts are empty by now
