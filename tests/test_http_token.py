@@ -381,3 +381,67 @@ async def test_no_error_log_or_repr_shows_a_token(
                 assert SECRET not in repr(store) + str(vars(store)) + repr(vars(store)["_session"])
             assert f"Bearer {SECRET}" in shown(server)
     assert SECRET not in caplog.text
+
+
+# ---- servers that let everybody read
+
+
+async def test_a_server_that_lets_everybody_read_gets_the_token_with_the_first_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    access = Access({SECRET: "write"}, anonymous="read")
+    async with StoreServer(tmp_path / "store", access=access) as server:
+        monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", SECRET)
+        await tstore.save(server.url, {"w": [1.0]}, step=1)
+        assert await tstore.steps(server.url) == [1]
+
+
+async def test_a_name_that_a_server_does_not_know_suffices_with_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    await tstore.save(tmp_path / "store", {"w": [1.0]}, step=1)
+    async with StoreServer(tmp_path / "store", access=Access({SECRET: "read"}, anonymous="read")) as server:
+        url = server.url.replace("127.0.0.1", "ckpt.localhost")
+        with monkeypatch.context() as patch:
+            patch.setattr("aiohttp.connector.TCPConnector._resolve_host", _loopback)
+            with pytest.raises(Denied, match="--hostname"):
+                await tstore.steps(url)
+            patch.setenv("TSTORE_TOKEN_CKPT_LOCALHOST", SECRET)
+            assert await tstore.steps(url) == [1]
+
+
+async def _loopback(self: Any, host: str, port: int, traces: Any = None) -> list[dict[str, Any]]:
+    return [{"hostname": host, "host": "127.0.0.1", "port": port, "family": 2, "proto": 0, "flags": 0}]
+
+
+async def test_another_server_that_forbids_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", SECRET)
+    async with serving(ok(b"", status="403 Forbidden")) as server, connected(server.url) as store:
+        with pytest.raises(Denied):
+            await store.get("k")
+        assert shown(server) == [None]
+
+
+def test_the_file_of_an_editor_that_begins_with_a_mark(token_file: Path) -> None:
+    token_file.write_bytes(b"\xef\xbb\xbfhost " + SECRET.encode() + b"\r\n")
+    assert token_of("http://host") == SECRET
+
+
+def test_a_secret_of_roots_that_the_group_may_read(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_file.write_text(f"host {SECRET}\n")
+    token_file.chmod(0o440)
+    if os.stat(token_file).st_uid:
+        pytest.skip("needs a file of root's")
+    with pytest.raises(InvalidArgument, match="mode 0440"):
+        HttpObjects("http://host")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert token_of("http://host") == SECRET
+
+
+async def test_the_advice_names_the_file_that_lacks_the_server(token_file: Path) -> None:
+    token_file.write_text(f"another {SECRET}\n")
+    async with serving(WANTS) as server, connected(server.url) as store:
+        with pytest.raises(
+            Denied, match=rf"add to {token_file} \(TSTORE_TOKEN_FILE\) the line '127.0.0.1:\d+ <token>'"
+        ):
+            await store.get("k")

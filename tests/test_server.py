@@ -421,6 +421,13 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
     access = Access.read(file)
     assert access.tokens == 2
     assert READ not in repr(access)
+    file.write_bytes(b"\xef\xbb\xbfread " + READ.encode() + b"\r\n")  # as an editor may begin it
+    assert Access.read(file).tokens == 1
+    for text, said in ((f"{WRITE} write", "scope"), (f"none {WRITE}", "scope read, write or admin")):
+        with pytest.raises(InvalidArgument, match=said):
+            Access.parse(text, "tokens")
+    with pytest.raises(InvalidArgument, match="line 2: the same token has another scope above"):
+        Access.parse(f"read {WRITE}\nwrite {WRITE}", "tokens")
     for text in (
         f"write {WRITE} more",
         WRITE,
@@ -575,6 +582,15 @@ def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: i
     assert said in errors.getvalue()
     assert errors.getvalue().count("\n") == 1
     assert WRITE not in errors.getvalue()
+
+
+@pytest.mark.parametrize("text", ["", " ", "# no token"])
+def test_an_empty_variable_of_tokens_does_not_let_everybody_write(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TSTORE_SERVER_TOKENS", text)
+    assert main(["serve", str(tmp_path), "--create", "--port", "0"]) == 1
+    assert "TSTORE_SERVER_TOKENS holds no token" in capsys.readouterr().err
 
 
 async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:

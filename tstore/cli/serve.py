@@ -195,7 +195,7 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
 
     if token_file is not None:
         return Access.read(token_file, anonymous or "none")
-    if os.environ.get(TOKENS):
+    if TOKENS in os.environ:  # an empty one too: a secret that did not arrive must not let everybody write
         return Access.parse(os.environ[TOKENS], f"the variable {TOKENS}", anonymous or "none")
     return None if anonymous is None else Access(anonymous=anonymous)
 

@@ -4,7 +4,8 @@
    five times, never from https to http, and never with the token once another origin (scheme, host and port) was
    met. A redirected write is refused: nobody knows what the other place would promise.
 2. A token that was passed is sent with every request; one that the environment binds to this server (`http_token`)
-   only once the server has asked for a token (401). Over http to another machine there is a warning.
+   only once the server has asked for a token (401), or where tstore serves has refused a request without one
+   (403): one that lets everybody read refuses only the first write. Over http to another machine there is a warning.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not kept.
 4. A body is sent once. The HTTP library sends a request again where a kept connection turns out to be closed;
    for a create that might have landed this would hide that the object is ours. The outcome is unknown, then.
@@ -137,7 +138,7 @@ class Session:
         for _ in range(1 + _REDIRECTS):
             shown = token is not None and token.shown
             response = await self._sent(method, url, fields, data, token if shown else None, pace)
-            if response.status == 401 and token is not None and not shown:
+            if token is not None and not shown and _asks(response):
                 token.shown = True
                 response.close()
                 response = await self._sent(method, url, fields, data, token, pace)
@@ -259,6 +260,11 @@ class _Body(Payload):
                 await writer.write(piece)
                 self._pace.moved(len(piece))
         self._pace.begin()
+
+
+def _asks(response: aiohttp.ClientResponse) -> bool:
+    """Whether a token may change the answer to a request without one."""
+    return response.status == 401 or (response.status == 403 and "X-TStore-Version" in response.headers)
 
 
 def _authorization(fields: dict[str, str]) -> str:

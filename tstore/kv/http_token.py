@@ -9,14 +9,15 @@ A token is looked for in this order:
    address, an underscore), and the host named "file", have no variable.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server, of which the
    one with the port comes first; empty lines, and those that begin with "#", do not count. Nobody but its owner
-   may read it.
+   may read it, or the group where root owns it and reads it not: a secret that an orchestrator mounts.
 
-What is found in 2 and 3 is shown only once the server asks for it. A token without a host (`TSTORE_TOKEN`, or a
+What is found in 2 and 3 is shown only once the server asks for it or refuses a request without it. A token without a host (`TSTORE_TOKEN`, or a
 file that holds a token alone) would go to whichever server asks, and is not used.
 """
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import os
 import re
@@ -101,10 +102,9 @@ def token_advice(home: URL) -> str:
         if "TSTORE_TOKEN" in os.environ
         else ""
     )
-    return (
-        f"pass storage_options={{'token': …}}{variable}, or name a file in {_FILE} with the line "
-        f"'{line} <token>'{unbound}"
-    )
+    path = os.environ.get(_FILE)
+    file = f"add to {path} ({_FILE})" if path else f"name a file in {_FILE} with"
+    return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{unbound}"
 
 
 def warn_in_clear(url: URL) -> None:
@@ -157,18 +157,19 @@ def _read(path: str) -> dict[_Place, Token]:
                 raise InvalidArgument(
                     f"{_FILE} names {path}, which is no file; expected lines of HOST[:PORT] TOKEN"
                 )
-            if about.st_mode & 0o077:
+            of_root = about.st_uid == 0 != os.geteuid()  # as `tstore serve` has it
+            if about.st_mode & (0o037 if of_root else 0o077):
                 raise InvalidArgument(
                     f"{_FILE} names {path}, which others may read (mode {stat.S_IMODE(about.st_mode):04o}); "
                     f"make it yours alone: chmod 600 {path}"
                 )
             data = file.read(_LONGEST_FILE + 1)
     except OSError as error:
-        raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error}") from error
+        raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error.strerror}") from error
     if len(data) > _LONGEST_FILE:
         raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_LONGEST_FILE} bytes")
     tokens: dict[_Place, Token] = {}
-    for number, line in enumerate(data.decode("ascii", "replace").splitlines(), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace").splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue

@@ -48,6 +48,7 @@ No token ever stands in an error, a log or a `repr`; only their digests are kept
 
 from __future__ import annotations
 
+import codecs
 import enum
 import hashlib
 import hmac
@@ -118,7 +119,7 @@ class Access:
                 text = file.read(_LONGEST + 1) if stat.S_ISREG(known.st_mode) else b""
         if len(text) > _LONGEST:
             raise InvalidArgument(f"{where} is longer than {_LONGEST} bytes; pass a file of lines SCOPE TOKEN")
-        return Access.parse(text.decode(errors="replace"), where, anonymous)
+        return Access.parse(text.removeprefix(codecs.BOM_UTF8).decode(errors="replace"), where, anonymous)
 
     @property
     def tokens(self) -> int:
@@ -140,14 +141,18 @@ class Access:
         return found if kind.lower() == "bearer" else None
 
     def _add(self, token: str, scope: str, where: str) -> None:
+        found = _scope(scope, where)
+        if found is Scope.NONE:
+            raise InvalidArgument(f"{where}: expected the scope read, write or admin")
         if len(token) < _SHORTEST or not _TOKEN.fullmatch(token):
             raise InvalidArgument(
                 f"{where}: expected at least {_SHORTEST} letters, digits or -._~+/ as the token, such as "
                 "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes"
             )
-        found = _scope(scope, where)
-        if found is Scope.NONE or self._scopes.setdefault(_digest(token), found) is not found:
-            raise InvalidArgument(f"{where}: the token has no scope, or had another one before")
+        if self._scopes.setdefault(_digest(token), found) is not found:
+            raise InvalidArgument(
+                f"{where}: the same token has another scope above; give each scope its own token"
+            )
 
     def __repr__(self) -> str:
         return f"<tstore.server.Access of {self.tokens} tokens, anonymous: {self.anonymous.name.lower()}>"
