@@ -123,6 +123,38 @@ async def test_a_missing_record_is_filled() -> None:
     await check_works(store.url)
 
 
+@pytest.mark.parametrize("gone", [(3, 4), (2, 4), (3, 5), (2, 3, 4, 5)])
+async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) -> None:
+    store = await filled(*range(6))
+    for version in gone:
+        await store.log.backend.delete(commit_key(version))
+    store = await tstore.open(store.url)
+    found = await store.repair()
+    assert [one.version for one in found.damaged] == list(gone)
+    assert not found.ok
+    assert (await store.repair(gone)).ok
+    await check_works(store.url)
+
+
+async def test_nothing_is_voided_where_it_could_not_be_told() -> None:
+    """No commit can follow while later records lie behind a gap."""
+    store = await filled(*range(6))
+    for version in (3, 4):
+        await store.log.backend.delete(commit_key(version))
+    store = await tstore.open(store.url)
+    before = await store.log.backend.list("")
+    for void, readable in (((), (1,)), ((3,), ()), ((4,), (2,))):
+        with pytest.raises(InvalidArgument, match=r"nothing was voided; restore it from a copy, or void [34]"):
+            await store.repair(void, void_readable=readable)
+    assert await store.log.backend.list("") == before
+
+
+async def test_a_record_far_behind_the_others_is_not_counted_up_to() -> None:
+    store = await filled(0)
+    await store.log.backend.hint(commit_key(10**19), b"garbage")
+    assert len((await store.repair()).damaged) == 1000
+
+
 async def test_roots_that_may_hold_what_was_voided_go() -> None:
     store = await filled(0)
     for i in range(ROOT_EVERY):
@@ -278,7 +310,9 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["repair", url]) == 0
     Path(url, commit_key(2)).write_bytes(b"garbage")
     assert main(["repair", url]) == 1
-    assert "version 2 (damaged)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "version 2 (damaged)" in said
+    assert said.endswith(f"\ntstore repair {url} --void 2\n")
     assert main(["repair", url, "--void", "1"]) == 1
     assert "--void-readable 1" in capsys.readouterr().err
     assert main(["repair", url, "--void", "2", "--json"]) == 0

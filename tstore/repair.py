@@ -16,6 +16,7 @@ Of a voided garbage collection nothing is known any more: what it had removed is
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,12 +34,13 @@ from tstore.commits.retention import Ledger
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.kv.base import Backend, Durability
 from tstore.kv.cached import uncached
-from tstore.layout import is_transaction
+from tstore.layout import is_record, is_transaction
 from tstore.turns import batched, together
 
 __all__ = ["DamagedVersion", "RepairReport", "repair_store"]
 
 _UNREADABLE = (Corrupt, NotFound)
+_MOST_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
@@ -83,15 +85,21 @@ async def repair_store(backend: Backend, void: Sequence[int], void_readable: Seq
             f"{backend.url}: a server never replaces a record; run the repair where the store lies, as `tstore "
             "repair FOLDER` on the host of `tstore serve`"
         )
-    newest = max([await log.newest(), *(found.version for found in damaged)])
+    at = await log.newest()  # below the first that is missing
+    newest = max([at, *(found.version for found in damaged)])
     for version in wanted:
         await _check_voidable(log, version, newest, damaged, void_readable)
+    if left := [found.version for found in damaged if found.version > at and found.version not in wanted]:
+        raise InvalidArgument(
+            f"{backend.url}: {commit_key(left[0])} is missing, though later commits are there, so nothing can be "
+            f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, left))} too"
+        )
     kept = [key for version in wanted for key in await _void(backend, version, newest)]
     return RepairReport(damaged, wanted, kept, await _tell(Log(backend), wanted, kept))
 
 
 async def _damaged(log: Log) -> list[DamagedVersion]:
-    """The damaged versions, the oldest first; behind a missing one no further are looked for."""
+    """The damaged versions, the oldest first; behind a missing one only further missing ones are looked for."""
     newest = await log.newest()
     try:
         alive, gc = await living(log, newest)
@@ -113,10 +121,20 @@ async def _damaged(log: Log) -> list[DamagedVersion]:
         return None
 
     found = [one for numbers in batched(range(1, newest + 1)) for one in await together(look, numbers) if one]
-    if await log.backend.size(commit_key(newest + 2)) is not None:
-        reason = f"{log.backend.url}: {commit_key(newest + 1)} is missing, though later commits are there"
-        found.append(DamagedVersion(newest + 1, reason, False))
-    return found
+    return [*found, *await _missing(log, newest)]
+
+
+async def _missing(log: Log, newest: int) -> list[DamagedVersion]:
+    """The versions behind the newest whose records are missing, though later ones are there; the first of many."""
+    if log.backend.capabilities.listing:
+        there = {int(k.rpartition("/")[2]) for k in await log.backend.list("commits/") if is_record(k)}
+    else:
+        there = {newest + 2} if await log.backend.size(commit_key(newest + 2)) is not None else set()
+    absent = (v for v in range(newest + 1, max(there, default=0)) if v not in there)
+    reason = f"{log.backend.url}: {{}} is missing, though later commits are there"
+    return [
+        DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MOST_MISSING)
+    ]
 
 
 async def _check_objects(log: Log, record: Record) -> None:

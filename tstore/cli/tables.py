@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
 
 Document = Mapping[str, Any]
 
+_VOIDED_AT_ONCE = 20
 _PATH = Column("path", room=40)
 
 
@@ -162,12 +164,15 @@ def show_repaired(document: Document) -> None:
         print(f"version {found['version']} ({state}): {plain(found['reason'])}")
     for key in document["kept"]:
         print(f"kept: {key}")
-    left = [found["version"] for found in document["damaged"] if found["version"] not in document["voided"]]
+    left = [found for found in document["damaged"] if found["version"] not in document["voided"]]
     if document["voided"]:
         numbers = ", ".join(map(str, document["voided"]))
         print(f"voided {numbers}; version {document['version']} tells of it")
     if left:
-        print("restore these records from a copy, or void them: tstore repair STORE --void N")
+        options = " ".join(f"--void{'-readable' * f['readable']} {f['version']}" for f in left[:_VOIDED_AT_ONCE])
+        more = " ..." if len(left) > _VOIDED_AT_ONCE else ""
+        print("restore what is missing or damaged from a copy, or void these versions and lose what they did:")
+        print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
     elif not document["voided"]:
         print("every record can be read, and what the living versions name is there")
 

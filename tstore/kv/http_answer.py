@@ -149,10 +149,8 @@ def refusal(answer: Answer, where: str, said: str) -> TStoreError:
         case 403 if said and answer.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{where}: the server forbids it{because}")
         case 403:
-            return Denied(
-                f"{where}: the server forbids it{because}; ask for a token whose scope allows it (some file "
-                "servers, as S3's, also answer so where an object is missing and may not be listed)"
-            )
+            more = "" if said else " (some file servers, as S3's, also say so of a missing object)"
+            return Denied(f"{where}: the server forbids it{because}; pass a token whose scope allows it{more}")
         case 405 | 501:
             return Denied(f"{where}: the server does not do that{because}; it may be read-only")
         case 400 | 422 | 428:

@@ -4,8 +4,8 @@
    five times, never from https to http, and never with the token once another origin (scheme, host and port) was
    met. A redirected write is refused: nobody knows what the other place would promise.
 2. A token that was passed is sent with every request; one that the environment binds to this server (`http_token`)
-   only once the server has asked for a token (401), or where tstore serves has refused a request without one
-   (403): one that lets everybody read refuses only the first write. Over http to another machine there is a warning.
+   only once the server has asked for a token (401) or, where tstore serves, has refused a request without one
+   (403), as the first write where everybody may read. Over http to another machine there is a warning.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not kept.
 4. A body is sent once. The HTTP library sends a request again where a kept connection turns out to be closed;
    for a create that might have landed this would hide that the object is ours. The outcome is unknown, then.

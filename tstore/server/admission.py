@@ -195,8 +195,8 @@ class Admission:
         if scope < Scope.ADMIN:
             raise Refused(
                 403,
-                f"that needs a token of the scope admin, this one has {scope.name.lower()}: it is the record of a "
-                "garbage collection, be it in a copy of a store",
+                f"the record of a garbage collection needs a token of the scope admin, also in a copy; this "
+                f"request has {scope.name.lower()}",
             )
         ledger = await standing.ledger(self._backend)
         tree, whole, weight = standing.tree, standing.whole, standing.weight
@@ -226,8 +226,8 @@ class Admission:
         if absent and scope < Scope.ADMIN:
             raise Refused(
                 403,
-                f"that needs a token of the scope admin, this one has {scope.name.lower()}: {absent[0]} is not "
-                "here, and only the copy of a store of which versions were collected may name what is gone",
+                f"this record names {absent[0]}, which is not here; to copy a store of which versions were "
+                f"collected needs a token of the scope admin, and this request has {scope.name.lower()}",
             )
 
         def made() -> Next:

@@ -142,7 +142,9 @@ class App:
         tally().scope = scope.name.lower()
         if given is None and not request.secure and not self._knows(request.host):
             raise Refused(
-                403, "without a token this server is to be asked by its address, as localhost, or by a --hostname"
+                403,
+                "a request without a token must name this server by an address, as localhost or by a --hostname "
+                "that it was started with",
             )
         self._check_scope(scope, _NEEDED[request.method])
         return scope

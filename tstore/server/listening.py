@@ -50,6 +50,10 @@ class Listening:
             bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         except PermissionError as error:
             raise Denied(f"can't listen on {host}:{port}: {error.strerror}; try another port") from error
+        except socket.gaierror as error:
+            raise Unavailable(
+                f"can't listen on {host}: {error.strerror}; pass an address of this machine"
+            ) from error
         except (OSError, OverflowError) as error:
             raise Unavailable(
                 f"can't listen on {host}:{port}: {error}; pass another port, or 0 for any free one"
