@@ -12,7 +12,8 @@ A token is looked for in this order:
    may read it, or the group where root owns it and reads it not: a secret that an orchestrator mounts.
 
 What is found in 2 and 3 is shown only once the server asks for it or refuses a request without it. A
-token without a host (`TSTORE_TOKEN`, or a file that holds a token alone) would go to whichever server asks, and is not used.
+token without a host (`TSTORE_TOKEN`, or a file that holds a token alone) would go to whichever server asks, and is
+not used.
 """
 
 from __future__ import annotations
