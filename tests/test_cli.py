@@ -489,6 +489,7 @@ COMMANDS = [
     ["ls", STORE],
     ["ls", STORE, "--transactions"],
     ["verify", STORE],
+    ["repair", STORE],
     ["quantize", STORE, "--format", "e4m3"],
     ["report", STORE],
     ["export", STORE, "OUT"],
