@@ -296,7 +296,7 @@ _KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F",
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a form of a body in which all but these fields is left undecoded; they default to none."""
+    """Return a form of a body in which all is left undecoded but these fields, which are empty where left out."""
     raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
     listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
     return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)

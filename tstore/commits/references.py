@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tstore.bounds import MANIFEST_BYTES, MOST_NAMES
 from tstore.chunks.table import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest
@@ -107,13 +108,18 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             raise Corrupt("a manifest names a node twice")
         if self.fresh.translate(None, b"\0\1"):
             raise Corrupt("a manifest says neither that a node is fresh nor that it is not")
-        rising = table.index[1:] > table.index[:-1]
-        if not rising.all():
-            firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
-            rising[firsts[(firsts > 0) & (firsts < len(table))] - 1] = True  # where the next node begins
-            if not rising.all():
-                raise Corrupt("the chunks of a node are not in the order of their numbers, or one comes twice")
+        if len(table) > 1:
+            self._check_order(table.index)
         check_documents(self.documents)
+
+    def _check_order(self, index: npt.NDArray[np.uint64]) -> None:
+        rising = index[1:] > index[:-1]
+        if rising.all():
+            return
+        firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
+        rising[firsts[(firsts > 0) & (firsts < len(index))] - 1] = True  # where the next node begins
+        if not rising.all():
+            raise Corrupt("the chunks of a node are not in the order of their numbers, or one comes twice")
 
     def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
         """Per node: path, document, fresh, and its rows."""
