@@ -15,7 +15,7 @@ import pytest
 from forging import forged
 
 import tstore
-from tstore import Keep
+from tstore import Keep, repair
 from tstore.cli import main
 from tstore.commits.manifest import Collection, Record, decode
 from tstore.commits.records import ROOT_EVERY, commit_key, root_key
@@ -167,6 +167,28 @@ async def test_roots_that_may_hold_what_was_voided_go() -> None:
     store = await tstore.open(store.url)
     assert "t3" not in await store.tags()
     assert "t4" in await store.tags()
+    await check_works(store.url)
+
+
+async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the commit of the repair it does not know that a version which it built on was voided."""
+    store = await filled(0)
+    for i in range(ROOT_EVERY - 4):
+        async with store.transaction(tag=f"t{i}", durability="none") as tx:
+            await tx.create_group(f"g{i}", {"i": i})
+    tell, made = repair._tell, []
+
+    async def tell_late(*arguments: Any) -> int:
+        for _ in range(3):
+            async with store.transaction(durability="none"):
+                pass
+        made.append(await store.log.backend.size(root_key(ROOT_EVERY)))
+        return await tell(*arguments)
+
+    monkeypatch.setattr(repair, "_tell", tell_late)
+    await (await tstore.open(store.url)).repair(void_readable=[5])
+    assert made != [None]
+    assert "t3" not in await (await tstore.open(store.url)).tags()
     await check_works(store.url)
 
 

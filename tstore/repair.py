@@ -4,10 +4,11 @@ A record is never rewritten; this is the one exception, an explicit act of an ad
 Voiding version N, which may be repeated from any step on
 1. Keep the bytes of its record as `damaged/<N>-<their checksum>`.
 2. Delete the roots from N on, which may hold what it did.
-3. Put a void record in its place, and make that durable. Delete the roots once more that others wrote meanwhile.
+3. Put a void record in its place, and make that durable. Delete the roots that others wrote meanwhile.
 4. Commit what was done, so that the history tells it and open stores notice. Where the newest garbage collection
    lists N among the versions that live, this is the commit of a collection after which it does not; the version
    behind it holds from then on what it held and wrote, so that nothing which may be in use is ever removed.
+5. Delete the roots from N on once more: until that commit, open stores may have made some of what they knew.
 
 What the voided version had written is collected a week later, as the data of any transaction that did not commit.
 Of a voided garbage collection nothing is known any more: what it had removed is missing, and `verify` lists it.
@@ -95,7 +96,9 @@ async def repair_store(backend: Backend, void: Sequence[int], void_readable: Seq
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, left))} too"
         )
     kept = [key for version in wanted for key in await _void(backend, version, newest)]
-    return RepairReport(damaged, wanted, kept, await _tell(Log(backend), wanted, kept))
+    told = await _tell(Log(backend), wanted, kept)
+    await _delete_roots(backend, wanted[0], told)  # writers that had not noticed may have made some until then
+    return RepairReport(damaged, wanted, kept, told)
 
 
 async def _damaged(log: Log) -> list[DamagedVersion]:
