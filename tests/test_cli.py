@@ -676,7 +676,7 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     found = run("probe", tmp_path / "probed", **limit)
     assert (found.returncode, found.stderr) == (1, "")
     assert "fails" not in found.stdout
-    assert "unknown: 1; make room there" in found.stdout.splitlines()[-1]
+    assert "unknown: 2; make room there" in found.stdout.splitlines()[-1]
 
 
 # ---- where the output goes
