@@ -57,6 +57,14 @@ def array(**arguments: Any) -> Call:
     return call
 
 
+def resize(shape: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async with store.transaction() as tx:
+            await (await tx.array("w")).resize(shape)
+
+    return call
+
+
 def group(*arguments: Any) -> Call:
     async def call(store: tstore.Store) -> None:
         async with store.transaction() as tx:
@@ -137,6 +145,10 @@ REFUSED: list[tuple[Call, str]] = [
     (array(chunks=(1.5,)), "chunks"),
     (array(codecs=[{"name": "bytes"}, {"name": "zstd", "configuration": {"level": float("nan")}}]), "level"),
     (array(fill_value=None), "fill value"),
+    (resize(5), "shape 5 is not a sequence"),
+    (resize(None), "shape None"),
+    (resize("4"), "shape"),
+    (resize((4.0,)), "shape"),
     (group("g", {1: 2}), r"attributes\[1\]"),
     (group("g", {"a": float("nan")}), r"attributes\['a'\]"),
     (group("g", {"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]"),

@@ -14,7 +14,7 @@ Where they do not, as when a much larger value coarsens the offset that they sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ class StagedArray:
         run = Run((0,), row.pack, row.offset, row.length, row.checks)
         return ReadJob(f"{self.path} (chunk number {number})", meta, ChunkTable.of([run]), selection, out)
 
-    def reshape(self, shape: tuple[int, ...], base: ChunkTable) -> None:
+    def reshape(self, shape: Sequence[int], base: ChunkTable) -> None:
         """Takes another shape: chunks keep their place in the grid or are dropped.
 
         What a new edge cuts off from within a chunk is patched with the fill value: no growing brings it back.

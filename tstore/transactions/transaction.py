@@ -237,7 +237,7 @@ class Transaction:
         """Stages another shape and returns the metadata with it."""
         async with self._operation() as staged:
             changed = staged.change(path, meta)
-            changed.reshape(tuple(shape), staged.below(path))
+            changed.reshape(shape, staged.below(path))
             return changed.meta
 
     async def commit(self, timeout: float | None = None) -> int:
