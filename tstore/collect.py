@@ -32,7 +32,7 @@ from typing import NamedTuple
 from tstore import world
 from tstore.arguments import checked_duration
 from tstore.commits.condemned import is_collectable, packs_of
-from tstore.commits.expiry import living
+from tstore.commits.expiry import ledger_since, living
 from tstore.commits.log import Log
 from tstore.commits.manifest import Collection, ObjectRef, Record
 from tstore.commits.queue import Newer
@@ -40,7 +40,7 @@ from tstore.commits.records import ROOT_EVERY, root_key
 from tstore.commits.retention import Keep, Ledger
 from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.kv.base import Durability
-from tstore.layout import is_object, is_transaction, is_written, owner_of
+from tstore.layout import is_manifest, is_object, is_pack, is_transaction, is_written, owner_of
 from tstore.pool import uncancelled
 from tstore.turns import together
 
@@ -179,7 +179,7 @@ class _Plan:
             sorted(self.tags),
             list(gone.transactions),
             sorted(self.abandoned),
-            [key for key in gone.objects if key.rpartition("/")[2].startswith("pack-")],
+            [key for key in gone.objects if is_pack(key)],
             len(counted),
             sum(counted),
             dry_run,
@@ -189,10 +189,7 @@ class _Plan:
 async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
     _, last = await living(log, base)
     earlier = (await log.record(last)).collection if last else None
-    ledger = Ledger(earlier.alive if earlier is not None else ())
-    newer = range(last + 1, base + 1)
-    for version, record in zip(newer, await together(log.record, newer), strict=True):
-        ledger.add(version, record)
+    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
     plan = _Plan(base, ledger)
     plan.expired = sorted(set(ledger.alive) - kept)
@@ -239,7 +236,7 @@ async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None
     records = await together(log.record, run[first:])
     used = packs_of(await log.tree(heir))
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
-    used |= {key for e in entries[first:] for key in e.holds if _is_manifest(key)}
+    used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
     owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
     given = [key for key in sorted(used) if key in held or owner_of(key) in owners]  # also what no list shows yet
     plan.ledger.inherit(heir, given, replaces=any(e.replaces for e in entries))
@@ -338,7 +335,3 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
 async def _objects(log: Log, transaction: str) -> Sequence[str]:
     """The objects of a transaction; none for what can't be the id of one, as in a forged record."""
     return await log.backend.list(f"txn/{transaction}/") if is_transaction(transaction) else []
-
-
-def _is_manifest(key: str) -> bool:
-    return key.rpartition("/")[2].startswith("manifest")

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from tstore import world
-from tstore.commits.expiry import changes_nothing, living
+from tstore.commits.expiry import changes_nothing, ledger_since, living
 from tstore.commits.log import Log
 from tstore.commits.manifest import REPAIR, VOIDED, Collection, Record, encode
 from tstore.commits.queue import Newer
@@ -280,13 +280,10 @@ async def _ledger(log: Log, base: int, voided: Sequence[int]) -> tuple[Ledger, C
     """The versions that live, and what a gc is to tell of those voided; None where the last one lists none."""
     last = await log.last_gc(base)
     earlier = (await log.record(last)).collection if last else None
-    ledger = Ledger(earlier.alive if earlier is not None else ())
-    listed = [v for v in voided if v in ledger.alive]
+    listed = [] if earlier is None else [v for v in voided if v in earlier.versions]
     if earlier is None or not listed:
-        return ledger, None
-    newer = range(last + 1, base + 1)
-    for version, record in zip(newer, await together(log.record, newer), strict=True):
-        ledger.add(version, record)
+        return Ledger(), None
+    ledger = await ledger_since(log, last, earlier.alive, base)
     for version in listed:
         entry = ledger.alive[version]
         heir = min((v for v in ledger.alive if v > version and v not in listed), default=None)

@@ -6,15 +6,26 @@ reads tell, whatever the length of the log.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.commits.log import Log
-from tstore.commits.manifest import Collection, Record, date_of
+from tstore.commits.manifest import Alive, Collection, Record, date_of
+from tstore.commits.retention import Ledger
 from tstore.commits.tree import Tree
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
+from tstore.turns import batched, together
 
-__all__ = ["changes_nothing", "check_alive", "check_tag", "living", "newest_tree", "unexpired"]
+__all__ = [
+    "changes_nothing",
+    "check_alive",
+    "check_tag",
+    "collections",
+    "ledger_since",
+    "living",
+    "newest_tree",
+    "unexpired",
+]
 
 T = TypeVar("T")
 
@@ -36,7 +47,7 @@ async def check_alive(log: Log, version: int, at: int | None = None) -> None:
     while 0 < state <= last and changes_nothing(await log.record(state)):
         state -= 1  # what it shows is the state that an older version made
     if 0 < state <= last and state not in alive:
-        async for gc, collection in _gcs(log, last):
+        async for gc, collection in collections(log, last):
             if state in collection.expired:
                 raise await _expired(log, f"version {version}", gc)
         raise Corrupt(
@@ -47,7 +58,7 @@ async def check_alive(log: Log, version: int, at: int | None = None) -> None:
 
 async def check_tag(log: Log, tag: str) -> None:
     """Raises `SnapshotExpired` where the version that had a tag was removed by a gc."""
-    async for gc, collection in _gcs(log, await log.last_gc(await log.newest())):
+    async for gc, collection in collections(log, await log.last_gc(await log.newest())):
         if tag in collection.tags:
             raise await _expired(log, f"version {collection.tags[tag]}, tagged {tag!r},", gc)
 
@@ -84,7 +95,16 @@ def changes_nothing(record: Record) -> bool:
     return record.void or record.collection is not None
 
 
-async def _gcs(log: Log, last: int) -> AsyncIterator[tuple[int, Collection]]:
+async def ledger_since(log: Log, gc: int, alive: Iterable[Alive], version: int) -> Ledger:
+    """Return what lives as of a version: `alive` as of a gc (0 for none), and what was committed since then."""
+    ledger = Ledger(alive)
+    for numbers in batched(range(gc + 1, version + 1)):
+        for number, record in zip(numbers, await together(log.record, numbers), strict=True):
+            ledger.add(number, record)
+    return ledger
+
+
+async def collections(log: Log, last: int) -> AsyncIterator[tuple[int, Collection]]:
     """The gcs up to one, the newest first; each names an older one, so that their number is bounded."""
     while last and (collection := (record := await log.record(last)).collection) is not None:
         yield last, collection

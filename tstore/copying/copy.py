@@ -47,11 +47,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tstore.commits.expiry import unexpired
+from tstore.commits.expiry import ledger_since, unexpired
 from tstore.commits.log import Log
 from tstore.commits.manifest import Collection, ObjectRef, Record, Root, decode, encode, reference
 from tstore.commits.records import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.commits.retention import Ledger
 from tstore.commits.tree import Tree
 from tstore.copying.destination import Destination
 from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, place
@@ -173,9 +172,7 @@ async def _expiry_of_others(log: Log, inventory: Inventory, name: uuid.UUID) -> 
     base = inventory.base
     last = await log.last_gc(base)
     earlier = (await log.record(last)).collection if last else None
-    ledger = Ledger(earlier.alive if earlier is not None else ())
-    for version in range(last + 1, base + 1):
-        ledger.add(version, await log.record(version))
+    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
     if not expired:
         return None

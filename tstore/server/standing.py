@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tstore.commits.condemned import Condemned
+from tstore.commits.expiry import collections, ledger_since
 from tstore.commits.log import Log
 from tstore.commits.manifest import Alive, Manifest, Record, check_of
 from tstore.commits.records import commit_key
@@ -73,16 +74,13 @@ class Standing:
 
     async def _read_collections(self, log: Log) -> None:
         """Read what the last collections decided; one that was voided, as by a repair, decided nothing."""
-        self.collected = gc = await log.collected(self.version)
-        while gc and len(self._condemned) < _GCS:
-            record = await log.record(gc)
-            if record.collection is not None:
-                if not self._condemned:
-                    self._since, self._alive = gc, record.collection.alive
-                self._condemned.append(Condemned.by(record.collection))
-            elif not record.void:
-                raise Corrupt(f"version {gc} is named as a garbage collection, and is none")
-            gc = record.collected
+        self.collected = await log.collected(self.version)
+        async for gc, collection in collections(log, await log.gc_named(self.collected)):
+            if not self._condemned:
+                self._since, self._alive = gc, collection.alive
+            self._condemned.append(Condemned.by(collection))
+            if len(self._condemned) == _GCS:
+                break
 
     async def follow(self, backend: Backend, version: int) -> bool:
         """Go on to a later version, by the records that others created; False where one voided an older one."""
@@ -127,11 +125,8 @@ class Standing:
     async def ledger(self, backend: Backend) -> Ledger:
         """Return a copy of the versions that live; the records since the last collection are read once."""
         if self._ledger is None:
-            log, version = Log(backend), self.version
-            ledger = Ledger(self._alive)
-            for numbers in batched(range(self._since + 1, version + 1)):
-                for number, record in zip(numbers, await together(log.record, numbers), strict=True):
-                    ledger.add(number, record)
+            version = self.version
+            ledger = await ledger_since(Log(backend), self._since, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger
