@@ -41,7 +41,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transactions.fragments", "commits.validation", "commits.condemned"),
     ("quantization.policy", "commits.queue"),
     ("kv", "kv.base"),
-    ("kv.newfile", "kv.objects", "kv.plain", "kv.http_answer"),
+    ("kv.newfile", "kv.objects", "kv.plain", "kv.http_answer", "kv.secret_file"),
     ("kv.http_token", "kv.pace", "kv.room"),
     ("kv.http_body",),
     ("kv.http_reply",),

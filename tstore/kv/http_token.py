@@ -29,6 +29,7 @@ from typing import NamedTuple
 from yarl import URL
 
 from tstore.errors import InvalidArgument
+from tstore.kv.secret_file import exposed_mode
 
 __all__ = ["Token", "find_token", "token_advice", "warn_in_clear"]
 
@@ -158,11 +159,9 @@ def _read(path: str) -> dict[_Place, Token]:
                 raise InvalidArgument(
                     f"{_FILE} names {path}, which is no file; expected lines of HOST[:PORT] TOKEN"
                 )
-            of_root = about.st_uid == 0 != os.geteuid()  # as `tstore serve` has it
-            if about.st_mode & (0o037 if of_root else 0o077):
+            if (mode := exposed_mode(about)) is not None:
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which others may read (mode {stat.S_IMODE(about.st_mode):04o}); "
-                    f"make it yours alone: chmod 600 {path}"
+                    f"{_FILE} names {path}, which others may read (mode {mode}); make it yours alone: chmod 600 {path}"
                 )
             data = file.read(_LONGEST_FILE + 1)
     except OSError as error:

@@ -59,6 +59,7 @@ from collections.abc import Mapping
 
 from tstore.errors import Denied, InvalidArgument
 from tstore.kv.newfile import explained
+from tstore.kv.secret_file import exposed_mode
 
 __all__ = ["Access", "Scope"]
 
@@ -103,11 +104,7 @@ class Access:
 
     @staticmethod
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
-        """Return the access that a file says; `Denied` where others than its owner may read it.
-
-        As with the keys of other servers, the group may read what belongs to root: so a container that is not
-        root's reads a secret that its orchestrator mounts for its group.
-        """
+        """Return the access that a file says; `Denied` where others may read it (see `exposed_mode`)."""
         where = os.fspath(path)
         with explained("read", where):
             if not stat.S_ISREG(os.stat(where).st_mode):  # to open a pipe or a device might wait, or do something
@@ -160,10 +157,9 @@ class Access:
 
 def _check_mode(known: os.stat_result, where: str) -> None:
     """Raises `Denied` where others may read the tokens."""
-    of_root = known.st_uid == 0 != os.geteuid()
-    if known.st_mode & (0o037 if of_root else 0o077):
+    if (mode := exposed_mode(known)) is not None:
         raise Denied(
-            f"{where} can be read by others (mode {stat.S_IMODE(known.st_mode):04o}); make it yours alone: "
+            f"{where} can be read by others (mode {mode}); make it yours alone: "
             f"chmod 600 {where}, or for a Kubernetes secret set defaultMode: 0400, and an fsGroup where the "
             "container does not run as root"
         )
