@@ -161,7 +161,8 @@ def _read(path: str) -> dict[_Place, Token]:
                 )
             if (mode := exposed_mode(about)) is not None:
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which others may read (mode {mode}); make it yours alone: chmod 600 {path}"
+                    f"{_FILE} names {path}, which others may read (mode {mode}); "
+                    f"make it yours alone: chmod 600 {path}"
                 )
             data = file.read(_LONGEST_FILE + 1)
     except OSError as error:
