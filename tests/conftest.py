@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import gcs
 import pytest
 from hypothesis import settings
+
+from tests.support import gcs
 
 settings.register_profile("long", max_examples=20_000)
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from weights import real_weights
+
+from tests.support.weights import real_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)

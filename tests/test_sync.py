@@ -19,13 +19,12 @@ from typing import Any
 
 import jedi
 import numpy as np
-import processes
 import pytest
-import served
-from sync_stub import STUB, sync_stub
 
 import tstore
 import tstore.sync as blocking
+from tests.support import processes, served
+from tests.support.sync_stub import STUB, sync_stub
 
 CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
 
@@ -85,7 +84,7 @@ def test_all_that_users_rely_on_is_there(name: str) -> None:
 
 def test_the_types_are_those_of_the_awaited_names() -> None:
     made, kept = (ast.dump(ast.parse(text)) for text in (sync_stub(), STUB.read_text()))
-    assert made == kept, "run: python tests/support/sync_stub.py"
+    assert made == kept, "run: python -m tests.support.sync_stub"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +313,7 @@ INTERRUPTED = """
     import sys, time
     import numpy as np
     import tstore.sync as tstore
-    from tstore.kv.local import LocalBackend
+    from tstore.storage.local.store import LocalBackend
     url, stage = sys.argv[1:]
     store = tstore.open(url)
     tree = {f"x{i}": np.random.default_rng(i).random(4_000_000) for i in range(8)}

@@ -10,20 +10,20 @@ from tstore.array import Array
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.save import save
 from tstore.checkpoint.shards import Shards
-from tstore.checkpoint.steps import steps
-from tstore.collect import CollectReport
-from tstore.commits.history import Commit
-from tstore.commits.queue import Retry
-from tstore.commits.retention import Keep
 from tstore.copying.copy import CopyReport, copy
-from tstore.diff import ArrayDiff, Diff
-from tstore.kv.cache import Cache
+from tstore.format.retention import Keep
+from tstore.log.group_commit import Retry
+from tstore.log.history import Commit
+from tstore.maintenance.diff import ArrayDiff, Diff
+from tstore.maintenance.gc import CollectReport
 from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.snapshot import Snapshot
+from tstore.steps import steps
+from tstore.storage.cache.folder import Cache
 from tstore.store import Store, open
-from tstore.transactions.roster import PendingTransaction
+from tstore.transactions.pending import PendingTransaction
 from tstore.transactions.transaction import Transaction
 
 __all__ = [

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.grid import Index, Selection, whole
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.reader import new_values
+from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, Misuse
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import Index, Selection, whole
 
 __all__ = ["Array", "ArraySource"]
 

@@ -9,14 +9,14 @@ import exmy
 import numpy.typing as npt
 
 from tstore.array import Array
-from tstore.chunks.grid import Selection, whole
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.packed import read_packed
-from tstore.chunks.reader import ReadJob, read_chunks
-from tstore.commits.expiry import check_alive, unexpired
-from tstore.commits.log import Log
-from tstore.commits.tree import OWN, Node, Tree, checked_path
+from tstore.data.exmy_chunks import read_packed
+from tstore.data.reader import ReadJob, read_chunks
 from tstore.errors import Misuse, NotFound
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import Selection, whole
+from tstore.format.tree import OWN, Node, Tree, checked_path
+from tstore.log.expiry import check_alive, unexpired
+from tstore.log.log import Log
 
 __all__ = ["Snapshot", "array_node", "snapshot_of"]
 

@@ -13,15 +13,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.arguments import checked_facts, checked_index, checked_text, shown
-from tstore.check import VerifyReport, verify_store
-from tstore.collect import ABANDONED_AFTER, CollectReport, collect
-from tstore.commits.expiry import check_tag, newest_tree
-from tstore.commits.history import Commit, history, version_at, version_named
-from tstore.commits.log import Log
-from tstore.commits.records import read_hint
-from tstore.commits.retention import Keep
-from tstore.diff import Diff, diff_snapshots
 from tstore.errors import (
     AlreadyExists,
     Denied,
@@ -31,18 +22,27 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.kv.base import Backend, Durability, checked_durability
-from tstore.kv.cache import Cache
-from tstore.kv.cached import CachedBackend, uncached
-from tstore.kv.probe import RACERS, prove
-from tstore.kv.remote import RemoteBackend
-from tstore.kv.trace import Traffic
-from tstore.kv.url import connect
-from tstore.marker import MARKER, Marker, create_marker, read_marker
-from tstore.repair import RepairReport, repair_store
+from tstore.format.arguments import checked_facts, checked_index, checked_text, shown
+from tstore.format.retention import Keep
+from tstore.log.expiry import check_tag, newest_tree
+from tstore.log.history import Commit, history, version_at, version_named
+from tstore.log.log import Log
+from tstore.log.marker import MARKER, Marker, create_marker, read_marker
+from tstore.log.reader import read_hint
+from tstore.maintenance.diff import Diff, diff_snapshots
+from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
+from tstore.maintenance.repair import RepairReport, repair_store
+from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
+from tstore.storage.base import Backend, Durability, checked_durability
+from tstore.storage.cache.folder import Cache
+from tstore.storage.cache.store import CachedBackend, uncached
+from tstore.storage.connect import connect
+from tstore.storage.probe import RACERS, prove
+from tstore.storage.remote import RemoteBackend
+from tstore.storage.trace import Traffic
 from tstore.transactions.group import Membership, finish_group
-from tstore.transactions.roster import PendingTransaction, find_pending, pending
+from tstore.transactions.pending import PendingTransaction, find_pending, pending
 from tstore.transactions.tags import TagEdits
 from tstore.transactions.transaction import Isolation, Transaction
 

@@ -5,7 +5,7 @@ a notebook, and from many threads. A forked child gets a loop of its own. Ctrl-C
 it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned. A process
 that ends waits for the calls that its threads have begun.
 
-The types are in `sync.pyi`, which `python tests/support/sync_stub.py` writes from the signatures of `tstore`:
+The types are in `sync.pyi`, which `python -m tests.support.sync_stub` writes from the signatures of `tstore`:
 Python's types can't express "the same parameters, with a blocking store in place of an awaited one".
 """
 
@@ -37,7 +37,7 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.background import BackgroundLoop
+from tstore.runtime.io_loop import BackgroundLoop
 from tstore.store import Mode
 
 __all__ = [

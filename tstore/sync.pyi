@@ -28,15 +28,15 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.check import VerifyReport
-from tstore.chunks.grid import Index
-from tstore.chunks.metadata import Codecs
 from tstore.copying.copy import At
-from tstore.kv.base import Backend
-from tstore.kv.trace import Traffic
+from tstore.format.array_metadata import Codecs
+from tstore.format.grid import Index
+from tstore.maintenance.repair import RepairReport
+from tstore.maintenance.verify import VerifyReport
 from tstore.quantization.policy import CodecRules, Target
 from tstore.quantization.work import Progress
-from tstore.repair import RepairReport
+from tstore.storage.base import Backend
+from tstore.storage.trace import Traffic
 from tstore.store import Mode
 from tstore.transactions.transaction import Isolation
 

@@ -13,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
-
 from rich.console import Console
 
 from tests.attacks.case import Case

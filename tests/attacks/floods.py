@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from urllib.parse import urlsplit
 
-from served import Wire
-
 from tests.attacks.case import Case, check
 from tests.attacks.honest import read_on, save_once
 from tests.attacks.scopes import request
 from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE
+from tests.support.served import Wire
 
 __all__ = ["PLAIN", "TLS", "beside"]
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from tstore.chunks.metadata import ArrayMeta
-from tstore.commits.manifest import Collection, Record, decode
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.records import Collection, Record, decode
 
 __all__ = [
     "COLLECTIONS",

@@ -7,10 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from served import ADMIN, READ, WRITE
-
 import tstore
 from tests.attacks.specimen import digest_of, tree_of
+from tests.support.served import ADMIN, READ, WRITE
 from tstore.store import Store
 
 __all__ = ["Site", "audit", "read_on", "save_once"]

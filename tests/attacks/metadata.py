@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from served import READ
 
 from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Known, framed, manifest, record
 from tests.attacks.scopes import request
 from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE, changes
+from tests.support.served import READ
 
 __all__ = ["CASES"]
 

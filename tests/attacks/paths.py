@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 
-from served import ADMIN
-
 from tests.attacks.case import check
 from tests.attacks.target import SECRET, Target, changes, files
+from tests.support.served import ADMIN
 
 __all__ = ["TRAVERSAL", "no_link_leads_out", "no_path_leads_out"]
 

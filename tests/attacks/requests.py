@@ -10,11 +10,10 @@ import contextlib
 import random
 from collections.abc import Iterator
 
-from served import MARKER, PACK, WRITE, Wire
-
 from tests.attacks.case import Case, check, family
 from tests.attacks.paths import TRAVERSAL, no_link_leads_out, no_path_leads_out
 from tests.attacks.target import SECRET, Target, changes
+from tests.support.served import MARKER, PACK, WRITE, Wire
 
 __all__ = ["ASKED", "CASES", "CREATE", "HEAD", "put", "refused"]
 

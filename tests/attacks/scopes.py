@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from served import ADMIN, READ, WRITE
-
 from tests.attacks import forgeries
 from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Forgery, Known, record_of
 from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE, changes
+from tests.support.served import ADMIN, READ, WRITE
 
 __all__ = ["CASES", "request"]
 

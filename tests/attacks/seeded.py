@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import random
 
-from served import MARKER, READ
-
 from tests.attacks.case import check
 from tests.attacks.requests import ASKED, CREATE, HEAD
 from tests.attacks.target import Target
+from tests.support.served import MARKER, READ
 
 __all__ = ["fuzzed"]
 

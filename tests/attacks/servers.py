@@ -9,11 +9,10 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
-from answers import Request, ok, part
-
 from tests.attacks import forgeries
 from tests.attacks.forgeries import Known, framed
 from tests.attacks.victim import OPENING, READING, WRITING
+from tests.support.answers import Request, ok, part
 
 __all__ = ["SERVERS", "Reply", "Served", "every_number", "redirect"]
 

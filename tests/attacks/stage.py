@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import served
 import trustme
 
 from tests.attacks.case import Broken, check
@@ -21,6 +20,7 @@ from tests.attacks.honest import Site, audit
 from tests.attacks.meter import Meter
 from tests.attacks.specimen import Specimen
 from tests.attacks.target import TOKENS, Target
+from tests.support import served
 
 __all__ = ["MEMORY", "Certificate", "Stage"]
 

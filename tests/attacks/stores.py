@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import answers
-from answers import ok
-
 from tests.attacks import forgeries
 from tests.attacks.case import Case, check, family
 from tests.attacks.children import Children
@@ -25,6 +22,8 @@ from tests.attacks.servers import SERVERS, Reply, Served, every_number, redirect
 from tests.attacks.stage import Stage
 from tests.attacks.target import files
 from tests.attacks.victim import OPENING, READING, visit
+from tests.support import answers
+from tests.support.answers import ok
 
 __all__ = ["CASES"]
 

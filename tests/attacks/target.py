@@ -7,10 +7,9 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import served
-from served import ADMIN, READ, WRITE, Wire
-
 from tests.attacks.case import check
+from tests.support import served
+from tests.support.served import ADMIN, READ, WRITE, Wire
 from tstore.server import Server
 
 __all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "changes", "files", "lay_out"]

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 
 import tstore
-from tstore.chunks.metadata import ArrayMeta
+from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.format.array_metadata import ArrayMeta
 
 BLOSC = {"cname": "lz4", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
 DOCUMENTS = [

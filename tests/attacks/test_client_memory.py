@@ -10,20 +10,21 @@ import sys
 import textwrap
 
 import pytest
-from answers import Request, ok, part, serving
-from served import MARKER
+
+from tests.support.answers import Request, ok, part, serving
+from tests.support.served import MARKER
 
 CHUNK = b"10000\r\n" + bytes(0x10000) + b"\r\n"
 CHUNKED = "Transfer-Encoding: chunked"
 BOMB = gzip.compress(bytes(64 << 20))
-MOST = 420  # MiB beyond what a client has that was sent nothing: `kv.room` with the longest record of a gc
+MOST = 420  # MiB beyond what a client has that was sent nothing: `storage.room` with the longest record of a gc
 
 CLIENT = """
     import asyncio, json, resource, sys
     from tstore.errors import TStoreError
-    from tstore.kv import listing
-    from tstore.kv.remote import served
-    from tstore.pool import on_io
+    from tstore.storage import listing
+    from tstore.storage.remote import served
+    from tstore.runtime.pool import on_io
     import tstore
 
     kind, url, small = sys.argv[1:]
@@ -31,12 +32,12 @@ CLIENT = """
 
     def objects(path):
         if kind == "http":
-            from tstore.kv.http import HttpObjects
+            from tstore.storage.http.store import HttpObjects
             return HttpObjects(f"{url}/{path}")
         if kind == "gcs":
-            from tstore.kv.gcs import GcsObjects
+            from tstore.storage.gcs.store import GcsObjects
             return GcsObjects(f"gs://bucket/{path}", token="anon", endpoint_url=url)
-        from tstore.kv.s3 import S3Objects
+        from tstore.storage.s3.store import S3Objects
         return S3Objects(f"s3://bucket/{path}", endpoint_url=url, key="k", secret="s")
 
     async def many(call):
@@ -73,7 +74,7 @@ CLIENT = """
         await backend.close()
         print(json.dumps(peak))
 
-    from tstore.kv.retry import Patience
+    from tstore.storage.retry import Patience
     import warnings
     warnings.simplefilter("ignore")
     patience = Patience(0.01, 0.01, 0.01, 0.01, 0.01)

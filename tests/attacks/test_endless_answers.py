@@ -12,28 +12,28 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from answers import Answer, Request, hang, ok, serving
 
-from tstore.commits.log import Log
+from tests.support.answers import Answer, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
-from tstore.kv import listing, pace
-from tstore.kv.base import LONGEST, Backend, Durability, overlong
-from tstore.kv.cache import Cache
-from tstore.kv.cached import CachedBackend
-from tstore.kv.gcs import GcsObjects
-from tstore.kv.http import HttpObjects
-from tstore.kv.local import LocalBackend
-from tstore.kv.memory import MemoryBackend, MemoryObjects
-from tstore.kv.objects import WHOLE, Objects, PutMode, Span
-from tstore.kv.pace import Pace
-from tstore.kv.prefix import Prefix
-from tstore.kv.remote import RemoteBackend, served
-from tstore.kv.retry import Patience
-from tstore.kv.room import FREE, SHARED, Room
-from tstore.kv.s3 import S3Objects
-from tstore.kv.url import connect
-from tstore.pool import on_io
-from tstore.threads import Workers
+from tstore.log.log import Log
+from tstore.runtime.pool import on_io
+from tstore.runtime.threads import Workers
+from tstore.storage import listing, pace
+from tstore.storage.base import LONGEST, Backend, Durability, overlong
+from tstore.storage.cache.folder import Cache
+from tstore.storage.cache.store import CachedBackend
+from tstore.storage.connect import connect
+from tstore.storage.gcs.store import GcsObjects
+from tstore.storage.http.store import HttpObjects
+from tstore.storage.local.store import LocalBackend
+from tstore.storage.memory import MemoryBackend, MemoryObjects
+from tstore.storage.objects import WHOLE, Objects, PutMode, Span
+from tstore.storage.pace import Pace
+from tstore.storage.prefix import Prefix
+from tstore.storage.remote import RemoteBackend, served
+from tstore.storage.retry import Patience
+from tstore.storage.room import FREE, SHARED, Room
+from tstore.storage.s3.store import S3Objects
 
 TIMEOUT = 0.3
 OURS = "Server: tstore/9"

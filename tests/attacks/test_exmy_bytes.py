@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 from exmy.numcodecs import Exmy
 from exmy.zarr import ExmyCodec
-from fuzzing import ABSURD, bounded_memory, bounded_time, changed, fuzz, mutated
+
+from tests.support.fuzzing import ABSURD, bounded_memory, bounded_time, changed, fuzz, mutated
 
 REFUSALS = (exmy.FormatError, exmy.SizeError, exmy.DtypeError)
 """What decoding may raise; the first two are ValueErrors, the third is a TypeError."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import xxhash
-from answers import Answer, Request, Server, close, hang, ok, part, serving, then
-from served import MARKER
 
 import tstore
+from tests.support.answers import Answer, Request, Server, close, hang, ok, part, serving, then
+from tests.support.served import MARKER
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -27,9 +27,9 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.kv import pace
-from tstore.kv.http import HttpObjects
-from tstore.kv.objects import PutMode, Span
+from tstore.storage import pace
+from tstore.storage.http.store import HttpObjects
+from tstore.storage.objects import PutMode, Span
 
 DATA = bytes(range(200))
 SECRET = "s3cr3t-t0ken"

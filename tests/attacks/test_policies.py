@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 
 import tstore
-from tstore.checkpoint.patterns import compile_patterns
+from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.errors import InvalidArgument, TStoreError
+from tstore.format.patterns import compile_patterns
 from tstore.quantization.policy import Rules, parse_policy
 
 POLICIES: list[Any] = [

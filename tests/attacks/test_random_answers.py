@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from answers import Request, ok, part, serving
 
+from tests.support.answers import Request, ok, part, serving
 from tstore.errors import TStoreError
-from tstore.kv import listing, pace
-from tstore.kv.gcs import GcsObjects
-from tstore.kv.http import HttpObjects
-from tstore.kv.listing import listed
-from tstore.kv.objects import Objects, PutMode, Span
-from tstore.kv.s3 import S3Objects
-from tstore.pool import on_io
+from tstore.runtime.pool import on_io
+from tstore.storage import listing, pace
+from tstore.storage.gcs.store import GcsObjects
+from tstore.storage.http.store import HttpObjects
+from tstore.storage.listing import listed
+from tstore.storage.objects import Objects, PutMode, Span
+from tstore.storage.s3.store import S3Objects
 
 CASES = 120
 SECRET = "s3cr3t-t0ken-0123456789"

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from forging import forged, sealed
 
 import tstore
+from tests.support.forging import forged, sealed
 from tstore import Keep
-from tstore.commits.manifest import (
+from tstore.errors import Corrupt, InvalidArgument, TStoreError
+from tstore.format.records import (
     Alive,
     Collection,
     Fragment,
@@ -34,10 +35,9 @@ from tstore.commits.manifest import (
     decode,
     encode,
 )
-from tstore.commits.records import commit_key
-from tstore.commits.references import Body
-from tstore.errors import Corrupt, InvalidArgument, TStoreError
-from tstore.kv.base import Backend
+from tstore.format.references import Body
+from tstore.log.reader import commit_key
+from tstore.storage.base import Backend
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 EMPTY = Manifest.of([("g", DOCUMENT, True, ())])

@@ -29,7 +29,7 @@ import xxhash
 import tstore
 from tstore import Keep
 from tstore.errors import TStoreError
-from tstore.kv.url import connect
+from tstore.storage.connect import connect
 
 COUNT = int(os.environ.get("TSTORE_FORGERIES", "30"))
 SEEDS = [int(os.environ["TSTORE_FORGERY"])] if "TSTORE_FORGERY" in os.environ else range(COUNT)

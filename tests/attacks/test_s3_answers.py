@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from answers import Answer, Server, close, hang, ok, part, serving, then
 
+from tests.support.answers import Answer, Server, close, hang, ok, part, serving, then
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -18,9 +18,9 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.kv.objects import PutMode, Span
-from tstore.kv.s3 import S3Objects
-from tstore.pool import on_io
+from tstore.runtime.pool import on_io
+from tstore.storage.objects import PutMode, Span
+from tstore.storage.s3.store import S3Objects
 
 SECRET = "not-to-be-shown"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 
 import tstore
+from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.errors import Corrupt, TStoreError
 

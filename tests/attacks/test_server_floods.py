@@ -15,11 +15,11 @@ import aiohttp
 import numpy as np
 import pytest
 import trustme
-from served import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 
 import tstore
+from tests.support.served import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 from tstore.server import Certificate, Limits, Server
-from tstore.server.answers import Refused
+from tstore.server.responses import Refused
 from tstore.server.shares import Shares
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"

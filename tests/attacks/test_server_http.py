@@ -14,11 +14,23 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from served import ADMIN, MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 
+from tests.support.served import (
+    ADMIN,
+    MARKER,
+    PACK,
+    READ,
+    WRITE,
+    Client,
+    Wire,
+    client_of,
+    everybody,
+    serving,
+    wire,
+)
 from tstore.errors import InvalidArgument, StorageFull
-from tstore.kv.local import LocalBackend
 from tstore.server import Access, Limits, Server
+from tstore.storage.local.store import LocalBackend
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 GET = b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"\r\n"

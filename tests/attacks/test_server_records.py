@@ -19,13 +19,14 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from served import ADMIN, WRITE, Client, client_of, everybody
 
 import tstore
+from tests.support.served import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.table import ChunkTable, Run, Span, digest
-from tstore.commits.manifest import (
+from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable, Run, Span, digest
+from tstore.format.records import (
     Alive,
     Collection,
     Manifest,
@@ -36,9 +37,8 @@ from tstore.commits.manifest import (
     decode,
     reference,
 )
-from tstore.commits.records import ROOT_EVERY, commit_key, root_key
-from tstore.commits.tree import group_document
-from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
+from tstore.format.tree import group_document
+from tstore.log.reader import ROOT_EVERY, commit_key, root_key
 from tstore.server import Server, admission
 
 VALUES = np.arange(40_000.0)

@@ -15,12 +15,24 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import ADMIN, MARKER, PACK, READ, WRITE, Client, Process, client_of, everybody, serving, wire
 
 from tests.attacks import paths, requests
 from tests.attacks.case import Case
 from tests.attacks.requests import HEAD, put
 from tests.attacks.target import Target, files, lay_out
+from tests.support.served import (
+    ADMIN,
+    MARKER,
+    PACK,
+    READ,
+    WRITE,
+    Client,
+    Process,
+    client_of,
+    everybody,
+    serving,
+    wire,
+)
 from tstore.server import Access, Limits, Server
 
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 
 import tstore
-from tstore.checkpoint.structure import flatten, paths_in, scalars_in, stored_document, unflatten, unflatten_like
+from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.checkpoint import export_safetensors
 from tstore.errors import TStoreError
+from tstore.format.tree_document import paths_in, stored_document
 
 
 class State(NamedTuple):

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from processes import DEADLINE
+
+from tests.support.processes import DEADLINE
 
 _NGINX = """
 daemon off; user {user} {group}; worker_processes 1; pid {own}/pid; error_log {own}/error;

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tstore.commits.manifest import Fragment, Manifest, Record, Root
+from tstore.format.records import Fragment, Manifest, Record, Root
 
 KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 

@@ -8,11 +8,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 
-import processes
+from tests.support import processes
 
 _SERVER = """
     import json, os, signal, sys
-    import numpy, tstore, tstore.sync, tstore.testing.faults
+    import numpy, tstore, tstore.sync, tstore.conformance.faulty
     import tstore.cli.demo  # what is imported late elsewhere
     code = compile(sys.argv[1], "job", "exec")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

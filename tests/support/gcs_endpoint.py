@@ -1,7 +1,7 @@
 """An endpoint that speaks Google Cloud Storage's JSON API, honours every precondition, and errs as it is told to.
 
-Objects lie in memory. It answers as fake-gcs-server does (`tests/test_gcs_endpoint.py`), except where that one is
-laxer than Google: it looks at preconditions and checksums in all kinds of requests.
+Objects lie in memory. It answers as fake-gcs-server does (`tests/storage/test_gcs_endpoint.py`), except where that
+one is laxer than Google: it looks at preconditions and checksums in all kinds of requests.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tstore.errors import AlreadyExists
-from tstore.kv.base import Buffers
-from tstore.kv.memory import MemoryObjects
-from tstore.kv.objects import PutMode
+from tstore.storage.base import Buffers
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.objects import PutMode
 
 __all__ = ["LATENCY", "LastOneStays", "LooksThenWrites", "Overwrites"]
 

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import processes
+from tests.support import processes
 
 BUCKET = "checkpoints"
 FULL = "full"

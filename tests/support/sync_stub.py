@@ -1,6 +1,6 @@
 """Writes `tstore/sync.pyi`, the types of the blocking names, from the signatures of the awaited ones.
 
-Run `python tests/support/sync_stub.py` after a change of a signature or docstring; test_sync fails until then.
+Run `python -m tests.support.sync_stub` after a change of a signature or docstring; test_sync fails until then.
 The stub has the members of the module at run time: each is followed to the function that it wraps, for its
 parameters.
 """

@@ -8,24 +8,18 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tstore.arguments import shown
 from tstore.checkpoint.leaves import dtype_of
-from tstore.checkpoint.patterns import compile_patterns
 from tstore.checkpoint.shards import Shards
-from tstore.checkpoint.steps import chosen_snapshot
-from tstore.checkpoint.structure import (
-    flatten,
-    paths_in,
-    scalars_in,
-    stored_document,
-    unflatten,
-    unflatten_like,
-)
-from tstore.chunks.grid import Selection
-from tstore.chunks.packed import is_packed
-from tstore.chunks.reader import new_values
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
+from tstore.data.exmy_chunks import is_packed
+from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch, parsing
+from tstore.format.arguments import shown
+from tstore.format.grid import Selection
+from tstore.format.patterns import compile_patterns
+from tstore.format.tree_document import paths_in, stored_document
 from tstore.snapshot import Snapshot
+from tstore.steps import chosen_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["restore"]

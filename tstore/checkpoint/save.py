@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.arguments import (
+from tstore.checkpoint.leaves import as_values
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.structure import flatten
+from tstore.data.writer import WriteJob
+from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
+from tstore.format.arguments import (
     checked_attributes,
     checked_facts,
     checked_index,
@@ -19,19 +24,14 @@ from tstore.arguments import (
     checked_step,
     checked_text,
 )
-from tstore.checkpoint.leaves import as_values
-from tstore.checkpoint.shards import Shards
-from tstore.checkpoint.steps import step_tag, steps_of
-from tstore.checkpoint.structure import flatten
-from tstore.chunks.grid import chunk_counts, chunk_numbers, default_chunks
-from tstore.chunks.metadata import ArrayMeta, Codecs
-from tstore.chunks.writer import WriteJob
-from tstore.commits.tree import OWN
-from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.kv.base import Durability, checked_durability
+from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.grid import chunk_counts, chunk_numbers, default_chunks
+from tstore.format.tree import OWN
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
+from tstore.steps import step_tag, steps_of
+from tstore.storage.base import Durability, checked_durability
 from tstore.store import Store, opened
 from tstore.transactions.group import Membership, checked_timeout, detected_attempt
 from tstore.transactions.transaction import Transaction

@@ -8,8 +8,8 @@ from typing import Any
 import numpy.typing as npt
 
 from tstore.checkpoint.leaves import as_values
-from tstore.chunks.metadata import dtype_named
 from tstore.errors import InvalidArgument
+from tstore.format.array_metadata import dtype_named
 from tstore.sharding import Mesh, P
 
 __all__ = ["Shards"]

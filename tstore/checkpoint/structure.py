@@ -1,9 +1,6 @@
-"""Nested containers of arrays, as a document and the leaves at their paths; pure, no I/O.
+"""Trees of nested containers: taken apart into a document and the arrays at their paths, and built again; pure.
 
-A document is JSON: `["dict", [[key, node], …]]`, `["list", [node, …]]`, `["tuple", …]`,
-`["dataclass", name, [[field, node], …]]`, `["namedtuple", name, [[field, node], …]]`, `["none"]`,
-`["int", "5"]` and so on for Python scalars, `["array", path]` for an array and `["scalar", path]` for a NumPy
-scalar. A key is `[type, text]`, so that 5 and "5" stay apart. Paths join the keys by "/".
+`tstore.format.tree_document` has the form of a document. Paths join the keys by "/".
 """
 
 from __future__ import annotations
@@ -11,39 +8,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
 from tstore.errors import InvalidArgument
+from tstore.format.tree_document import DEEPEST, SCALARS, Document, paths_in, scalar_node, scalar_value
 
 __all__ = [
     "flatten",
-    "is_document",
-    "paths_in",
     "scalars_in",
-    "stored_document",
     "unflatten",
     "unflatten_like",
 ]
 
-Document = list[Any]
-
-_SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    bool: (str, lambda text: text == "True"),
-    int: (str, int),
-    float: (float.hex, float.fromhex),
-    complex: (
-        lambda c: f"{c.real.hex()} {c.imag.hex()}",
-        lambda text: complex(*(float.fromhex(part) for part in text.split())),
-    ),
-    str: (str, str),
-    bytes: (bytes.hex, bytes.fromhex),
-}
-_SCALAR_NAMES = {t.__name__: t for t in _SCALARS}
 _KEY_TYPES = (bool, int, float, str, bytes)
-_DEEPEST = 200  # levels; Python's own limit of recursion is at about 300
 _LONGEST_SHOWN = 200  # characters of a path in an error
 
 
@@ -75,13 +55,13 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             )
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
-        if type(value) in _SCALARS:
+        if type(value) in SCALARS:
             return _scalar(value, path)
         if any(value is container for container in around):
             raise InvalidArgument(f"{_shown(path)}: the tree contains itself there; pass a tree without cycles")
-        if len(around) == _DEEPEST:
+        if len(around) == DEEPEST:
             raise InvalidArgument(
-                f"{_shown(path)}: the tree is more than {_DEEPEST} levels deep; pass a flatter one"
+                f"{_shown(path)}: the tree is more than {DEEPEST} levels deep; pass a flatter one"
             )
         around.append(value)
         document = container(value, path)
@@ -141,11 +121,9 @@ def _key(key: Any, path: str) -> list[str]:
 
 def _scalar(value: Any, path: str) -> list[str]:
     try:
-        text = _SCALARS[type(value)][0](value)
-        text.encode()
-    except ValueError as error:  # surrogates, or an int of more digits than Python converts
+        return scalar_node(value)
+    except ValueError as error:
         raise InvalidArgument(f"{_shown(path)}: a {type(value).__name__} there can't be stored: {error}") from None
-    return [type(value).__name__, text]
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
@@ -154,65 +132,6 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     return None
-
-
-def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
-    """Return the document that a version keeps; None for anything else, or where it does not have these paths.
-
-    Anybody can write attributes, and arrays may have come and gone since the tree was saved.
-    """
-    if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
-        return None
-    document: Document = stored
-    return document
-
-
-def is_document(node: Any, level: int = 0) -> bool:
-    """Whether a value that was stored has the form of a document."""
-    if _is_pair(node) and node[0] == "array":  # most nodes are
-        return isinstance(node[1], str)
-    match node:
-        case ["scalar", str()] | ["none"]:
-            return True
-        case [_, [*_]] | [_, _, [*_]] if level == _DEEPEST:
-            return False
-        case ["dict", [*items]]:
-            return all(_is_pair(i) and _is_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
-        case ["list" | "tuple", [*items]]:
-            return all(is_document(i, level + 1) for i in items)
-        case ["dataclass" | "namedtuple", str(), [*items]]:
-            return all(_is_pair(i) and isinstance(i[0], str) and is_document(i[1], level + 1) for i in items)
-    return _is_scalar(node)
-
-
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2
-
-
-def _is_scalar(node: Any) -> bool:
-    if _is_pair(node) and node[0] == "str":  # as most keys are
-        return isinstance(node[1], str)
-    match node:
-        case [str(name), str(text)] if name in _SCALAR_NAMES:
-            try:
-                _SCALARS[_SCALAR_NAMES[name]][1](text)
-            except (ValueError, TypeError, OverflowError):
-                return False
-            return True
-    return False
-
-
-def paths_in(document: Document) -> Iterator[str]:
-    """The paths of all arrays of a document, in its order."""
-    match document:
-        case ["array" | "scalar", path]:
-            yield path
-        case ["dict" | "list" | "tuple", items]:
-            for item in items:
-                yield from paths_in(item[1] if document[0] == "dict" else item)
-        case ["dataclass" | "namedtuple", _, items]:
-            for _, item in items:
-                yield from paths_in(item)
 
 
 _DROPPED = object()
@@ -236,7 +155,7 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
             case ["none"]:
                 return _DROPPED if partial else None
             case ["dict", items]:
-                found = {_key_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
+                found = {scalar_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
             case ["dataclass" | "namedtuple", _, items]:
                 found = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
             case ["list" | "tuple" as kind, items]:
@@ -246,17 +165,13 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
                 values = [None if v is _DROPPED else v for v in values]
                 return values if kind == "list" else tuple(values)
             case [name, text]:
-                return _DROPPED if partial else _SCALARS[_SCALAR_NAMES[name]][1](text)
+                return _DROPPED if partial else scalar_value([name, text])
             case _:
                 raise ValueError("a node is of no kind that is known")
         return _DROPPED if partial and not found else found
 
     built = build(document)
     return {} if built is _DROPPED else built
-
-
-def _key_value(key: list[str]) -> Any:
-    return _SCALARS[_SCALAR_NAMES[key[0]]][1](key[1])
 
 
 def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
@@ -278,7 +193,7 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
             return found[()] if isinstance(found, np.ndarray) else found
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return take(path, value)
-        if type(value) in _SCALARS:
+        if type(value) in SCALARS:
             return scalars.get(path, value)
         if isinstance(value, Mapping):
             built = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
@@ -333,7 +248,7 @@ def scalars_in(document: Document) -> dict[str, Any]:
             case ["array" | "scalar", _] | ["none"]:
                 return
             case ["dict", items]:
-                for _, child, part in _named({_key_value(k): n for k, n in items}):
+                for _, child, part in _named({scalar_value(k): n for k, n in items}):
                     walk(child, _join(path, part))
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:
@@ -342,7 +257,7 @@ def scalars_in(document: Document) -> dict[str, Any]:
                 for i, child in enumerate(items):
                     walk(child, _join(path, str(i)))
             case [name, text]:
-                found[path] = _SCALARS[_SCALAR_NAMES[name]][1](text)
+                found[path] = scalar_value([name, text])
 
     walk(document, "")
     return found

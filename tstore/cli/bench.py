@@ -7,7 +7,7 @@ import click
 from tstore.cli.console import Document, json_option, path_or_url, run
 from tstore.cli.progress import Progress
 from tstore.cli.tables import show_benched
-from tstore.kv.base import Durability
+from tstore.storage.base import Durability
 
 __all__ = ["bench"]
 
@@ -61,7 +61,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
     one checkpoint together, then each makes small commits. Needs space for rounds times size. Restores are usually
     served from the file cache.
     """
-    from tstore.testing.benchmark import bench as measure
+    from tstore.hosts.benchmark import bench as measure
 
     async def work(progress: Progress) -> Document:
         report = await measure(

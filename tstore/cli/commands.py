@@ -43,10 +43,10 @@ from tstore.cli.tables import (
     show_verified,
 )
 from tstore.cli.text import adapt_streams
-from tstore.contents import listing
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import read_header
 from tstore.errors import TStoreError
+from tstore.maintenance.contents import listing
 
 __all__ = ["cli", "main"]
 

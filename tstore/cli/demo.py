@@ -30,11 +30,11 @@ import numpy.typing as npt
 import tstore
 from tstore.checkpoint.structure import flatten
 from tstore.cli.text import counted, sized
-from tstore.contents import contents
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
-from tstore.testing.hosts import STRUCTURE, Job, read_weights, same_bits
-from tstore.testing.model import advance, transformer
+from tstore.hosts.model import advance, transformer
+from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
+from tstore.maintenance.contents import contents
 
 __all__ = ["CommitRow", "DemoReport", "Killed", "Restored", "Teller", "demo"]
 

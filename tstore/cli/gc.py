@@ -10,8 +10,8 @@ import tstore
 from tstore.cli.console import Document, json_option, run, store_argument
 from tstore.cli.progress import Progress
 from tstore.cli.tables import show_collected
-from tstore.collect import ABANDONED_AFTER
-from tstore.commits.retention import Best, Keep
+from tstore.format.retention import Best, Keep
+from tstore.maintenance.gc import ABANDONED_AFTER
 
 __all__ = ["gc"]
 

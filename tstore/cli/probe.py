@@ -10,10 +10,10 @@ import click
 from tstore.cli.console import Document, json_option, path_or_url, run
 from tstore.cli.progress import Progress
 from tstore.cli.tables import show_probed
-from tstore.kv.base import Backend
-from tstore.kv.local import LocalBackend
-from tstore.kv.url import connect
-from tstore.marker import read_marker
+from tstore.log.marker import read_marker
+from tstore.storage.base import Backend
+from tstore.storage.connect import connect
+from tstore.storage.local.store import LocalBackend
 
 __all__ = ["probe"]
 
@@ -29,7 +29,7 @@ def probe(url: str, as_json: bool) -> int:
     a store at URL is not changed. Exits with status 1 if a promise is broken or could not be tested because the
     storage was full or did not answer.
     """
-    from tstore.testing.conformance import Subject, judge
+    from tstore.conformance import Subject, judge
 
     async def work(progress: Progress) -> Document:
         where = connect(url)

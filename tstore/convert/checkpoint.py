@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.save import save
-from tstore.checkpoint.steps import chosen_snapshot
-from tstore.checkpoint.structure import stored_document
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import Spec, by_alignment
 from tstore.errors import InvalidArgument, listed, parsing
-from tstore.pool import run
+from tstore.format.tree_document import stored_document
 from tstore.quantization.policy import CodecRules
+from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
+from tstore.steps import chosen_snapshot
 from tstore.store import Store, open
 
 __all__ = ["Exported", "export_safetensors", "import_safetensors"]

@@ -2,7 +2,7 @@
 
 The format: 8 bytes of header length (little endian), a JSON header (`safetensors_header`), the tensors' bytes.
 
-A file that is written appears whole or not at all, and none is ever overwritten (see `kv.newfile`).
+A file that is written appears whole or not at all, and none is ever overwritten (see `storage.local.atomic_file`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from tstore.convert.safetensors_header import Header, Path, Spec, header_in, laid_out
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, listed
-from tstore.kv.base import Durability
-from tstore.kv.newfile import explained, new_file, write_all
+from tstore.storage.base import Durability
+from tstore.storage.local.atomic_file import explained, new_file, write_all
 
 __all__ = ["Writer", "open_tensors", "read_header"]
 

@@ -47,24 +47,24 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tstore.commits.expiry import ledger_since, unexpired
-from tstore.commits.log import Log
-from tstore.commits.manifest import Collection, ObjectRef, Record, Root, decode, encode, reference
-from tstore.commits.records import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.commits.tree import Tree
 from tstore.copying.destination import Destination
 from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, place
-from tstore.copying.shipment import DamagedPack, Shipment, is_sound
 from tstore.copying.source_records import SourceRecords
+from tstore.copying.transfer import DamagedPack, Shipment, is_sound
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.kv.base import Backend, Durability
-from tstore.kv.cached import uncached
-from tstore.kv.url import connect
-from tstore.layout import owner_of
-from tstore.marker import read_marker
-from tstore.pool import run
+from tstore.format.layout import owner_of
+from tstore.format.records import Collection, ObjectRef, Record, Root, decode, encode, reference
+from tstore.format.tree import Tree
+from tstore.log.expiry import ledger_since, unexpired
+from tstore.log.log import Log
+from tstore.log.marker import read_marker
+from tstore.log.reader import HINT, ROOT_EVERY, commit_key, root_key
+from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import run
+from tstore.storage.base import Backend, Durability
+from tstore.storage.cache.store import uncached
+from tstore.storage.connect import connect
 from tstore.store import Store, opened
-from tstore.turns import batched, together
 
 __all__ = ["CopyReport", "copy", "copy_to"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
-from tstore.commits.log import Log
-from tstore.commits.records import commit_key
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Denied
-from tstore.kv.base import Backend, Durability
-from tstore.kv.probe import prove
-from tstore.marker import MARKER, Marker, read_marker
-from tstore.turns import together
+from tstore.log.log import Log
+from tstore.log.marker import MARKER, Marker, read_marker
+from tstore.log.reader import commit_key
+from tstore.runtime.concurrency import together
+from tstore.storage.base import Backend, Durability
+from tstore.storage.probe import prove
 
 __all__ = ["Destination"]
 

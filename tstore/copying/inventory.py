@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.chunks.table import BLOCK, ChunkTable, digest
-from tstore.commits.expiry import changes_nothing, living
-from tstore.commits.log import Log
-from tstore.commits.manifest import ObjectRef
-from tstore.turns import batched, together
+from tstore.format.chunk_refs import BLOCK, ChunkTable, digest
+from tstore.format.records import ObjectRef
+from tstore.log.expiry import changes_nothing, living
+from tstore.log.log import Log
+from tstore.runtime.concurrency import batched, together
 
 __all__ = ["Inventory", "Living", "PackBlocks", "PackCheck", "living_as_of", "of_all", "of_one", "place"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TypeVar
 
-from tstore.commits.manifest import Record, decode, encode
-from tstore.commits.records import commit_key
 from tstore.errors import Conflict, Corrupt, NotFound
-from tstore.kv.base import Backend
-from tstore.turns import batched, together
+from tstore.format.records import Record, decode, encode
+from tstore.log.reader import commit_key
+from tstore.runtime.concurrency import batched, together
+from tstore.storage.base import Backend
 
 __all__ = ["SourceRecords"]
 

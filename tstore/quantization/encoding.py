@@ -22,20 +22,20 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.chain import Codecs, as_configuration, is_exmy, with_configuration
-from tstore.chunks.grid import Selection, boxes, part_of
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.packed import PackedChunks, is_packed, packed_chunks
-from tstore.chunks.reader import ReadJob, read_chunks
-from tstore.chunks.table import ChunkTable, Run
-from tstore.chunks.writer import PackSet, WriteJob
+from tstore.data.exmy_chunks import PackedChunks, is_packed, packed_chunks
+from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt
-from tstore.kv.base import Backend
-from tstore.pool import each
-from tstore.quantization.regrid import encoded_meta
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable, Run
+from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
+from tstore.format.grid import Selection, boxes, part_of
+from tstore.quantization.rechunk import encoded_meta
 from tstore.quantization.study import Configuration, exponents_of, fit_tensor, nonfinite_reason
 from tstore.quantization.values import SLAB, Region, Values, in_threads, read_batch
+from tstore.runtime.pool import each
 from tstore.snapshot import Snapshot
+from tstore.storage.base import Backend
 
 __all__ = ["SMALLEST", "Choice", "Encoded", "encode_batch"]
 

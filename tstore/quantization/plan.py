@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from tstore.chunks.chain import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
-from tstore.chunks.grid import default_chunks
-from tstore.chunks.metadata import ArrayMeta
 from tstore.errors import InvalidArgument
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
+from tstore.format.grid import default_chunks
 from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import SMALLEST, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
-from tstore.quantization.regrid import encoded_meta, stored_bytes
+from tstore.quantization.rechunk import encoded_meta, stored_bytes
 from tstore.quantization.study import Configuration, Study, nonfinite_reason, study
 from tstore.quantization.values import Values, in_threads
 

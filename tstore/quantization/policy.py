@@ -12,10 +12,10 @@ import exmy
 import msgspec
 import numpy as np
 
-from tstore.arguments import checked_attributes
-from tstore.checkpoint.patterns import compile_patterns
-from tstore.chunks.chain import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.errors import InvalidArgument, listed
+from tstore.format.arguments import checked_attributes
+from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy
+from tstore.format.patterns import compile_patterns
 
 __all__ = [
     "DEFAULT",

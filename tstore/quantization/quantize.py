@@ -17,14 +17,12 @@ from typing import Any, Literal
 
 import exmy
 
-from tstore.arguments import checked_tag
-from tstore.checkpoint.steps import QUANTIZED, source_snapshot, steps_of
-from tstore.chunks.chain import as_configuration, is_exmy
-from tstore.chunks.metadata import ArrayMeta, Codecs
-from tstore.chunks.table import ChunkTable
-from tstore.commits.tree import OWN
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.kv.base import Durability
+from tstore.format.arguments import checked_tag
+from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.codecs import as_configuration, is_exmy
+from tstore.format.tree import OWN
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
 from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSqnr, Rules, Target
@@ -32,6 +30,8 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_fo
 from tstore.quantization.request import describe_request
 from tstore.quantization.work import Progress, Work
 from tstore.snapshot import Snapshot
+from tstore.steps import QUANTIZED, source_snapshot, steps_of
+from tstore.storage.base import Durability
 from tstore.store import Store, opened
 
 __all__ = ["quantize", "quantize_report"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tstore.chunks.chain import Codecs
+from tstore.format.codecs import Codecs
 from tstore.quantization.policy import Bits, CodecRules, Default, MinSqnr, Target
 
 __all__ = ["describe_request"]

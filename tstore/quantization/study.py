@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import exmy
 import numpy as np
 
-from tstore.chunks.metadata import ArrayMeta
-from tstore.quantization.regrid import encoded_meta, stored_bytes
+from tstore.format.array_metadata import ArrayMeta
+from tstore.quantization.rechunk import encoded_meta, stored_bytes
 from tstore.quantization.values import Values
 
 __all__ = ["Configuration", "Study", "exponents_of", "fit_tensor", "nonfinite_reason", "study"]

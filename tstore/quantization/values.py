@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.grid import boxes, part_of
-from tstore.chunks.metadata import ArrayMeta
-from tstore.pool import each, run
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import boxes, part_of
+from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
 __all__ = ["SLAB", "Region", "Values", "batches", "in_threads", "read_batch"]

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from concurrent.futures import BrokenExecutor, Executor
 from typing import Any, NamedTuple, TypeVar
 
-from tstore.chunks.writer import PackSet
+from tstore.data.writer import PackSet
 from tstore.errors import Unavailable
-from tstore.kv.base import Backend, Durability
-from tstore.pool import WORKERS
 from tstore.quantization.encoding import Choice, Encoded, encode_batch
 from tstore.quantization.study import Configuration, Study, study
 from tstore.quantization.values import batches, in_threads, read_batch
+from tstore.runtime.pool import WORKERS
 from tstore.snapshot import Snapshot
+from tstore.storage.base import Backend, Durability
 from tstore.store import Store, open
 
 __all__ = ["Progress", "Work"]

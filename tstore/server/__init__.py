@@ -6,13 +6,13 @@
    `served`, `folder`: the objects behind it, those of any backend and local files.
 4. `transfers`, `shares`, `limits`: what clients may take, and who goes first where they want more; `bodies`,
    `spool`: how bodies come and go; `listings`: names in pages.
-5. `running`: how it starts and ends; `listening`, `connections`: where clients come in; `answers`, `journal`.
+5. `running`: how it starts and ends; `listening`, `connections`: where clients come in; `responses`, `access_log`.
 """
 
 from __future__ import annotations
 
 from tstore.server.access import Access, Scope
-from tstore.server.journal import JsonLines, written
+from tstore.server.access_log import JsonLines, written
 from tstore.server.limits import Limits
 from tstore.server.running import Certificate, Server
 

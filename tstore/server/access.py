@@ -58,8 +58,8 @@ import stat
 from collections.abc import Mapping
 
 from tstore.errors import Denied, InvalidArgument
-from tstore.kv.newfile import explained
-from tstore.kv.secret_file import exposed_mode
+from tstore.storage.local.atomic_file import explained
+from tstore.storage.secret_file import exposed_mode
 
 __all__ = ["Access", "Scope"]
 

@@ -1,11 +1,11 @@
 """Which records and roots a server takes, and what it lets go: what its own log does not bear out is refused.
 
-A record is taken where it follows from the log before it (`commits.validation`), and all that it names is here:
+A record is taken where it follows from the log before it (`format.validation`), and all that it names is here:
 each manifest with the length and the checksum that it says, each pack as long as its chunks need, and chunks that
 travel in it with their checksums. All this is looked at before it is created, and of those who race for
 a number one wins as ever.
 
-1. A record of a garbage collection needs the scope ADMIN, and follows from what lives (`commits.condemned`).
+1. A record of a garbage collection needs the scope ADMIN, and follows from what lives (`format.condemned`).
 2. A record that names objects which are not here needs the scope ADMIN: in a copy of a history, the versions that
    were collected have lost theirs.
 3. A root has the very bytes that the server makes of its log.
@@ -24,21 +24,21 @@ import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from tstore.commits.condemned import check_collection, packs_of
-from tstore.commits.log import Log
-from tstore.commits.manifest import Manifest, ObjectRef, Record, Root, check_of, decode, encode
-from tstore.commits.recent import Recent
-from tstore.commits.records import ROOT_EVERY, commit_key, root_key
-from tstore.commits.tree import Tree
-from tstore.commits.validation import applied, check_form, check_inline, pack_ends
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
-from tstore.pool import run
+from tstore.format.condemned import check_collection, packs_of
+from tstore.format.records import Manifest, ObjectRef, Record, Root, check_of, decode, encode
+from tstore.format.tree import Tree
+from tstore.format.validation import applied, check_form, check_inline, pack_ends
+from tstore.log.log import Log
+from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.log.recent import Recent
+from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import run
 from tstore.server.access import Scope
-from tstore.server.answers import Refused
+from tstore.server.responses import Refused
 from tstore.server.served import Served
 from tstore.server.shares import Shares
 from tstore.server.standing import Standing, weight_of
-from tstore.turns import batched, together
 
 __all__ = ["Admission", "Next", "Sender"]
 

@@ -33,17 +33,17 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.kv.base import checked_key
-from tstore.kv.objects import PutMode
 from tstore.server.access import Access, Scope
-from tstore.server.answers import Refused, answer, refusal_of
+from tstore.server.access_log import tally
 from tstore.server.bodies import send
-from tstore.server.journal import tally
 from tstore.server.limits import Limits
 from tstore.server.names import Kind, Names, key_of, kind_of
+from tstore.server.responses import Refused, answer, refusal_of
 from tstore.server.served import Served
 from tstore.server.storing import Storing
 from tstore.server.transfers import Transfers, client_of
+from tstore.storage.base import checked_key
+from tstore.storage.objects import PutMode
 
 __all__ = ["App"]
 

@@ -10,9 +10,9 @@ from io import FileIO
 
 from aiohttp import web
 
-from tstore.server.answers import Refused, headers
-from tstore.server.journal import tally
+from tstore.server.access_log import tally
 from tstore.server.limits import PIECE
+from tstore.server.responses import Refused, headers
 from tstore.server.served import Found
 from tstore.server.transfers import Transfer
 

@@ -24,9 +24,9 @@ from typing import Any
 from aiohttp import StreamReader, web
 from aiohttp.http import HttpProcessingError
 
-from tstore.server.answers import Refused, answer
-from tstore.server.journal import AccessLog
+from tstore.server.access_log import AccessLog
 from tstore.server.limits import FRAMING, FRAMING_SHARE, Limits
+from tstore.server.responses import Refused, answer
 
 __all__ = ["Connection", "Connections"]
 

@@ -22,15 +22,15 @@ from io import FileIO
 import xxhash
 
 from tstore.errors import Denied, NotFound
-from tstore.kv.base import Buffers, Durability, checked_key
-from tstore.kv.local import LocalBackend
-from tstore.kv.newfile import Draft, explained, locked_draft, write_all
-from tstore.kv.objects import Entry, Page, PutMode
-from tstore.pool import run, uncancelled
+from tstore.runtime.pool import run, uncancelled
 from tstore.server.limits import LIMITS
 from tstore.server.listings import Listings
 from tstore.server.names import Kind
 from tstore.server.served import SMALL, Found, Incoming, Served
+from tstore.storage.base import Buffers, Durability, checked_key
+from tstore.storage.local.atomic_file import Draft, explained, locked_draft, write_all
+from tstore.storage.local.store import LocalBackend
+from tstore.storage.objects import Entry, Page, PutMode
 
 __all__ = ["ServedFolder"]
 

@@ -10,12 +10,12 @@ import re
 
 import msgspec
 
-from tstore.commits.manifest import Fragment, Manifest, Record, Root, decode
-from tstore.commits.records import ROOT_EVERY
 from tstore.errors import Corrupt
-from tstore.marker import Marker
+from tstore.format.records import Fragment, Manifest, Record, Root, decode
+from tstore.log.marker import Marker
+from tstore.log.reader import ROOT_EVERY
 from tstore.server.names import Kind, number_of
-from tstore.transactions.roster import Heartbeat
+from tstore.transactions.pending import Heartbeat
 
 __all__ = ["parsed"]
 

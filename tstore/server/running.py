@@ -14,8 +14,6 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from tstore.errors import InvalidArgument, NotAStore
-from tstore.kv.local import LocalBackend
-from tstore.kv.url import connect
 from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
@@ -24,6 +22,8 @@ from tstore.server.limits import LIMITS, Limits
 from tstore.server.listening import Listening
 from tstore.server.names import Names
 from tstore.server.served import Served
+from tstore.storage.connect import connect
+from tstore.storage.local.store import LocalBackend
 
 __all__ = ["Certificate", "Server"]
 

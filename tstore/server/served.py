@@ -18,14 +18,14 @@ from typing import NamedTuple, Protocol
 import xxhash
 
 from tstore.errors import NotFound
-from tstore.kv.base import Backend, Buffers, Durability, PackReader
-from tstore.kv.objects import Entry, Page, PutMode
-from tstore.pool import run
+from tstore.runtime.pool import run
 from tstore.server.limits import LIMITS, UPLOADS
 from tstore.server.listings import Pages
 from tstore.server.names import Kind
 from tstore.server.shares import Shares
 from tstore.server.spool import Spool
+from tstore.storage.base import Backend, Buffers, Durability, PackReader
+from tstore.storage.objects import Entry, Page, PutMode
 
 __all__ = ["SMALL", "Found", "Incoming", "Served"]
 

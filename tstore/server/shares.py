@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Hashable
 from typing import NamedTuple
 
-from tstore.server.answers import Refused
+from tstore.server.responses import Refused
 
 __all__ = ["Shares"]
 

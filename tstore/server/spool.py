@@ -10,10 +10,10 @@ import mmap
 import tempfile
 from typing import IO
 
-from tstore.kv.base import Buffers
-from tstore.kv.newfile import explained, write_all
-from tstore.pool import run
+from tstore.runtime.pool import run
 from tstore.server.limits import PIECE
+from tstore.storage.base import Buffers
+from tstore.storage.local.atomic_file import explained, write_all
 
 __all__ = ["Spool"]
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tstore.commits.condemned import Condemned
-from tstore.commits.expiry import collections, ledger_since
-from tstore.commits.log import Log
-from tstore.commits.manifest import Alive, Manifest, Record, check_of
-from tstore.commits.records import commit_key
-from tstore.commits.retention import Ledger
-from tstore.commits.tree import Tree
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.kv.base import Backend
-from tstore.layout import owner_of
-from tstore.turns import batched, together
+from tstore.format.condemned import Condemned
+from tstore.format.layout import owner_of
+from tstore.format.records import Alive, Manifest, Record, check_of
+from tstore.format.retention import Ledger
+from tstore.format.tree import Tree
+from tstore.log.expiry import collections, ledger_since
+from tstore.log.log import Log
+from tstore.log.reader import commit_key
+from tstore.runtime.concurrency import batched, together
+from tstore.storage.base import Backend
 
 __all__ = ["Standing", "weight_of"]
 

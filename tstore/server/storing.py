@@ -15,21 +15,21 @@ from collections.abc import Awaitable, Callable
 import xxhash
 from aiohttp import web
 
-from tstore.commits.manifest import Record, Root
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.kv.objects import PutMode
-from tstore.pool import run
+from tstore.format.records import Record, Root
+from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
-from tstore.server.answers import Refused
 from tstore.server.bodies import declared_length, received
 from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Limits
 from tstore.server.metadata import parsed
 from tstore.server.names import Kind, number_of
+from tstore.server.responses import Refused
 from tstore.server.served import Served
 from tstore.server.shares import Shares
 from tstore.server.spool import Spool
 from tstore.server.transfers import Transfers, client_of
+from tstore.storage.objects import PutMode
 
 __all__ = ["Storing"]
 

@@ -26,8 +26,8 @@ from collections.abc import AsyncIterator, Hashable, Iterator
 
 from aiohttp import web
 
-from tstore.server.answers import Refused
 from tstore.server.limits import PIECE, Limits
+from tstore.server.responses import Refused
 
 __all__ = ["Transfer", "Transfers", "client_of"]
 

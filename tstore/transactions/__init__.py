@@ -4,5 +4,5 @@
 2. `staged_array`, `staged_tree`: what it has changed and not yet committed; `tags`: what it does with tags;
    `read_set`: what it has read, where it is serializable. `validation`: whether newer commits allow its own.
 3. `group`: the protocol by which many hosts make one commit; `fragments`: what each contributes, merged;
-   `roster`: who has delivered, and who is missing.
+   `pending`: who has delivered, and who is missing.
 """

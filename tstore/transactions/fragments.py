@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from tstore.chunks.table import Span
-from tstore.commits.manifest import Fragment, Manifest, Record
-from tstore.commits.tree import Node, Tree, is_below, parents
 from tstore.errors import Inconsistent
+from tstore.format.chunk_refs import Span
+from tstore.format.records import Fragment, Manifest, Record
+from tstore.format.tree import Node, Tree, is_below, parents
 
 __all__ = ["FAN", "check_complete", "fragment_of", "merged", "record_of"]
 

@@ -32,12 +32,6 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from tstore import world
-from tstore.arguments import checked_index, checked_name
-from tstore.commits.log import Log
-from tstore.commits.manifest import INLINE_MANIFEST, Fragment, Record, encode, reference
-from tstore.commits.queue import Newer
-from tstore.commits.tree import Changes
 from tstore.errors import (
     AlreadyExists,
     Conflict,
@@ -47,9 +41,15 @@ from tstore.errors import (
     NotFound,
     Unavailable,
 )
-from tstore.kv.base import Durability
-from tstore.kv.watch import Watch
-from tstore.pool import uncancelled
+from tstore.format.arguments import checked_index, checked_name
+from tstore.format.records import INLINE_MANIFEST, Fragment, Record, encode, reference
+from tstore.format.tree import Changes
+from tstore.log.group_commit import Newer
+from tstore.log.log import Log
+from tstore.runtime import world
+from tstore.runtime.pool import uncancelled
+from tstore.storage.base import Durability
+from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FAN, check_complete, merged, record_of
 
 __all__ = ["Membership", "checked_timeout", "commit_group", "detected_attempt", "finish_group", "slug"]

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tstore.chunks.grid import Selection
-from tstore.chunks.metadata import ArrayMeta
-from tstore.commits.tree import Node, Tree, is_below
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import Selection
+from tstore.format.tree import Node, Tree, is_below
 
 __all__ = ["ReadSet"]
 

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.reader import ReadJob, read_chunks
-from tstore.chunks.table import ChunkRow, ChunkSource, ChunkTable, Run
-from tstore.chunks.writer import PackSet, WriteJob
+from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import InvalidArgument, Misuse
-from tstore.kv.base import Backend
-from tstore.pool import each
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable, Run
+from tstore.format.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
+from tstore.runtime.pool import each
+from tstore.storage.base import Backend
 
 __all__ = ["StagedArray"]
 

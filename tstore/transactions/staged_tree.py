@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tstore.chunks.metadata import ArrayMeta
-from tstore.chunks.table import ChunkTable, Run, Span
-from tstore.chunks.writer import WriteJob
-from tstore.commits.manifest import Manifest
-from tstore.commits.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
+from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Misuse, NotFound
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable, Run, Span
+from tstore.format.records import Manifest
+from tstore.format.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray

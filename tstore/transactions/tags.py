@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tstore.arguments import checked_name, checked_tag
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, inventory
+from tstore.format.arguments import checked_name, checked_tag
 
 __all__ = ["TagEdits"]
 

@@ -2,7 +2,7 @@
 
 1. The first use fixes the base version, which all reads of the transaction see (with its own writes on top).
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
-3. Commit applies the patches, makes the packs durable, writes the manifest, appends the record (`commits.log`).
+3. Commit applies the patches, makes the packs durable, writes the manifest, appends the record (`log.log`).
 4. Validate the write set against all newer commits. Where one wrote a chunk of which this transaction changed only
    a part, patch that chunk again, once, over the newest commit; any other overlap is a `Conflict`. Of a
    serializable transaction, what it has read must be unchanged too.
@@ -20,25 +20,25 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
-from tstore import world
 from tstore.array import Array
-from tstore.chunks.grid import Selection
-from tstore.chunks.metadata import ArrayMeta, Codecs
-from tstore.chunks.reader import ReadJob, read_chunks
-from tstore.chunks.table import ChunkTable
-from tstore.chunks.writer import PackSet, WriteJob
-from tstore.commits.expiry import check_alive, newest_tree, unexpired
-from tstore.commits.log import Log
-from tstore.commits.manifest import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference, size_of
-from tstore.commits.queue import Newer, Retry
-from tstore.commits.tree import Changes, Tree, checked_path
+from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound
-from tstore.kv.base import Durability
-from tstore.pool import uncancelled
+from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.grid import Selection
+from tstore.format.records import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference, size_of
+from tstore.format.tree import Changes, Tree, checked_path
+from tstore.log.expiry import check_alive, newest_tree, unexpired
+from tstore.log.group_commit import Newer, Retry
+from tstore.log.log import Log
+from tstore.runtime import world
+from tstore.runtime.pool import uncancelled
+from tstore.storage.base import Durability
 from tstore.transactions.fragments import fragment_of
 from tstore.transactions.group import Membership, checked_timeout, commit_group
 from tstore.transactions.lifecycle import Lifecycle
-from tstore.transactions.roster import Heart
+from tstore.transactions.pending import Heart
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tags import TagEdits

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tstore.commits.log import Log
-from tstore.commits.queue import Newer
-from tstore.commits.tree import Changes
 from tstore.errors import Conflict
+from tstore.format.tree import Changes
+from tstore.log.group_commit import Newer
+from tstore.log.log import Log
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tags import TagEdits
 

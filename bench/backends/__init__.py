@@ -1,0 +1,1 @@
+"""Hosts on every backend beside what else speaks to its server: `python -m bench.backends`."""

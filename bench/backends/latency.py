@@ -1,0 +1,70 @@
+"""Restores where every request takes 50 ms, and how many requests a commit takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+import tstore
+from bench.bars import Bar
+from tstore.conformance.faults import Faults
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.remote import served
+
+ARRAYS = 1000
+EACH = 16 << 10
+LATENCY = 0.05
+
+
+class Found(NamedTuple):
+    """Seconds by round: of `arrays` arrays, and of the same bytes in one; requests and objects of one save."""
+
+    arrays: int
+    many: list[float]
+    one: list[float]
+    save: dict[str, int]
+    objects: int
+
+    def bars(self) -> list[Bar]:
+        ratio = median(a / b for a, b in zip(self.many, self.one, strict=True))
+        return [
+            Bar(f"50 ms a request: {self.arrays} arrays ÷ one", 3, ratio, most=True),
+            Bar(
+                f"requests of a commit of {self.objects} objects",
+                self.objects + 5,
+                sum(self.save.values()),
+                most=True,
+                unit="",
+            ),
+        ]
+
+
+def measure(rounds: int) -> Found:
+    """A store of one commit with many arrays, another with one array."""
+    return asyncio.run(_measure(rounds))
+
+
+async def _measure(rounds: int) -> Found:
+    values = np.random.default_rng(0).random((ARRAYS, EACH // 8))
+    many, one = uuid.uuid4().hex, uuid.uuid4().hex
+    async with await tstore.open(served(MemoryObjects(many))) as store:
+        before = store.traffic.requests if store.traffic else {}
+        await tstore.save(store, {f"a{i}": values[i] for i in range(ARRAYS)}, 0)
+        after = store.traffic.requests if store.traffic else {}
+        objects = len(await store.log.backend.list("txn/")) + 1
+    async with await tstore.open(served(MemoryObjects(one))) as store:
+        await tstore.save(store, {"a": values}, 0)
+    requests = {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
+    found = Found(ARRAYS, [], [], requests, objects)
+    for _ in range(rounds):
+        for name, seconds in ((many, found.many), (one, found.one)):
+            began = time.perf_counter()
+            async with await tstore.open(served(Faults(MemoryObjects(name), latency=LATENCY)), "r") as store:
+                await tstore.restore(store, 0)
+            seconds.append(time.perf_counter() - began)
+    return found

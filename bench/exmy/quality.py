@@ -1,0 +1,199 @@
+"""How good exmy's codes are: SQNR of every format of 2 to 8 bits beside independent figures and Lloyd-Max.
+
+    python -m bench.exmy quality --json quality.json
+
+The data are 2^19 iid samples of the Gaussian, Laplace and Student-t(5) distributions. exmy_sqnr.txt holds figures
+that were computed without exmy, from the first draw here (NumPy's default_rng(0), one distribution after the
+other): with heavy tails they hang on the few largest samples. What ``choose`` finds is looked at in more draws.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import exmy
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench import machine
+from bench.bars import Bar, bar_table
+
+COUNT = 1 << 19
+WIDTHS = range(2, 9)
+DRAWS: dict[str, Callable[[np.random.Generator], Any]] = {
+    "gauss": lambda rng: rng.standard_normal(COUNT),
+    "laplace": lambda rng: rng.laplace(size=COUNT),
+    "t5": lambda rng: rng.standard_t(5, COUNT),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "power of two": {},
+    "float scale": {"scale": "float"},
+    "blocks of 32": {"block": 32},
+    "row of 4096, max": {"axis": -1, "scale": "max"},
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The figures of exmy_sqnr.txt for one format and distribution, in dB."""
+
+    opt: float
+    p2: float
+    mx32: float
+    row4096: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """For one format and distribution, in dB by mode, in the first draw."""
+
+    sqnr: dict[str, float]
+    given: Given
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What ``choose`` made of one width of one distribution."""
+
+    names: list[str]
+    best: list[str]
+    lost: float
+    """dB below the best format of the width, the most of all draws."""
+
+
+def given() -> tuple[dict[tuple[str, str], Given], dict[int, float]]:
+    """The stored figures by distribution and format, and Lloyd-Max's on Gaussian data by width."""
+    number = r"(-?[\d.]+)"
+    row = re.compile(rf"(\w+) opt {number} \(H {number}\) p2 {number} mx32 {number}/{number} row4096 {number}")
+    figures, lloyd = {}, {}
+    for line in Path(__file__).with_name("exmy_sqnr.txt").read_text().splitlines():
+        if line.startswith("B "):
+            fields = line.split()
+            lloyd[int(fields[1])] = float(fields[5])
+        elif not line.startswith("#"):
+            for name, opt, _, p2, low, high, rows in row.findall(line):
+                values = float(opt), float(p2), max(float(low), float(high)), float(rows)
+                figures[name, line.split()[0]] = Given(*values)
+    return figures, lloyd
+
+
+def measure(draws: int) -> tuple[dict[str, dict[str, Found]], dict[str, dict[int, Chosen]]]:
+    stored, _ = given()
+    found: dict[str, dict[str, Found]] = {}
+    chosen: dict[str, dict[int, Chosen]] = {}
+    console = Console(stderr=True)
+    generators = [np.random.default_rng(seed) for seed in range(draws)]
+    for name, draw in DRAWS.items():
+        arrays = [draw(rng).astype(np.float32).reshape(-1, 4096) for rng in generators]
+        each = {}
+        for f in track([f for bits in WIDTHS for f in exmy.formats(bits)], name, console=console, transient=True):
+            each[f] = {m: [_sqnr(x, f, **options) for x in arrays] for m, options in MODES.items()}
+        found[name] = {
+            f.name: Found({mode: values[0] for mode, values in modes.items()}, stored[name, f.name])
+            for f, modes in each.items()
+            if (name, f.name) in stored
+        }
+        chosen[name] = {}
+        for bits in WIDTHS:
+            names, best, lost = [], [], [0.0]
+            for i, x in enumerate(arrays):
+                f = exmy.choose(x, bits=bits).with_bias(0)
+                plain = next(g for g in exmy.formats(bits) if g.with_bias(0) == f)
+                achieved = {g: each[g]["power of two"][i] for g in exmy.formats(bits)}
+                most = max(achieved, key=achieved.__getitem__)
+                names.append(plain.name)
+                best.append(most.name)
+                lost.append(achieved[most] - achieved[plain])
+            chosen[name][bits] = Chosen(names, best, max(lost))
+    return found, chosen
+
+
+def _sqnr(x: Any, f: exmy.Format, **options: Any) -> float:
+    return exmy.sqnr(x, exmy.quantize(x, f, **options).dequantize())
+
+
+def table(name: str, figures: dict[str, Found]) -> Table:
+    out = Table(title=f"{name}: SQNR in dB (and beyond the stored figure)", title_justify="left")
+    out.add_column("")
+    for mode in MODES:
+        out.add_column(mode, justify="right")
+    bits = 0
+    for f, at in figures.items():
+        if exmy.Format(f).bits != bits:
+            bits = exmy.Format(f).bits
+            out.add_section()
+        stored = (at.given.p2, at.given.opt, at.given.mx32, at.given.row4096)
+        cells = zip(at.sqnr.values(), stored, strict=True)
+        out.add_row(f, *(f"{have:.2f} ({have - want:+.2f})" for have, want in cells))
+    return out
+
+
+def choice_table(chosen: dict[str, dict[int, Chosen]]) -> Table:
+    out = Table(title="choose(x, bits=…): the format chosen, the best of the width, dB lost", title_justify="left")
+    for head in ("bits", *chosen):
+        out.add_column(head)
+    for bits in WIDTHS:
+        cells = []
+        for of in chosen.values():
+            names, best = "/".join(dict.fromkeys(of[bits].names)), "/".join(dict.fromkeys(of[bits].best))
+            cells.append(f"{names}  best {best}  −{of[bits].lost:.2f}")
+        out.add_row(str(bits), *cells)
+    return out
+
+
+def bars(found: dict[str, dict[str, Found]], chosen: dict[str, dict[int, Chosen]]) -> list[Bar]:
+    """The least margin of each promise over all formats that it is about."""
+    out = []
+
+    def add(what: str, need: float, margins: dict[str, float]) -> None:
+        worst = min(margins, key=margins.__getitem__)
+        out.append(Bar(f"{what} (least: {worst})", need, margins[worst], unit=" dB"))
+
+    for name, of in found.items():
+        add(
+            f"{name}: power-of-two offset − p2",
+            -0.15,
+            {f: a.sqnr["power of two"] - a.given.p2 for f, a in of.items()},
+        )
+        add(f"{name}: float scale − opt", -0.3, {f: a.sqnr["float scale"] - a.given.opt for f, a in of.items()})
+    t5 = found["t5"]
+    add("t5: blocks of 32 − better mx32", -0.3, {f: a.sqnr["blocks of 32"] - a.given.mx32 for f, a in t5.items()})
+    _, lloyd = given()
+    best = {bits: [a for f, a in found["gauss"].items() if exmy.Format(f).bits == bits] for bits in WIDTHS}
+    lead = {f"B={b}": max(a.sqnr["float scale"] for a in best[b]) - lloyd[b] for b in WIDTHS if b > 2}
+    add("gauss: best format with a float scale − Lloyd-Max", -1.4, lead)
+    for name, widths in chosen.items():
+        add(f"{name}: choose − best format", -0.3, {f"B={b}": -at.lost for b, at in widths.items()})
+    return out
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 110})
+@click.option("--draws", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+def quality(draws: int, json_file: Path | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    found, chosen = measure(draws)
+    for name, figures in found.items():
+        console.print(table(name, figures))
+    console.print(choice_table(chosen))
+    margins = bars(found, chosen)
+    console.print(bar_table(margins))
+    if json_file:
+        data = {
+            "machine": machine.describe(Path.cwd()),
+            "unit": "dB",
+            "formats": {name: {f: asdict(at) for f, at in of.items()} for name, of in found.items()},
+            "choose": {name: {bits: asdict(at) for bits, at in of.items()} for name, of in chosen.items()},
+            "bars": [asdict(bar) | {"met": bar.met} for bar in margins],
+        }
+        json_file.write_text(json.dumps(data, indent=1) + "\n")

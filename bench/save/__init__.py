@@ -1,0 +1,1 @@
+"""Saves and restores of one process beside its peers: `python -m bench.save`."""

@@ -1,0 +1,76 @@
+"""tstore beside tensorstore, np.save, safetensors and the raw limit of the disk: saves, restores, memory.
+
+    pip install -e '.[bench]' && python -m bench.save --json figures.json
+
+Figures are medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. It
+checks that what came back is right, and asserts no figure. Linux only; about eight minutes on two cores,
+10 GB of free memory and 5 GB of free disk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench import machine
+from bench.bars import bar_table
+from bench.save import kernels, report
+from bench.save.peers import CONTENDERS, LARGE_ONLY, RAW
+from bench.save.rounds import Race
+from bench.save.workloads import WORKLOADS
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 110})
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--only", default="", help=f"Of {', '.join(WORKLOADS)}, kernels; comma-separated.")
+@click.option("--peers", default="", help=f"Of {', '.join(CONTENDERS)}; comma-separated. raw and tstore always.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option(
+    "--dir",
+    "parent",
+    default=".",
+    help="Folder on the disk to measure.",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Path) -> None:
+    chosen = _among(only, [*WORKLOADS, "kernels"], "--only")
+    names = _among(peers, list(CONTENDERS), "--peers")
+    names = [n for n in CONTENDERS if n in names or n in RAW or n.startswith("tstore")]
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    log = Console(stderr=True)
+    folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
+    races: report.Races = {}
+    try:
+        about = machine.describe(folder)
+        console.print_json(json.dumps(about))
+        for workload in (w for w in WORKLOADS.values() if w.name in chosen):
+            here = [n for n in names if n not in LARGE_ONLY or workload.name == "large"]
+            with log.status(workload.title):
+                races[workload.name] = Race(workload, here, folder, log.print).run(rounds)
+            console.print(report.table(workload.title, races[workload.name]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    speeds = kernels.measure(rounds) if "kernels" in chosen else {}
+    if speeds:
+        console.print(report.kernel_table(speeds))
+    console.print(bar_table(report.bars(races, speeds, about["kernels"])))
+    if json_file:
+        json_file.write_text(json.dumps(report.as_data(about, races, speeds), indent=1) + "\n")
+
+
+def _among(given: str, known: list[str], option: str) -> list[str]:
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise click.BadParameter(f"no such {unknown[0]!r}; one of {', '.join(known)}", param_hint=option)
+    return names or known
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""The contenders: each saves a workload's arrays into an empty folder and restores them as fresh arrays.
+
+Every peer runs with the settings that were fastest for it on a 2-core ext4 machine; they are named in its
+class. A contender knows its workload's names and shapes beforehand, so none pays for a listing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from bench.save.workloads import Arrays, Workload
+
+
+class Contender(Protocol):
+    """``title`` is for the tables; ``exact``: a restore gives back the very same values; ``restores``: it is
+    worth measuring, being not the same code as another contender's.
+    """
+
+    title: str
+    exact: bool
+    restores: bool
+
+    def __init__(self, workload: Workload) -> None: ...
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None: ...
+
+    def restore(self, folder: Path) -> Arrays: ...
+
+
+class Raw:
+    """The limit: fallocate, then two threads of gathered 8 MiB pwrites or preads, and nothing else."""
+
+    title = "raw, 1 file"
+    exact = True
+    restores = True
+    files = 1
+    threads = 2
+    block = 8 << 20
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        share = -(-self.workload.nbytes // self.files)
+        fds = [os.open(folder / f"{i}", os.O_WRONLY | os.O_CREAT, 0o644) for i in range(self.files)]
+        for fd in fds:
+            os.posix_fallocate(fd, 0, share)
+        self._transfer(os.pwritev, arrays, fds)
+        if durable:
+            with ThreadPoolExecutor(self.files) as pool:
+                list(pool.map(os.fsync, fds))
+            _fsync(folder)
+        for fd in fds:
+            os.close(fd)
+
+    def restore(self, folder: Path) -> Arrays:
+        arrays = {name: np.empty(self.workload.shape, np.float32) for name in self.workload.names}
+        fds = [os.open(folder / f"{i}", os.O_RDONLY) for i in range(self.files)]
+        self._transfer(os.preadv, arrays, fds)
+        for fd in fds:
+            os.close(fd)
+        return arrays
+
+    def _transfer(self, move: Callable[[int, list[Any], int], int], arrays: Arrays, fds: list[int]) -> None:
+        """Each thread moves one contiguous share of the batches, to or from its own file where it has one."""
+        batches = list(self._batches(arrays))
+        cut = len(batches) // self.threads
+
+        def work(thread: int) -> None:
+            mine = batches[thread * cut : (thread + 1) * cut if thread + 1 < self.threads else None]
+            own = len(fds) > 1
+            offset = 0 if own else sum(size for size, _ in batches[: thread * cut])
+            for size, buffers in mine:
+                if move(fds[thread if own else 0], buffers, offset) != size:
+                    raise OSError("short read or write: is the disk full?")
+                offset += size
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            list(pool.map(work, range(self.threads)))
+
+    def _batches(self, arrays: Arrays) -> Iterator[tuple[int, list[Any]]]:
+        """Buffers of together at most one block and 1024 pieces (IOV_MAX), with their size."""
+        batch: list[Any] = []
+        size = 0
+        for array in arrays.values():
+            flat = array.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, self.block):
+                piece = flat[start : start + self.block]
+                if batch and (size + piece.size > self.block or len(batch) == 1024):
+                    yield size, batch
+                    batch, size = [], 0
+                batch.append(piece)
+                size += piece.size
+        yield size, batch
+
+
+class RawTwoFiles(Raw):
+    """One file for each thread: on ext4 two writers of one file wait for each other's inode lock."""
+
+    title = "raw, 2 files"
+    files = 2
+
+
+class TensorStoreFile:
+    """zarr3 on the ``file`` driver, uncompressed, all arrays at once.
+
+    Fastest: a chunk for every 16 MiB, writing by reference (no copy of the caller's arrays), reading into
+    ``np.empty`` arrays (these get huge pages, ``read()``'s own do not; for small leaves ``read()`` wins).
+    """
+
+    title = "tensorstore file"
+    exact = True
+    restores = True
+    by_reference = True
+
+    def __init__(self, workload: Workload) -> None:
+        import tensorstore
+
+        self.ts: Any = tensorstore
+        self.workload = workload
+        self.metadata = {
+            "shape": list(workload.shape),
+            "data_type": "float32",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(workload.chunk)}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        }
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        opened = self._open(folder, durable, {"driver": "zarr3", "metadata": self.metadata}, create=True)
+        by_reference = self.by_reference
+        writes = [
+            store.write(array, can_reference_source_data_indefinitely=by_reference)
+            for store, array in zip(opened, arrays.values(), strict=True)
+        ]
+        for write in writes:
+            write.result()
+
+    def restore(self, folder: Path) -> Arrays:
+        opened = self._open(folder, True, {"driver": "zarr3"}, open=True, recheck_cached=False)
+        if self.workload.nbytes // self.workload.count < 1 << 20:
+            reads = [store.read() for store in opened]
+            return {n: read.result() for n, read in zip(self.workload.names, reads, strict=True)}
+        arrays = {name: np.empty(self.workload.shape, np.float32) for name in self.workload.names}
+        copies = [self.ts.array(array).write(s) for array, s in zip(arrays.values(), opened, strict=True)]
+        for copy in copies:
+            copy.result()
+        return arrays
+
+    def _open(self, folder: Path, durable: bool, spec: dict[str, Any], **how: Any) -> list[Any]:
+        root, context = self._root(folder, durable)
+        futures = [self.ts.open(spec, kvstore=root / f"{n}/", context=context, **how) for n in self.workload.names]
+        return [future.result() for future in futures]
+
+    def _root(self, folder: Path, durable: bool) -> tuple[Any, Any]:
+        context = self.ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "file_io_concurrency": {"limit": 32},
+                "file_io_sync": durable,
+            }
+        )
+        return self.ts.KvStore.open(self._kvstore(folder), context=context).result(), context
+
+    def _kvstore(self, folder: Path) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{folder}/"}
+
+
+class TensorStoreFileCopying(TensorStoreFile):
+    """The same with a plain ``write(array)``, which copies the caller's array first."""
+
+    title = "tensorstore file, copying"
+    restores = False
+    by_reference = False
+
+
+class TensorStoreOcdbt(TensorStoreFile):
+    """zarr3 on ``ocdbt`` over files; one atomic transaction for all arrays is its fastest way to save."""
+
+    title = "tensorstore ocdbt"
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        transaction = self.ts.Transaction(atomic=True)
+        spec = {"driver": "zarr3", "metadata": self.metadata}
+        opened = self._open(folder, durable, spec, create=True, transaction=transaction)
+        writes = [
+            store.write(array, can_reference_source_data_indefinitely=True)
+            for store, array in zip(opened, arrays.values(), strict=True)
+        ]
+        for write in writes:
+            write.copy.result()
+        transaction.commit_async().result()
+
+    def _kvstore(self, folder: Path) -> dict[str, Any]:
+        return {"driver": "ocdbt", "base": super()._kvstore(folder)}
+
+
+class NumPy:
+    """np.save and np.load, a file for each array; durable: fsync of each and of the folder afterwards."""
+
+    title = "np.save"
+    exact = True
+    restores = True
+
+    def __init__(self, workload: Workload) -> None:
+        self.names = workload.names
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+        if durable:
+            _fsync_all(folder, (f"{name}.npy" for name in arrays))
+
+    def restore(self, folder: Path) -> Arrays:
+        return {name: np.load(folder / f"{name}.npy") for name in self.names}
+
+
+class Safetensors:
+    """safetensors.numpy, one file; durable: fsync of the file and of the folder afterwards."""
+
+    title = "safetensors"
+    exact = True
+    restores = True
+
+    def __init__(self, workload: Workload) -> None:
+        from safetensors.numpy import load_file, save_file
+
+        self.save_file, self.load_file = save_file, load_file
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        self.save_file(arrays, folder / "all.safetensors")
+        if durable:
+            _fsync_all(folder, ["all.safetensors"])
+
+    def restore(self, folder: Path) -> Arrays:
+        return self.load_file(folder / "all.safetensors")
+
+
+class TStore:
+    """tstore.save and tstore.restore; a transaction where the chunk shape is part of the task."""
+
+    title = "tstore"
+    exact = True
+    restores = True
+    codecs: ClassVar[dict[str, str] | None] = None
+
+    def __init__(self, workload: Workload) -> None:
+        import tstore.sync
+
+        self.tstore: Any = tstore.sync
+        self.workload = workload
+
+    def save(self, arrays: Arrays, folder: Path, durable: bool) -> None:
+        durability = "fsync" if durable else "none"
+        store = self.tstore.open(str(folder / "store"))
+        if not self.workload.chunked:
+            self.tstore.save(store, arrays, step=0, codecs=self.codecs, durability=durability)
+            return
+        with store.transaction(durability=durability) as tx:
+            for name, x in arrays.items():
+                tx.create_array(name, shape=x.shape, dtype="float32", chunks=self.workload.chunk).write(x)
+
+    def restore(self, folder: Path) -> Arrays:
+        store = self.tstore.open(str(folder / "store"), mode="r")
+        if self.workload.chunked:
+            snapshot = store.snapshot()
+            return {name: snapshot.array(name).read() for name in self.workload.names}
+        arrays: Arrays = self.tstore.restore(store)
+        return arrays
+
+
+class TStoreE4M3(TStore):
+    """The same data in 8 bits a value; its GB/s count the float32 bytes that it was given."""
+
+    title = "tstore e4m3"
+    exact = False
+    codecs: ClassVar = {"**": "e4m3"}
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "raw1": Raw,
+    "raw2": RawTwoFiles,
+    "ts-file": TensorStoreFile,
+    "ts-file-copy": TensorStoreFileCopying,
+    "ts-ocdbt": TensorStoreOcdbt,
+    "npy": NumPy,
+    "safetensors": Safetensors,
+    "tstore": TStore,
+    "tstore-e4m3": TStoreE4M3,
+}
+RAW = ("raw1", "raw2")
+TENSORSTORE = ("ts-file", "ts-file-copy", "ts-ocdbt")
+LARGE_ONLY = ("ts-file-copy", "tstore-e4m3")
+
+
+def _fsync_all(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        _fsync(folder / name)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)

@@ -1,0 +1,142 @@
+"""Tables of the figures of `bench.save`, its bars, and the same as plain data for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isnan
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from bench.bars import Bar, number
+from bench.save.peers import RAW, TENSORSTORE
+from bench.save.rounds import MEASURES, Figures
+
+Races = dict[str, dict[str, Figures]]
+MIB = 2**20
+
+
+def best(figures: dict[str, Figures], names: tuple[str, ...], measure: str) -> Figures | None:
+    """The fastest by median of those that stayed for most rounds: "raw", "the better tensorstore driver"."""
+    most = max((len(f.gbps[measure]) for f in figures.values()), default=0)
+    have = [figures[n] for n in names if n in figures and len(figures[n].gbps[measure]) > most / 2]
+    return max(have, key=lambda f: f.median(measure), default=None)
+
+
+def table(title: str, figures: dict[str, Figures]) -> Table:
+    out = Table(title=title, title_justify="left")
+    for head in ("", "GB/s", "min–max", "× raw", "× tensorstore", "peak MiB", "rounds"):
+        out.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    for measure in MEASURES:
+        raw, peer = best(figures, RAW, measure), best(figures, TENSORSTORE, measure)
+        out.add_section()
+        out.add_row(f"[bold]{measure}")
+        for f in figures.values():
+            values = f.gbps[measure].values()
+            if not values:
+                continue
+            peak = f.peak.get(measure.split()[0])
+            out.add_row(
+                f"  {f.title}" + (" *" if f is raw or f is peer else ""),
+                f"{f.median(measure):.3g}",
+                f"{min(values):.3g}–{max(values):.3g}",
+                number(f.ratio(measure, raw) if raw else float("nan")),
+                number(f.ratio(measure, peer) if peer else float("nan")),
+                "–" if peak is None else f"{peak / MIB:.0f}",
+                str(len(values)),
+            )
+    notes = [f"{f.title}: {f.error}" for f in figures.values() if f.error]
+    notes += [
+        f"{f.title}: a cold restore read only {min(f.cold_share):.0%} of the stored bytes from disk"
+        for f in figures.values()
+        if f.cold_share and min(f.cold_share) < 0.9
+    ]
+    out.caption = "\n".join(["* what the ratios are taken against", *notes])
+    out.caption_justify = "left"
+    return out
+
+
+def kernel_table(figures: dict[str, list[float]]) -> Table:
+    out = Table(title="exmy on one core, GB/s of float32", title_justify="left")
+    for head in ("", "GB/s", "min–max", "× np.copyto"):
+        out.add_column(head, justify="left" if not head else "right")
+    for name, values in figures.items():
+        ratio = number(_paired(values, figures["copyto"]))
+        out.add_row(name, f"{median(values):.3g}", f"{min(values):.3g}–{max(values):.3g}", ratio)
+    if len(figures) == 1:
+        out.caption = "exmy: absent"
+    return out
+
+
+def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]:
+    """Every bar of the issue, for the workloads that were run."""
+    out: list[Bar] = []
+
+    def add(
+        workload: str, measure: str, against: tuple[str, ...], need: float, what: str, *, name: str = "tstore"
+    ) -> None:
+        figures = races.get(workload, {})
+        other, mine = best(figures, against, measure), figures.get(name)
+        measured = mine.ratio(measure, other) if mine and other else float("nan")
+        if figures:
+            out.append(Bar(f"{workload}: {name} {measure} ÷ {what}", need, measured))
+
+    durable, not_durable, warm, _ = MEASURES
+    add("large", durable, RAW, 0.85, "raw")
+    add("large", durable, TENSORSTORE, 1.1, "better tensorstore")
+    add("large", not_durable, TENSORSTORE, 2, "better tensorstore")
+    add("large", not_durable, ("ts-file-copy",), 2, "tensorstore file's plain write()")
+    add("large", warm, RAW, 0.8, "raw")
+    add("large", warm, TENSORSTORE, 2, "better tensorstore")
+    for workload, save, restore in (("chunks64k", 2, 2.5), ("leaves", 3, 3)):
+        for measure, least in ((durable, save), (not_durable, save), (warm, restore)):
+            add(workload, measure, ("ts-ocdbt",), least, "tensorstore ocdbt")
+    add("large", durable, RAW, 2, "raw, logical bytes", name="tstore-e4m3")
+    for name, values in kernels.items():
+        if name != "copyto":
+            need = 1.0 if level == "avx512" else 0.5
+            out.append(Bar(f"exmy {name} ÷ np.copyto ({level})", need, _paired(values, kernels["copyto"])))
+    for workload, figures in races.items():
+        peaks = [p for n, f in figures.items() if n.startswith("tstore") for p in f.peak.values()]
+        most = max(peaks) / MIB if peaks else float("nan")
+        out.append(Bar(f"{workload}: tstore memory beyond the arrays", 300, most, most=True, unit=" MiB"))
+    return out
+
+
+def as_data(machine: dict[str, Any], races: Races, kernels: dict[str, list[float]]) -> dict[str, Any]:
+    """What ``--json`` writes; no NaN in it."""
+    return {
+        "machine": machine,
+        "unit": "GB/s (1e9 bytes of float32)",
+        "workloads": {
+            w: {
+                n: asdict(f)
+                | {
+                    "median": {m: _or_none(f.median(m)) for m in MEASURES},
+                    "ratio_to_raw": _ratios(f, figures, RAW),
+                    "ratio_to_tensorstore": _ratios(f, figures, TENSORSTORE),
+                }
+                for n, f in figures.items()
+            }
+            for w, figures in races.items()
+        },
+        "kernels": kernels,
+        "bars": [
+            asdict(bar) | {"measured": _or_none(bar.measured), "met": bar.met}
+            for bar in bars(races, kernels, machine["kernels"])
+        ],
+    }
+
+
+def _ratios(f: Figures, figures: dict[str, Figures], names: tuple[str, ...]) -> dict[str, float | None]:
+    others = {m: best(figures, names, m) for m in MEASURES}
+    return {m: _or_none(f.ratio(m, other)) if other else None for m, other in others.items()}
+
+
+def _paired(values: list[float], others: list[float]) -> float:
+    return median(a / b for a, b in zip(values, others, strict=True))
+
+
+def _or_none(value: float) -> float | None:
+    return None if isnan(value) else value

@@ -1,0 +1,171 @@
+"""Interleaved rounds of all contenders over one workload, and the figures they leave.
+
+A round is two passes over the contenders, in an order that is rotated by one each round: one of saves
+without fsync; one of a durable save, then a warm and a cold restore of what it saved. Outside of the timed
+regions: emptying the folder, waiting for the disk, filling or evicting the page cache, freeing the results,
+and making sure that the free memory is there (see ``machine.Reserve``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench import machine
+from bench.save import memory
+from bench.save.peers import CONTENDERS, Contender
+from bench.save.workloads import Arrays, Workload
+
+MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
+
+
+@dataclass
+class Figures:
+    """One contender on one workload. A slow one may have fewer rounds than the others; `error` ended it."""
+
+    title: str
+    gbps: dict[str, dict[int, float]] = field(default_factory=lambda: {m: {} for m in MEASURES})  # by round
+    cold_share: list[float] = field(default_factory=list)  # of a cold restore's bytes: truly read from disk
+    peak: dict[str, int] = field(default_factory=dict)  # bytes by "save", "restore"
+    seconds: float = 0.0
+    error: str = ""
+
+    def median(self, measure: str) -> float:
+        values = self.gbps[measure].values()
+        return median(values) if values else float("nan")
+
+    def ratio(self, measure: str, other: Figures, of_measure: str | None = None) -> float:
+        """Median over the rounds that both have of this figure by the other's."""
+        mine, theirs = self.gbps[measure], other.gbps[of_measure or measure]
+        pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys()]
+        return median(pairs) if pairs else float("nan")
+
+
+class Race:
+    """All contenders on one workload; one that has used ``patience`` seconds gets no more rounds."""
+
+    patience = 25.0
+
+    def __init__(self, workload: Workload, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+        self.workload = workload
+        self.folder = folder / workload.name
+        self.say = say
+        self.reserve = machine.Reserve()
+        self.figures = {name: Figures(CONTENDERS[name].title) for name in names}
+        self.contenders: dict[str, Contender] = {}
+        for name in names:
+            try:
+                self.contenders[name] = CONTENDERS[name](workload)
+            except ImportError as error:
+                self._drop(name, f"absent: {error}")
+
+    def run(self, rounds: int) -> dict[str, Figures]:
+        arrays = self.workload.make()
+        for i in range(rounds):
+            names = list(self.contenders)
+            names = names[i % len(names) :] + names[: i % len(names)]
+            self.say(f"{self.workload.name}: round {i + 1} of {rounds}")
+            for one_pass in (self._save_not_durable, self._save_and_restore):
+                for name in names:
+                    if name in self.contenders and self.figures[name].seconds < self.patience:
+                        self._attempt(name, one_pass, arrays, i)
+        del arrays
+        self.reserve.release()
+        self.say(f"{self.workload.name}: peak memory")
+        for name in list(self.contenders):
+            self._measure_memory(name)
+        machine.settle(self.folder)
+        return self.figures
+
+    def _attempt(self, name: str, one_pass: Callable[[str, Arrays, int], None], arrays: Arrays, i: int) -> None:
+        try:
+            one_pass(name, arrays, i)
+        except Exception as error:  # a contender that fails must not cost the others their figures
+            self._drop(name, f"failed: {type(error).__name__}: {error}")
+
+    def _save_not_durable(self, name: str, arrays: Arrays, i: int) -> None:
+        contender, spare = self.contenders[name], 2 * self.workload.nbytes
+        machine.settle(self.folder)
+        with self._timed(name, "save not durable", i, spare):
+            contender.save(arrays, self.folder, durable=False)
+        machine.settle(self.folder)
+        self.reserve.take(spare)
+
+    def _save_and_restore(self, name: str, arrays: Arrays, i: int) -> None:
+        contender, figures = self.contenders[name], self.figures[name]
+        once, twice = self.workload.nbytes, 2 * self.workload.nbytes
+        machine.settle(self.folder)
+        with self._timed(name, "save durable", i, twice):
+            contender.save(arrays, self.folder, durable=True)
+        if not contender.restores:
+            return
+        machine.warm(self.folder)
+        with self._timed(name, "restore warm", i, once):
+            restored = contender.restore(self.folder)
+        if i == 0:
+            _check(arrays, restored, contender.exact)
+        del restored
+        machine.evict(self.folder)
+        before = machine.bytes_from_disk()
+        with self._timed(name, "restore cold", i, twice):
+            restored = contender.restore(self.folder)
+        figures.cold_share.append((machine.bytes_from_disk() - before) / _stored(self.folder))
+        del restored
+        machine.settle(self.folder)
+        self.reserve.take(twice)
+
+    def _measure_memory(self, name: str) -> None:
+        machine.settle(self.folder)
+        for phase in ("save", "restore") if self.contenders[name].restores else ("save",):
+            try:
+                peak = memory.beyond_arrays(name, self.workload.name, phase, self.folder)
+            except RuntimeError as error:
+                self.say(f"{self.workload.name}: no peak memory of {name} in {phase}: {error}")
+                return
+            self.figures[name].peak[phase] = peak
+
+    def _timed(self, name: str, measure: str, i: int, spare: int) -> _Timed:
+        """Times its block, for which the machine has ``spare`` bytes of free memory at hand."""
+        self.reserve.take(spare)
+        self.reserve.release()
+        return _Timed(self.figures[name], measure, i, self.workload.nbytes)
+
+    def _drop(self, name: str, why: str) -> None:
+        self.contenders.pop(name, None)
+        self.figures[name].error = why
+        self.say(f"{self.workload.name}: {name} {why}")
+
+
+class _Timed:
+    def __init__(self, figures: Figures, measure: str, i: int, nbytes: int) -> None:
+        self.figures, self.measure, self.i, self.nbytes = figures, measure, i, nbytes
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        seconds = time.perf_counter() - self.start
+        if kind is None:
+            self.figures.gbps[self.measure][self.i] = self.nbytes / 1e9 / seconds
+            self.figures.seconds += seconds
+
+
+def _check(arrays: Arrays, restored: Arrays, exact: bool) -> None:
+    """Raises ValueError unless the restored values are the saved ones, or within 20 dB where not exact."""
+    if arrays.keys() != restored.keys():
+        raise ValueError("the restored names differ")
+    for name, x in arrays.items():
+        y = restored[name]
+        if exact and not np.array_equal(x, y):
+            raise ValueError(f"the restored values of {name} differ")
+        if x.shape != y.shape or float(np.square(x - y).mean()) > 0.01 * float(np.square(x).mean()):
+            raise ValueError(f"the restored values of {name} are too far off")
+
+
+def _stored(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

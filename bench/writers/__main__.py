@@ -1,0 +1,141 @@
+"""Many writers of one store: tstore beside tensorstore (one ocdbt; or, as Orbax does, one for each process, merged
+by process 0) and icechunk.
+
+    pip install -e '.[bench,plot]' && python -m bench.writers --json figures.json --plot .
+
+(a) all hosts save one state as one commit, (b) each makes small commits of its own, (c) one is killed, (d) up to
+4,096 hosts on a model of GCS under virtual time (`writer_model` states it). What is acknowledged is read back.
+Figures are medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. Linux
+only; under ten minutes on two cores, 8 GB of free memory and 4 GB of free disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench import machine
+from bench.writers import model, report
+from bench.writers.rounds import Bench
+
+QUESTIONS = ("cooperative", "independent", "killed", "model")
+HOSTS = (1, 2, 4, 8, 16, 32, 64)
+MODEL_HOSTS = (64, 256, 1024, 4096)
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 110})
+@click.option(
+    "--rounds", default=3, show_default=True, type=click.IntRange(1), help="Where there is a bar; else 1."
+)
+@click.option("--only", default="", help=f"Of {', '.join(QUESTIONS)}; comma-separated.")
+@click.option("--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="How many; comma-separated.")
+@click.option("--seconds", default=1.0, show_default=True, help="Of small commits, each time.")
+@click.option("--minutes", default=8.0, show_default=True, help="After which no further measurement begins.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option(
+    "--plot", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Write PNG files there."
+)
+@click.option(
+    "--dir",
+    "parent",
+    default=".",
+    help="Folder on the disk to measure.",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+def main(
+    rounds: int,
+    only: str,
+    hosts: str,
+    seconds: float,
+    minutes: float,
+    json_file: Path | None,
+    plot: Path | None,
+    parent: Path,
+) -> None:
+    asked = [q for q in QUESTIONS if q in only.split(",")] if only else list(QUESTIONS)
+    if not asked:
+        raise click.BadParameter(f"expected of {', '.join(QUESTIONS)}", param_hint="--only")
+    counts = sorted({int(n) for n in hosts.split(",")})
+    console, log = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 170
+    folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
+    bench = Bench(folder, log.print)
+    commits: list[tuple[bool, model.Commit]] = []
+    began, left_out = time.monotonic(), []
+    try:
+        about = machine.describe(folder)
+        console.print_json(json.dumps(about))
+        for question, what, measure in _jobs(bench, counts, rounds, seconds, commits):
+            if question in asked and time.monotonic() - began > 60 * minutes:
+                left_out.append(f"{question} ({what})")
+            elif question in asked:
+                measure()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.show(console, bench.rows, commits)
+    if left_out:
+        console.print(f"left out for want of time: {', '.join(left_out)}")
+    if json_file:
+        json_file.write_text(json.dumps(report.as_data(about, bench.rows, commits), indent=1) + "\n")
+    if plot:
+        for made in report.plot(bench.rows, commits, plot):
+            log.print(str(made))
+
+
+Job = tuple[str, str, Callable[[], None]]
+
+
+def _jobs(
+    bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, model.Commit]]
+) -> Iterator[Job]:
+    """Question, what of it, and the call that measures it: first all that has a bar."""
+    bar = report.BAR_HOSTS
+    turns = range(rounds if bar in counts else 0)
+    for turn in turns:
+        yield "independent", f"{bar} hosts", partial(bench.independent, bar, 1, True, turn, seconds)
+    yield "model", "all", lambda: commits.extend(_model())
+    for turn in turns:
+        for durable in (True, False):
+            yield "cooperative", f"{bar} hosts", partial(bench.cooperative, bar, durable, turn)
+        yield "killed", f"{bar} hosts", partial(bench.killed, bar, turn)
+    for count in counts:
+        if count != bar:
+            yield "cooperative", f"{count} hosts", partial(bench.cooperative, count, True, 0)
+            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, True, 0, seconds)
+        if count > 1:
+            yield "independent", f"{count} tasks", partial(bench.independent, 1, count, True, 0, seconds)
+        if count in (1, bar):
+            yield "independent", f"{count} hosts", partial(bench.independent, count, 1, False, 0, seconds)
+
+
+def _model() -> list[tuple[bool, model.Commit]]:
+    """Of each kind of run the one of median time; each is one thread of computing, and two go at once."""
+    kinds = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, context) as pool:
+        runs = [
+            (uploads, [pool.submit(model.commit, hosts, n, uploads=uploads) for n in range(_seeds(hosts))])
+            for uploads, hosts in kinds
+        ]
+        found = [(uploads, sorted([r.result() for r in some], key=lambda c: c.visible)) for uploads, some in runs]
+    medians = [(uploads, ordered[len(ordered) // 2]) for uploads, ordered in found]
+    return sorted(medians, key=lambda each: (not each[0], each[1].hosts))
+
+
+def _seeds(hosts: int) -> int:
+    return 9 if hosts <= 256 else 3
+
+
+if __name__ == "__main__":
+    main()

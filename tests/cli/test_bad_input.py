@@ -1,0 +1,459 @@
+"""Folders, disks and files that are not as they should be: an error that says so, and nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+import tstore.store
+from tests.support import processes
+from tstore.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Denied,
+    Inconsistent,
+    InvalidArgument,
+    Misuse,
+    NotAStore,
+    NotFound,
+    StorageFull,
+)
+
+TREE = {"w": np.arange(100_000.0), "b": np.arange(3)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A store with step 0."""
+    asyncio.run(tstore.save(tmp_path / "store", TREE, 0))
+    return tmp_path / "store"
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+async def intact(store: Path) -> None:
+    """The step saved first is there, and nothing else is."""
+    found = await tstore.restore(store, 0)
+    for name, values in TREE.items():
+        assert (found[name] == values).all()
+    assert await tstore.steps(store) == [0]
+    assert (await (await tstore.open(store, "r")).verify()).ok
+
+
+# ---- what is not a store
+
+
+async def test_nothing_at_the_path(tmp_path: Path) -> None:
+    for call in (
+        tstore.open(tmp_path / "no", "r"),
+        tstore.restore(tmp_path / "no"),
+        tstore.steps(tmp_path / "no"),
+    ):
+        with pytest.raises(NotAStore, match="no"):
+            await call
+    assert not (tmp_path / "no").exists()
+
+
+async def test_an_empty_folder_becomes_a_store_only_when_asked(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore):
+        await tstore.open(tmp_path, "r")
+    assert list(tmp_path.iterdir()) == []
+    store = await tstore.open(tmp_path, "x")
+    assert (store.mode, store.url) == ("x", str(tmp_path))
+    with pytest.raises(AlreadyExists, match="mode='a'"):
+        await tstore.open(tmp_path, "x")
+    assert (await tstore.open(tmp_path, "a")).uuid == store.uuid
+
+
+async def test_a_store_must_exist_to_be_opened_for_reading_and_writing(tmp_path: Path) -> None:
+    for url in (tmp_path, tmp_path / "typo", f"memory://{tmp_path}"):
+        with pytest.raises(NotAStore):
+            await tstore.open(url, "r+")
+        with pytest.raises(NotAStore):
+            await tstore.quantize(url, "e4m3")
+    assert list(tmp_path.iterdir()) == []
+    await tstore.save(tmp_path, {"w": np.ones(100)}, 0)
+    async with await tstore.open(tmp_path, "r+") as store:
+        assert store.mode == "r+"
+        async with store.transaction() as tx:
+            await tx.create_array("x", (2,), "int8")
+    assert (await tstore.quantize(tmp_path, "e4m3")).version == 3
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "a", "x"])
+async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tstore.store.Mode) -> None:
+    (tmp_path / "model.bin").write_bytes(b"mine")
+    with pytest.raises(NotAStore, match=str(tmp_path)):
+        await tstore.open(tmp_path, mode)
+    assert files(tmp_path) == {"model.bin"}
+
+
+@pytest.mark.parametrize("mode", ["r", "a", "x"])
+@pytest.mark.parametrize("below", ["", "/x"])
+async def test_a_file_is_no_store(tmp_path: Path, mode: tstore.store.Mode, below: str) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"mine")
+    with pytest.raises((NotAStore, NotFound), match=r"model\.bin"):
+        await tstore.open(f"{path}{below}", mode)
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("mode", ["w", "", "rb", None])
+async def test_a_mode_that_is_none_is_refused(tmp_path: Path, mode: tstore.store.Mode) -> None:
+    with pytest.raises(InvalidArgument, match="mode"):
+        await tstore.open(tmp_path, mode)
+
+
+@pytest.mark.parametrize("url", ["", "s4://x", "file://host/x"])
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument):
+        await tstore.open(url)
+
+
+async def test_many_hosts_may_make_one_store(tmp_path: Path) -> None:
+    stores = await asyncio.gather(*[tstore.open(tmp_path / "new") for _ in range(16)])
+    assert len({s.uuid for s in stores}) == 1
+
+
+# ---- a folder that cannot be written
+
+AS_NOBODY = """
+    import json, os, sys
+    import numpy as np
+    import tstore.sync as tstore
+    many = np.random.default_rng(0).random(100_000)
+    tstore.save("memory://warm", {"x": many}, 0)  # what is imported late may lie where only root can read
+    if os.geteuid() == 0:  # root may write anything
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    def outcome(call):
+        try:
+            call()
+        except tstore.errors.TStoreError as error:
+            return [type(error).__name__, str(error)]
+        return ["ok", ""]
+    url = sys.argv[1]
+    print(json.dumps({
+        "restore": outcome(lambda: tstore.restore(url, 0)),
+        "small": outcome(lambda: tstore.save(url, {"x": np.zeros(1)}, 1)),
+        "large": outcome(lambda: tstore.save(url, {"x": many}, 1)),
+        "new": outcome(lambda: tstore.open(url + "/new/one")),
+        "verify": outcome(lambda: tstore.open(url, "r").verify()),
+    }))
+"""
+
+
+@pytest.fixture
+def open_to_all(saved: Path) -> Iterator[Path]:
+    """The store where another user can reach it, to read."""
+    folder = Path("/tmp") / f"tstore-test-{os.getpid()}-{saved.parent.name}"
+    shutil.copytree(saved, folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) -> None:
+    before = files(open_to_all)
+    found = json.loads(processes.python(AS_NOBODY, open_to_all, cwd="/"))
+    assert {k: v[0] for k, v in found.items()} == {
+        "restore": "ok",
+        "verify": "ok",
+        "small": "Denied",
+        "large": "Denied",
+        "new": "Denied",
+    }
+    for call in ("small", "large", "new"):
+        assert str(open_to_all) in found[call][1]
+        assert "permissions" in found[call][1]
+    assert files(open_to_all) == before
+    asyncio.run(intact(open_to_all))
+
+
+async def test_a_read_only_file_system_is_denied(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    real = os.open
+
+    def read_only(path: str, flags: int, *more: int, **keywords: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return real(path, flags, *more, **keywords)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(Denied, match="read-only"):
+        await tstore.save(saved, {"x": np.zeros(1)}, 1)
+    monkeypatch.undo()
+    await intact(saved)
+
+
+# ---- a full disk
+
+FULL = """
+    import json, resource, sys
+    import numpy as np
+    import tstore.sync as tstore
+    url, limit, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    store = tstore.open(url)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    values = np.random.default_rng(0).integers(0, 255, size, "u1")
+    try:
+        tstore.save(store, {"x": values}, 1, codecs=json.loads(sys.argv[4]))
+    except tstore.errors.TStoreError as error:
+        print(type(error).__name__, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert (tstore.restore(store, 0)["b"] == np.arange(3)).all()
+    print(tstore.steps(store))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "codecs"),
+    [
+        (1 << 20, 40_000_000, None),  # the pack
+        (1 << 20, 40_000_000, [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]),
+        (100, 1000, None),  # the record
+        (5000, 20_000, None),
+    ],
+    ids=str,
+)
+def test_a_limit_of_file_size(saved: Path, limit: int, size: int, codecs: object) -> None:
+    before = files(saved)
+    told, after = processes.python(FULL, saved, limit, size, json.dumps(codecs)).splitlines()
+    assert told.startswith("StorageFull")
+    assert str(saved) in told
+    assert "make room" in told
+    assert after == "[0]"
+    assert files(saved) == before  # what was written is given back
+    asyncio.run(intact(saved))
+    assert asyncio.run(tstore.save(saved, TREE, 1)) == 2
+
+
+def mounted(folder: Path, size: str) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A disk of 24 MiB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    there = mounted(folder, "24m")
+    yield folder if there else None
+    if there:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
+    """Without the right to mount one, the limit of file size stands for it."""
+    if small_disk is None:
+        told = processes.python(FULL, saved, 1 << 20, 40_000_000, "null")
+        assert told.startswith("StorageFull")
+        return
+    store = small_disk / "store"
+    shutil.copytree(saved, store)
+    told, after = processes.python(FULL, store, 0, 40_000_000, "null").splitlines()
+    assert told.startswith("StorageFull")
+    assert after == "[0]"
+    assert files(store) == files(saved)
+    asyncio.run(intact(store))
+    # what fits, fits, though packs are allotted in larger extents
+    assert processes.python(FULL, store, 0, 15_000_000, "null").splitlines() == ["[0, 1]"]
+
+
+async def test_a_gc_on_a_disk_without_a_byte_says_what_it_needs(saved: Path) -> None:
+    from tstore.conformance.faulty import open_faulty
+
+    await tstore.save(saved, TREE, 1)
+    before = files(saved)
+    store, faults = await open_faulty(saved)
+    faults.fail("create", "commits/*", error=StorageFull, times=10)
+    with pytest.raises(StorageFull, match=r"Nothing was collected.*some KiB.*free as much"):
+        await store.collect(tstore.Keep(last=1))
+    assert files(saved) == before
+    faults.heal()
+    assert (await store.collect(tstore.Keep(last=1))).versions == [1]
+
+
+@pytest.mark.parametrize("operation", ["append", "reserve", "finish", "create", "settle"])
+@pytest.mark.parametrize("error", [StorageFull, Denied, tstore.errors.Unavailable])
+async def test_any_write_that_fails_leaves_the_earlier_step(saved: Path, operation: str, error: type) -> None:
+    from tstore.conformance.faulty import open_faulty
+
+    store, faults = await open_faulty(saved)
+    faults.fail(operation, "txn/*" if operation != "create" else "commits/*", error=error, times=10)
+    before = files(saved)
+    tree = {"x": np.random.default_rng(0).random(200_000)}
+    try:
+        await tstore.save(store, tree, 1)
+    except (error, tstore.errors.CommitOutcomeUnknown):
+        faults.heal()
+        await intact(saved)
+        if operation in ("append", "finish"):
+            assert files(saved) == before
+        assert await tstore.save(store, tree, 1) >= 2
+    else:
+        assert operation == "reserve"  # never asked for, where append does it
+    assert (await tstore.restore(saved, 1))["x"].tobytes() == tree["x"].tobytes()
+
+
+async def test_too_many_open_files_are_named(saved: Path) -> None:
+    told = processes.python(
+        """
+        import resource, sys
+        import numpy as np
+        import tstore.sync as tstore
+        store = tstore.open(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 4096))
+        try:
+            tstore.save(store, {"x": np.zeros(100_000)}, 1)
+        except tstore.errors.TStoreError as error:
+            print(type(error).__name__, error)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+        print(tstore.steps(store))
+        """,
+        saved,
+    )
+    assert "ulimit -n" in told
+    assert told.splitlines()[-1] == "[0]"
+    await intact(saved)
+
+
+# ---- calls at the wrong moment, or with what can't be
+
+
+async def filled(url: Path) -> tstore.Store:
+    """A store with an array "a" of ones, tagged "good"."""
+    store = await tstore.open(url)
+    async with store.transaction(tag="good") as tx:
+        await (await tx.create_array("a", (4,), "int8")).write(1)
+    return store
+
+
+async def test_a_snapshot_can_t_be_changed(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    array = await (await store.snapshot()).array("a")
+    for call in (array.write(2), array[1:2].write(2), array.resize((5,))):
+        with pytest.raises(Misuse, match=r"store\.transaction\(\)"):
+            await call
+    assert (await array.read()).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+async def test_a_transaction_that_ended_takes_nothing_more(tmp_path: Path, end: str) -> None:
+    store = await filled(tmp_path)
+    tx = store.transaction()
+    array = await tx.array("a")
+    await array.write(2)
+    assert not tx.ended
+    await getattr(tx, end)()
+    assert tx.ended
+    for call in (
+        array.write(3),
+        array.resize((9,)),
+        array.read(),
+        tx.array("a"),
+        tx.create_array("b", (1,), "int8"),
+        tx.create_group("g"),
+        tx.delete("a"),
+        tx.paths(),
+        tx.commit(),
+    ):
+        with pytest.raises(Misuse, match=r"open a new one"):
+            await call
+    await tx.abort()  # once more does nothing
+    assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [2 if end == "commit" else 1] * 4
+
+
+async def test_one_host_can_t_have_one_transaction_open_twice(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+
+    def opened(host: int = 0, attempt: str = "a") -> tstore.Transaction:
+        return store.transaction(name="n", host=host, hosts=2, attempt=attempt)
+
+    tx = opened()
+    await (await tx.create_array("b", (2,), "int8")).write(1)
+    with pytest.raises(Misuse, match="host 0 has transaction 'n' open already"):
+        opened()
+    others = [opened(1), opened(0, "b")]
+    assert {t.ended for t in others} == {False}
+    await tx.abort()
+    assert not opened().ended
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan")])
+async def test_a_timeout_that_leaves_no_time_is_refused_before_anything_is_done(
+    tmp_path: Path, timeout: float
+) -> None:
+    store = await filled(tmp_path)
+    before = files(tmp_path)
+    for hosts in (1, 2):
+        with pytest.raises(InvalidArgument, match="timeout"):
+            await tstore.save(store, TREE, 1, timeout=timeout, host=0, hosts=hosts, attempt="a")
+        tx = store.transaction(name="n", host=0, hosts=hosts, attempt="a")
+        await (await tx.create_array("b", (2,), "int8")).write(1)
+        with pytest.raises(InvalidArgument, match="timeout"):
+            await tx.commit(timeout)
+        assert not tx.ended
+        await tx.abort()
+    assert files(tmp_path) == before
+
+
+async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    with pytest.raises(AlreadyExists, match=r"'good' names version 1 already.*move_tag="):
+        async with store.transaction(tag="good"):
+            pass
+    with pytest.raises(AlreadyExists, match="good"):
+        await store.transaction(tag="good").create_array("b", (1,), "int8")
+    assert (await store.snapshot()).version == 1
+    async with store.transaction(tag="better", move_tag="good") as tx:
+        await (await tx.array("a")).write(2)
+    async with store.transaction(move_tag="new"):
+        pass
+    assert await store.tags() == {"better": 2, "good": 2, "new": 3}
+    with pytest.raises(InvalidArgument, match="tag"):
+        store.transaction(move_tag="12")
+    with pytest.raises(InvalidArgument, match="named twice"):
+        store.transaction(tag="a", move_tag="a")
+
+
+async def test_a_tag_that_is_not_there_can_t_be_dropped(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    with pytest.raises(NotFound, match=r"no tag 'god' to drop; its tags are: good"):
+        async with store.transaction(drop_tag="god"):
+            pass
+    with pytest.raises(InvalidArgument, match="named twice"):
+        store.transaction(move_tag="good", drop_tag="good")
+    with pytest.raises(InvalidArgument, match="without a name"):
+        store.transaction(drop_tag="good", name="n", host=0, hosts=2, attempt="a")
+    assert await store.tags() == {"good": 1}
+
+
+async def test_another_number_of_hosts_under_one_name_is_refused(tmp_path: Path) -> None:
+    store = await filled(tmp_path)
+    tx = store.transaction(name="n", host=0, hosts=2, attempt="a")
+    with pytest.raises(DeadlineExceeded):
+        await tx.commit(0.01)
+    with pytest.raises(Inconsistent, match="another number of hosts than 3"):
+        await store.transaction(name="n", host=1, hosts=3, attempt="a").commit(1)
+    for host, hosts in [(2, 2), (-1, 2), (0, 0), (0, 100_001)]:
+        with pytest.raises(InvalidArgument, match="hosts"):
+            store.transaction(name="n", host=host, hosts=hosts, attempt="b")
+    with pytest.raises(InvalidArgument, match="attempt"):
+        store.transaction(name="n", host=0, hosts=2)

@@ -1,0 +1,914 @@
+"""The command line: what it prints, how it exits, and one sentence for everything that goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import pty
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import exmy
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tstore
+import tstore.sync as blocking
+from tests.support.weights import lie, real_weights
+from tstore.cli import commands, main
+from tstore.cli.columns import wrap
+from tstore.cli.text import counted, plain, ranges, shortened, sized
+from tstore.quantization.plot import plot_report
+
+Call = Callable[..., tuple[int, str, str]]
+
+STORE = "STORE"
+
+ROOTLESS = """
+import ctypes, os, sys
+for capability in (0, 1, 2, 3):  # those by which root passes over permissions
+    if ctypes.CDLL(None, use_errno=True).prctl(24, capability, 0, 0, 0) and os.getuid() == 0:
+        sys.exit("can't drop capabilities")
+os.execv(sys.executable, [sys.executable, "-m", "tstore", *sys.argv[1:]])
+"""
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    values = np.random.default_rng(0).standard_normal((64, 100)).astype(np.float32)
+    tensors = {"layer.w": values, "layer.b": values[0], "ids": np.arange(2000)}
+    safetensors.numpy.save_file(tensors, tmp_path / "in.safetensors", {"who": "me"})
+    return tmp_path / "in.safetensors"
+
+
+@pytest.fixture
+def store(tmp_path: Path, file: Path, call: Call) -> Path:
+    assert call("import", file, tmp_path / "store", "--step", 4)[0] == 0
+    return tmp_path / "store"
+
+
+def failed(answer: tuple[int, str, str], *words: str, code: int = 1) -> str:
+    """Checks that this is the answer of a failure, one sentence that has these words, and returns it."""
+    found, out, err = answer
+    assert (found, out) == (code, ""), err
+    assert err.startswith("tstore: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    return err
+
+
+def run(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **settings)
+
+
+def rootless(*arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", ROOTLESS, *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return found.returncode, found.stdout, found.stderr
+
+
+# ---- the commands
+
+
+def test_version_and_help(call: Call) -> None:
+    assert call("--version") == (0, f"tstore {tstore.__version__}\n", "")
+    code, out, _ = call("--help")
+    assert code == 0
+    commands = ("demo", "import", "export", "log", "ls", "quantize", "report", "verify")
+    assert all(f"\n  {name} " in out for name in commands)
+    for name in commands:
+        code, out, err = call(name, "--help")
+        assert (code, err) == (0, "")
+        assert "--json" in out
+
+
+def test_the_entry_point(store: Path) -> None:
+    entry = Path(sys.executable).parent / "tstore"
+    found = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "is intact" in found.stdout
+
+
+def test_import(file: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("import", file, tmp_path / "a", "--step", 4)
+    assert (code, err) == (0, "")
+    assert out == f"{tmp_path / 'a'}: imported 3 tensors, 42.0 kB, as version 1 (step/4)\n"
+    code, out, err = call("import", file, tmp_path / "b", "--step", 0, "--codec", "e4m3", "--json")
+    assert (code, err) == (0, "")
+    expected = {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", "tensors": 3, "bytes": 42000}
+    assert json.loads(out) == expected
+    snapshot = blocking.open(tmp_path / "b", "r").snapshot()
+    assert snapshot.array("layer.w").codecs[0]["configuration"]["format"] == "e4m3"
+    assert snapshot.array("ids").codecs[0]["name"] == "bytes"
+
+
+def test_export(file: Path, store: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("export", store, tmp_path / "a.safetensors")
+    assert (code, err) == (0, "")
+    assert out == f"{tmp_path / 'a.safetensors'}: exported 3 tensors, 42.0 kB, of version 1\n"
+    assert (tmp_path / "a.safetensors").read_bytes() == file.read_bytes()
+    for which in (["--at", 1], ["--at", "step/4"], ["--step", 4]):
+        code, out, err = call("export", store, tmp_path / "b", *which, "--json")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["version"] == 1
+        assert (tmp_path / "b").read_bytes() == file.read_bytes()
+        (tmp_path / "b").unlink()
+
+
+def test_export_says_what_it_leaves_out(tmp_path: Path, call: Call) -> None:
+    blocking.save(tmp_path / "store", {"x": np.zeros(3), "epoch": 3, "name": "run"}, 0)
+    code, out, _ = call("export", tmp_path / "store", tmp_path / "out")
+    assert code == 0
+    assert out.splitlines()[1] == "not exported, because they are not arrays: epoch, name"
+
+
+def test_log(store: Path, call: Call) -> None:
+    call("quantize", store, "--format", "e3m2", "--tag", "small")
+    code, out, err = call("log", store)
+    assert (code, err) == (0, "")
+    head, _, newest, oldest = out.splitlines()
+    assert head.split() == ["version", "tag", "time", "added", "message"]
+    assert newest.split()[:2] == ["2", "small"]
+    assert newest.endswith("quantized from version 1: e3m2")
+    assert oldest.split()[:2] == ["1", "step/4"]
+    assert oldest.endswith("imported from in.safetensors")
+    code, out, err = call("log", store, "--json")
+    assert (code, err) == (0, "")
+    commits = json.loads(out)["commits"]
+    assert [(c["version"], c["tag"], c["bytes_added"]) for c in commits][1] == (1, "step/4", 42000)
+    assert commits[1]["facts"] == {"step": 4}
+
+
+def test_ls(store: Path, call: Call) -> None:
+    code, out, err = call("ls", store)
+    assert (code, err) == (0, "")
+    head, _, *rows, total = out.splitlines()
+    assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
+    assert [row.split()[0] for row in rows] == ["ids", "layer.b", "layer.w"]
+    assert rows[2].split() == ["layer.w", "float32", "64×100", "64×100", "bytes", "25.6", "kB", "32.00"]
+    assert total.startswith("version 1 (step/4): 3 arrays, 8,500 values, 42.0 kB stored, 39.5")
+    code, out, err = call("ls", store, "layer.w", "--json")
+    assert (code, err) == (0, "")
+    [row] = json.loads(out)["arrays"]
+    assert (row["shape"], row["stored_bytes"], row["bits_per_value"]) == ([64, 100], 25600, 32)
+
+
+def test_ls_of_a_group_and_of_versions(tmp_path: Path, call: Call) -> None:
+    store = tmp_path / "store"
+    blocking.save(store, {"params": {"a": np.zeros(2000), "b": np.zeros((), np.int32)}, "params2": np.zeros(3)}, 0)
+    blocking.save(store, {"other": np.zeros(3)}, 1)
+    assert [a["path"] for a in json.loads(call("ls", store, "--json")[1])["arrays"]] == ["other"]
+    for at in ("1", "step/0"):
+        out = call("ls", store, "params/", "--at", at, "--json")[1]
+        assert [a["path"] for a in json.loads(out)["arrays"]] == ["params/a", "params/b"]
+    assert "scalar" in call("ls", store, "--at", 1)[1]
+    blocking.open(tmp_path / "empty")
+    code, out, _ = call("ls", tmp_path / "empty")
+    assert (code, out) == (0, "version 0: 0 arrays, 0 values, 0 B stored\n")
+
+
+def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -> None:
+    url = tmp_path / "s"
+    with blocking.open(url) as store:
+        for host, hosts, attempt in [(0, 3, "early"), (0, 1, "whole")]:
+            tx = store.transaction(name="up/date", host=host, hosts=hosts, attempt=attempt)
+            tx.create_array("w", (2,), "int8").write(1)
+            if hosts > 1:
+                with pytest.raises(tstore.errors.DeadlineExceeded):
+                    tx.commit(timeout=0.05)
+            else:
+                tx.commit()
+    code, out, _ = call("ls", url, "--transactions")
+    assert code == 0
+    assert "1 of 3" in out
+    assert "1, 2" in out
+    code, out, _ = call("ls", url, "--transactions", "--json")
+    [found] = json.loads(out)["transactions"]
+    assert (found["name"], found["delivered"], found["absent"]) == ("up-date", [0], [1, 2])
+    failed(call("finish", url, found["transaction"]), "[1, 2]")
+    failed(call("finish", url, "other"), "other", found["transaction"])
+    failed(call("finish", tmp_path / "none", "x"), "none")
+    code, out, _ = call("finish", url, whole_id(url), "--json")
+    assert (code, json.loads(out)["version"]) == (0, 1)
+    assert "version 1" in call("finish", url, whole_id(url))[1]
+    failed(call("ls", url, "w", "--transactions"), "--transactions", code=2)
+
+
+def whole_id(url: Path) -> str:
+    """The id of the transaction that became version 1."""
+    [commit] = blocking.open(url, "r").history()
+    return commit.transaction
+
+
+def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
+    code, out, err = call("quantize", store, "--format", "e4m3")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("version 2 (step/4/e4m3), from version 1: ")
+    [ids] = [line.split() for line in out.splitlines() if line.startswith("ids ")]
+    assert ids[1:] == ["kept", "16.0", "kB", "16.0", "kB", "64.00"]
+    code, out, err = call("quantize", store, "--format", "e3m2", "--at", 1, "--tag", "small", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["version"], report["tag"], report["source"]) == (3, "small", 1)
+    assert 15 < report["total"]["sqnr_db"] < 40
+    by_path = {a["path"]: a for a in report["arrays"]}
+    assert by_path["ids"]["sqnr_db"] is None
+    assert by_path["layer.w"]["bits_per_value"] == pytest.approx(6, abs=0.1)
+    assert call("export", store, tmp_path / "out", "--at", "small")[0] == 0
+    found, original = (safetensors.numpy.load_file(f) for f in (tmp_path / "out", file))
+    assert found["layer.w"].dtype == np.float32
+    assert 0 < np.abs(found["layer.w"] - original["layer.w"]).max() < 0.3
+
+
+def test_quantize_by_target_and_policy(store: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("quantize", store, "--min-sqnr", 30, "--tag", "floor", "--json")
+    assert (code, err) == (0, "")
+    assert all(a["sqnr_db"] is None or a["sqnr_db"] >= 30 for a in json.loads(out)["arrays"])
+    code, out, err = call("quantize", store, "--bits", 35, "--at", 1, "--axis", 0, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["total"]["bits_per_value"] <= 35
+    policy, image = tmp_path / "policy.json", tmp_path / "plot.png"
+    policy.write_text('{"layer.b": null, "**": {"format": "e3m2", "axis": 0}}')
+    code, out, err = call("quantize", store, "--policy", policy, "--at", 1, "--tag", "p", "--plot", image)
+    assert (code, err) == (0, "")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert out.splitlines()[-1] == f"wrote {image}"
+    image.unlink()
+    again = call("report", store, "--at", "p", "--plot", image)
+    assert again == (0, out, "")
+    assert image.exists()
+    policy.write_text('{"bits": 35, "formats": {"layer.b": null}, "scale": "max"}')
+    assert call("quantize", store, "--policy", policy, "--at", 1, "--tag", "p2")[0] == 0
+    assert json.loads(call("report", store, "--at", "p2", "--json")[1])["tag"] == "p2"
+
+
+def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
+    tree = {"w": np.random.default_rng(0).standard_normal((40, 256), np.float32), "b": np.ones(256, np.float32)}
+    blocking.save(tmp_path / "s", tree, 0)
+    code, out, err = call("quantize", tmp_path / "s")
+    assert (code, err) == (0, "")
+    assert "one-dimensional; a rule with its name encodes it" in out
+    assert "block of 128" in out
+    code, out, err = call("quantize", tmp_path / "s", "--block", "none", "--tag", "one", "--json")
+    report = json.loads(out)
+    assert {a["path"]: (a["format"], a["granularity"]) for a in report["arrays"]} == {
+        "w": ("e3m4", "tensor"),
+        "b": (None, ""),
+    }
+    assert (report["request"], report["plot"]) == ("8 bits a value", None)
+    [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
+    assert newest["message"] == "quantized from version 1: 8 bits a value"
+    assert before["message"] == "quantized from version 1: 8 bits a value; block=128 where it fits"
+
+
+def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:
+    out = call("quantize", "--help")[1]
+    assert "SQNR is the signal-to-quantization-noise ratio" in out
+    assert "SQNR is the signal-to-quantization-noise ratio" in " ".join(call("report", "--help")[1].split())
+    examples = [line.strip() for line in out.splitlines() if line.strip().startswith("{")]
+    assert len(examples) == 2
+    tree = {name: np.ones((rows, 64), np.float32) for name, rows in (("embed", 64), ("head", 8), ("w", 999))}
+    blocking.save(tmp_path / "s", tree, 0)
+    for i, text in enumerate(examples):
+        (tmp_path / "policy.json").write_text(text)
+        arguments = ("--policy", tmp_path / "policy.json", "--at", 1, "--tag", f"p{i}")
+        assert call("quantize", tmp_path / "s", *arguments)[0] == 0
+
+
+def test_a_plot_tells_twenty_formats_apart(tmp_path: Path) -> None:
+    tree = {f"w{i}": np.random.default_rng(i).standard_normal((8, 64), np.float32) for i in range(21)}
+    names = [f.name for bits in (7, 8, 9) for f in exmy.formats(bits)][:21]
+    blocking.save(tmp_path / "s", tree, 0)
+    report = blocking.quantize(tmp_path / "s", dict(zip(tree, names, strict=True)), tag="q")
+    plot_report(report, tmp_path / "p.svg")
+    point = r'PathCollection_\d+">\s*<defs>\s*<path id="\w+" d="([^"]*)" style="stroke: (#\w+)'
+    points = re.findall(point, (tmp_path / "p.svg").read_text())
+    assert len(set(points)) >= 21
+    assert len({color for _, color in points}) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["policy.json is no JSON"]),
+        ("[]", ["policy.json: expected an object"]),
+        ("{}", ["policy.json: expected an object"]),
+        ('{"bits": 5, "colour": 1}', ["policy.json: unknown keys colour; known are: formats, min_sqnr"]),
+        ('{"bits": "5"}', ["bits='5': expected a number"]),
+        ('{"layer.w": "e9m9"}', ["layer.w", "e9m9"]),
+        ('{"formats": 5}', ["the rule '**': 5 can't be read"]),
+        ('{"layer.w": 5}', ["the rule 'layer.w': 5 can't be read"]),
+        ('{"layer.w": {"format": "e3m2", "block": 5}}', ["layer.w", "block is 5"]),
+        ('{"bits": 1}', ["bits=1 can't be met: the least possible is"]),
+    ],
+)
+def test_a_bad_policy(store: Path, tmp_path: Path, call: Call, text: str, words: list[str]) -> None:
+    (tmp_path / "policy.json").write_text(text)
+    failed(call("quantize", store, "--policy", tmp_path / "policy.json"), *words)
+    assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
+
+
+def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path, call: Call) -> None:
+    (tmp_path / "policy.json").write_text('{"layr.w": "e3m2"}')
+    code, out, err = call("quantize", store, "--policy", tmp_path / "policy.json")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[1] == "  'layr.w'; near it are: layer.w, layer.b"
+
+
+@pytest.mark.parametrize(("image", "words"), [("p.xyz", "suffixes"), ("nowhere/p.png", "no folder"), ("p", "png")])
+def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
+    store: Path, tmp_path: Path, call: Call, image: str, words: str
+) -> None:
+    failed(call("quantize", store, "--format", "e4m3", "--plot", tmp_path / image), image, words)
+    assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
+
+
+def test_no_report(store: Path, call: Call) -> None:
+    failed(call("report", store), "has no report")
+
+
+def test_verify(store: Path, call: Call) -> None:
+    code, out, err = call("verify", store)
+    assert (code, err) == (0, "")
+    assert out == f"{store} is intact: 1 version, 3 arrays, 3 chunks, 42.0 kB read and checked\n"
+    code, out, err = call("verify", store, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) | {"store": ""} == {
+        "store": "",
+        "ok": True,
+        "versions": 1,
+        "arrays": 3,
+        "chunks": 3,
+        "bytes": 42000,
+        "faults": [],
+        "foreign": [],
+    }
+    for number in range(7):
+        (store / f"foreign{number}").touch()
+    code, out, err = call("verify", store)
+    assert (code, err, len(out.splitlines())) == (0, "", 2)
+    shown = ", ".join(f"foreign{number}" for number in range(5))
+    assert out.startswith(f"{store} holds files that are not tstore's, which nothing reads: {shown} and 2 more\n")
+
+
+def test_gc(store: Path, file: Path, call: Call) -> None:
+    for step in (5, 6):
+        call("import", file, store, "--step", step)
+    code, out, _ = call("gc", store, "--keep-last", 2, "--dry-run")
+    assert code == 0
+    assert "would remove version 1 (tags: step/4)\n" in out
+    assert ": would remove 1 version, " in out
+    assert json.loads(call("verify", store, "--json")[1])["versions"] == 3
+    code, out, _ = call("gc", store, "--keep-tag", "step/5", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["versions"], report["version"], report["dry_run"]) == ([1], 4, False)
+    assert "(expired)" in call("log", store)[1]
+    failed(call("ls", store, "--at", 1), "version 1 was removed by the garbage collection of version 4")
+    failed(call("gc", store, "--keep-best", "1:loss"), "no step has the metric 'loss'")
+    assert call("gc", store)[0] == 0
+    assert call("verify", store)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *[["--keep-best", best] for best in ("loss", "0:loss", "\N{SUPERSCRIPT TWO}:loss")],
+        *[[name, days] for name in ("--keep-days", "--abandoned-days") for days in ("-1", "nan", "inf", "1e300")],
+        ["--keep-last", "0"],
+    ],
+)
+def test_gc_misused(store: Path, call: Call, option: list[str]) -> None:
+    failed(call("gc", store, *option), option[0], code=2)
+
+
+def test_the_keep_options(tmp_path: Path, call: Call) -> None:
+    for step in range(6):
+        blocking.save(tmp_path / "s", {"x": step}, step, metrics={"loss": -step, "accuracy": step})
+    options = ["--keep-best", "1:accuracy:max", "--keep-best", "2:loss:max", "--keep-every", 3]
+    assert call("gc", tmp_path / "s", *options)[0] == 0
+    assert blocking.steps(tmp_path / "s") == [0, 1, 3, 5]
+    assert call("gc", tmp_path / "s", "--keep-days", 1)[0] == 0
+    assert blocking.steps(tmp_path / "s") == [0, 1, 3, 5]
+
+
+def test_the_real_weights(tmp_path: Path, call: Call) -> None:
+    store, out = tmp_path / "store", tmp_path / "out.safetensors"
+    assert call("import", real_weights(), store, "--step", 0)[0] == 0
+    listed = json.loads(call("ls", store, "--json")[1])
+    assert listed["total"]["arrays"] == len(listed["arrays"]) > 100
+    assert {a["dtype"] for a in listed["arrays"]} == {"float32", "int64"}
+    assert json.loads(call("log", store, "--json")[1])["commits"][0]["tag"] == "step/0"
+    assert call("verify", store)[0] == 0
+    assert call("export", store, out)[0] == 0
+    assert out.read_bytes() == real_weights().read_bytes()
+
+
+# ---- damage
+
+
+def test_each_fault_is_one_line(store: Path, call: Call) -> None:
+    [pack] = store.glob("txn/*/pack-*")
+    data = bytearray(pack.read_bytes())
+    data[0] ^= 1
+    data[-1] ^= 128
+    pack.write_bytes(data)
+    code, out, err = call("verify", store)
+    assert (code, err) == (1, "")
+    *faults, total = out.splitlines()
+    assert len(faults) == 2
+    assert all("version 1: " in line and "chunk (0" in line for line in faults)
+    assert total.startswith(f"{store} has 2 faults: 1 version, 3 arrays, ")
+    code, out, err = call("verify", store, "--json")
+    assert (code, err) == (1, "")
+    report = json.loads(out)
+    assert not report["ok"]
+    assert len(report["faults"]) == 2
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "gone"])
+@pytest.mark.parametrize("what", ["txn/*/pack-*", "commits/*"])
+def test_harm_of_any_kind_is_found(store: Path, call: Call, what: str, harm: str) -> None:
+    call("quantize", store, "--format", "e4m3")
+    path = sorted(store.glob(what), key=lambda p: (p.stat().st_mtime_ns, p.name))[0]
+    data = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"flipped": bytes([data[0] ^ 1]) + data[1:], "cut": data[:-1], "empty": b""}[harm])
+    code, out, err = call("verify", store)
+    assert code == 1
+    assert (out + err).count("\n") >= 1
+    if what != "commits/*" or harm != "gone":  # where the first record is gone, nothing is known of the store
+        assert err == ""
+
+
+def test_a_damaged_tensor_is_not_exported(store: Path, tmp_path: Path, call: Call) -> None:
+    [pack] = store.glob("txn/*/pack-*")
+    pack.write_bytes(pack.read_bytes()[:-1])
+    failed(call("export", store, tmp_path / "out"), "layer.w", "chunk")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_marker(store: Path, call: Call) -> None:
+    (store / "tstore.json").write_bytes(b"{")
+    for command in ("ls", "log", "verify"):
+        failed(call(command, store), "tstore.json", "does not parse")
+
+
+# ---- what is asked for is not there
+
+
+COMMANDS = [
+    ["log", STORE],
+    ["ls", STORE],
+    ["ls", STORE, "--transactions"],
+    ["verify", STORE],
+    ["repair", STORE],
+    ["quantize", STORE, "--format", "e4m3"],
+    ["report", STORE],
+    ["export", STORE, "OUT"],
+    ["diff", STORE, "1", "2"],
+    ["finish", STORE, "transaction"],
+    ["gc", STORE],
+    ["gc", STORE, "--dry-run"],
+    ["repair", STORE],
+    ["repair", STORE, "--void", "1"],
+    ["copy", STORE, "OUT"],
+    ["serve", STORE, "--port", "0"],
+]
+
+
+def filled(command: list[str], store: object, out: Path) -> list[object]:
+    places = {STORE: store, "OUT": out}
+    return [places.get(word, word) for word in command]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_url_without_a_store_is_refused_and_left_as_it_was(
+    tmp_path: Path, call: Call, command: list[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for path in ("typo", "folder", "folder/file", "empty"):
+        failed(
+            call(*filled(command, tmp_path / path, tmp_path / "out")), str(tmp_path / path), "not a tstore store"
+        )
+    failed(call(*filled(command, "gopher://host/x", tmp_path / "out")), "gopher://")
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        "empty",
+        "folder",
+        "folder/file",
+    ]
+
+
+def test_every_command_that_takes_a_store_is_tried() -> None:
+    creating = {
+        "import",
+        "demo",
+        "bench",
+        "probe",
+    }  # `probe` is for places without a store; it has tests of its own
+    assert {command[0] for command in COMMANDS} == set(commands.cli.commands) - creating
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_newer_format(store: Path, tmp_path: Path, call: Call, command: list[str]) -> None:
+    marker = json.loads((store / "tstore.json").read_text())
+    (store / "tstore.json").write_text(json.dumps({**marker, "format": 99}))
+    failed(call(*filled(command, store, tmp_path / "out")), "format version 99", "install a newer")
+
+
+def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path, call: Call) -> None:
+    failed(call("import", file, tmp_path, "--step", 0), str(tmp_path), "other files")
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call: Call) -> None:
+    failed(call("ls", store, "--at", "big"), "no tag 'big'", "step/4")
+    failed(call("ls", store, "--at", 7), "no version 7", "newest is 1")
+    failed(call("ls", store, "layer"), "nothing at 'layer'", "layer.w")
+    failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5; its steps are: 4")
+    failed(call("export", store, tmp_path / "out", "--at", "big"), "no tag 'big'")
+    failed(call("quantize", store, "--format", "e4m3", "--at", 9), "no version 9")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_can_not_be_imported(tmp_path: Path, call: Call) -> None:
+    failed(call("import", tmp_path / "none", tmp_path / "store", "--step", 0), str(tmp_path / "none"))
+    failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path))
+    lying = lie(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
+    failed(call("import", lying, tmp_path / "store", "--step", 0), str(lying), "expected", "found")
+    assert os.listdir(tmp_path) == ["lying"]
+
+
+def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
+    before = file.read_bytes()
+    failed(call("import", file, store, "--step", 4), "step 4 is saved already")
+    failed(call("export", store, file), "exists")
+    assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' names version 2 already")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "only save makes steps")
+    assert file.read_bytes() == before
+    assert call("verify", store)[0] == 0
+
+
+def test_nan_is_not_quantized(tmp_path: Path, call: Call) -> None:
+    blocking.save(
+        tmp_path / "store", {"fine": np.zeros((3, 1000)), "w": np.array([[1, np.nan, np.inf]] * 1000)}, 0
+    )
+    code, out, err = call("quantize", tmp_path / "store", "--format", "e4m3")
+    assert (code, err) == (0, "")
+    assert "\nkept as stored (2000 of 3000 values are NaN or infinite): w\n" in out
+
+
+def test_errors_as_json(tmp_path: Path, call: Call) -> None:
+    code, out, err = call("log", tmp_path, "--json")
+    assert code == 1
+    error = json.loads(out)["error"]
+    assert error["type"] == "NotAStore"
+    assert err == f"tstore: {error['message']}\n"
+    code, out, _ = call("ls", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["type"] == "Misuse"
+
+
+# ---- misuse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ["No such command 'nonsense'; see tstore --help"]),
+        (["lss"], ["Did you mean 'ls'? See tstore --help"]),
+        (["quantize", "a", "--min-sqnr", "30", "--error", "relative"], ["--error", "--bits"]),
+        (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),
+        (["ls", "a", "b", "c"], ["unexpected extra argument"]),
+        (["ls", "a", "--sideways"], ["--sideways"]),
+        (["import", "a", "b"], ["--step"]),
+        (["import", "a", "b", "--step", "-1"], ["--step"]),
+        (["import", "a", "b", "--step", "one"], ["--step"]),
+        (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
+        (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "exclude each other"]),
+        (["quantize", "a", "--block", "33"], ["--block", "'16', '32', '64', '128', 'none'"]),
+        (["quantize", "a", "--bits", "few"], ["--bits", "few"]),
+        (["quantize", "a", "--policy", "nowhere.json"], ["--policy", "nowhere.json"]),
+        (["quantize", "a", "--format", "int8"], ["--format", "int8"]),
+        (["export", "a", "b", "--at", "1", "--step", "1"], ["--at and --step"]),
+        (["demo", "--size", "0"], ["--size"]),
+    ],
+)
+def test_misuse(call: Call, arguments: list[str], words: list[str]) -> None:
+    failed(call(*arguments), *words, code=2)
+
+
+def test_no_command_prints_the_help(call: Call) -> None:
+    code, out, err = call()
+    assert (code, out) == (2, "")
+    assert "Commands:" in err
+
+
+# ---- the machine refuses
+
+
+@pytest.fixture
+def read_only(store: Path) -> Iterator[Path]:
+    folders = [store, *(p for p in store.rglob("*") if p.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    yield store
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+def test_a_read_only_store_can_be_read(read_only: Path, file: Path, tmp_path: Path) -> None:
+    assert rootless("verify", read_only)[0] == 0
+    assert rootless("export", read_only, tmp_path / "out")[0] == 0
+    before = sorted(read_only.rglob("*"))
+    failed(rootless("quantize", read_only, "--format", "e4m3"), str(read_only), "permission")
+    failed(rootless("import", file, read_only, "--step", 5), str(read_only), "permission")
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_a_read_only_folder(read_only: Path, file: Path) -> None:
+    failed(rootless("export", read_only, read_only / "out"), "permission")
+    failed(rootless("import", file, read_only / "new", "--step", 0), "permission")
+
+
+def test_a_full_disk(store: Path, tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
+    before = run("log", store, "--json").stdout
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
+    found = run("import", tmp_path / "big", store, "--step", 5, **limit)
+    failed((found.returncode, found.stdout, found.stderr), "make room")
+    assert run("log", store, "--json").stdout == before
+    assert run("verify", store).returncode == 0
+    assert run("import", tmp_path / "big", store, "--step", 5).returncode == 0
+    found = run("export", store, tmp_path / "out", **limit)
+    failed((found.returncode, found.stdout, found.stderr), "make room")
+    assert not (tmp_path / "out").exists()
+    found = run("probe", tmp_path / "probed", **limit)
+    assert (found.returncode, found.stderr) == (1, "")
+    assert "fails" not in found.stdout
+    assert "unknown: 2; make room there" in found.stdout.splitlines()[-1]
+
+
+# ---- where the output goes
+
+
+def on_terminal(width: int, *arguments: object) -> list[str]:
+    """The lines that a command prints on a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "tstore", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end was closed
+            while part := os.read(ours, 100_000):
+                shown += part
+        os.close(ours)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    return shown.decode().replace("\r\n", "\n").splitlines()
+
+
+LONG = "model/encoder/layer/{}/attention/self/query/kernel"
+
+
+@pytest.fixture
+def long_paths(tmp_path: Path) -> Path:
+    store, values = tmp_path / "s", np.random.default_rng(0).standard_normal((128, 64), np.float32)
+    layers = [{"attention": {"self": {"query": {"kernel": values + layer}}}} for layer in range(3)]
+    blocking.save(store, {"model": {"encoder": {"layer": layers}}}, 0)
+    blocking.quantize(store, "e4m3", message="eight bits are plenty for a model of so few layers")
+    return store
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize(
+    ("command", "first_to_go"),
+    [("ls", ["chunks", "dtype"]), ("report", ["offset per", "before"]), ("log", ["added"])],
+)
+def test_a_table_fits_the_terminal(
+    long_paths: Path, call: Call, width: int, command: str, first_to_go: list[str]
+) -> None:
+    lines = on_terminal(width, command, long_paths)
+    [rule] = [number for number, line in enumerate(lines) if line.startswith("──")]
+    known = call(command, long_paths)[1].splitlines()[0].split("  ")
+    heads = [head.strip() for head in lines[rule - 1].split("  ") if head.strip()]
+    assert set(heads) <= {head.strip() for head in known}  # none is cut
+    table = list(itertools.takewhile(lambda line: not line.startswith(("(not", "version 2")), lines))
+    assert all(len(line) <= width for line in table), table
+    left_out = [head.strip() for head in known if head.strip() and head.strip() not in heads]
+    if width == 200:
+        assert left_out == []
+    elif width == 60:
+        assert set(first_to_go) <= set(left_out)
+        assert f"(not shown in 60 columns: {', '.join(left_out)}; --json has all)" in lines
+    paths = [line.split("  ")[0].strip() for line in table[rule + 1 :]]
+    if command != "log":
+        assert "".join(paths) == "".join(LONG.format(layer) for layer in range(3))
+        assert all(path.endswith(("/", "kernel")) for path in paths)  # cut at separators alone
+        assert len(paths) <= 6
+
+
+def test_a_table_that_is_piped_has_all_columns_in_one_line_each(long_paths: Path) -> None:
+    head, _, *rows, _ = run("ls", long_paths, env={**os.environ, "COLUMNS": "40"}).stdout.splitlines()
+    assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "stored", "bits/value"]
+    assert [row.split()[0] for row in rows] == [LONG.format(layer) for layer in range(3)]
+
+
+def test_words_are_not_cut() -> None:
+    assert wrap("about 0.106 s each, of 12", 8) == ["about", "0.106 s", "each, of", "12"]
+    assert wrap("a/long/path and more", 7) == ["a/long/", "path", "and", "more"]
+    assert wrap("seamless", 3) == ["sea", "mle", "ss"]
+    assert wrap("", 8) == [""]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_help_fits_the_terminal(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("", *commands.cli.commands):
+        out = call(*name.split(), "--help")[1]
+        assert all(len(line) <= width for line in out.splitlines()), out
+        assert "..." not in out.replace("[COMMAND] [ARGS]...", "")  # no sentence is cut
+        assert out.isascii()
+    listed = call("--help")[1].partition("Commands:\n")[2]
+    assert len(listed.splitlines()) == len(commands.cli.commands)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_paths(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_TSTORE_COMPLETE", f"{shell}_complete")
+    arguments = ["ls", "import", "import a", "export s", "copy a", "bench", "probe", "serve s --tls-key"]
+    for words in [*arguments, "quantize s --policy", "report s --plot", "demo --store", "demo --model"]:
+        monkeypatch.setenv("COMP_WORDS", f"tstore {words} ")
+        monkeypatch.setenv("COMP_CWORD", "" if shell == "fish" else str(1 + len(words.split())))
+        with pytest.raises(SystemExit) as ended:
+            main([])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, err) == (0, "")
+        assert re.split(r"[,\n]", out)[0] == "file", words  # the shell then completes file names itself
+
+
+def test_characters_that_the_encoding_lacks(store: Path) -> None:
+    call = {"env": {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}}
+    listed = run("ls", store, **call)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "64x100" in listed.stdout
+    assert "-----" in listed.stdout
+    assert run("quantize", store, "--format", "e4m3", **call).returncode == 0
+    assert "version 1 -> version 2: " in run("diff", store, 1, 2, **call).stdout
+    for arguments in (["report", store], ["log", store]):
+        found = run(*arguments, **call)
+        assert "\\" not in found.stdout + found.stderr
+        assert found.stdout.isascii()
+
+
+def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
+    store = tmp_path / "s"
+    blocking.save(store, {"w": np.ones(1)}, 0)
+    out = [call(name, store)[1] for name in ("ls", "log", "verify", "gc")]
+    out += [call("copy", store, tmp_path / "copy")[1], call("copy", store, tmp_path / "copy")[1]]
+    out += [
+        call("export", store, tmp_path / "out")[1],
+        call("import", tmp_path / "out", tmp_path / "t", "--step", 0)[1],
+    ]
+    blocking.save(store, {"w": np.ones(2)}, 1)
+    out += [call("diff", store, 1, 2)[1], call("gc", store, "--keep-last", 1)[1]]
+    with blocking.open(store) as opened, pytest.raises(tstore.errors.DeadlineExceeded):
+        opened.transaction(name="t", host=0, hosts=2, attempt="a").commit(timeout=0.01)
+    out.append(call("ls", store, "--transactions")[1])
+    assert all(re.search(r"\b1 [a-z]", text) for text in out[:1] + out[2:3])
+    assert not [text for text in out if re.search(r"(?<![.\d])1 (?!is|has|was)[a-z]+s\b", text)], out
+
+
+def test_many_names_are_shortened() -> None:
+    assert ranges([1, 2, 3, 4, 7, 8, 10]) == ["1-4", "7", "8", "10"]
+    assert ranges([]) == []
+    assert shortened(["a", "b"], 2) == "a, b"
+    assert shortened([str(n) for n in range(1000)], 3) == "0, 1, 2 and 997 more"
+    assert [counted(n, "version") for n in (0, 1, 2, 10_000)] == [
+        "0 versions",
+        "1 version",
+        "2 versions",
+        "10,000 versions",
+    ]
+    assert [sized(n) for n in (0, 999, 1000, 999_949, 999_950, 2e15)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "999.9 kB",
+        "1.0 MB",
+        "2000.0 TB",
+    ]
+
+
+def test_a_refused_connection_is_told_soon(call: Call) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/s"
+    for command in (["ls", url], ["quantize", url, "--format", "e4m3"]):
+        started = time.monotonic()
+        failed(call(*command), "Connection refused", "check the address")
+        assert time.monotonic() - started < 6
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "store", {f"array {i:05}": np.zeros((), np.int8) for i in range(3000)}, 0)
+    for options in ([], ["--json"]):
+        command = [sys.executable, "-m", "tstore", "ls", tmp_path / "store", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == b""
+            assert process.wait(30) == 141
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_output_that_is_full(store: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "tstore", "ls", store, *options]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "can't be written to standard output: No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(store: Path, tmp_path: Path, closed: str) -> None:
+    command = [sys.executable, "-m", "tstore", "verify", str(store)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (b"is intact" in done.stdout) == (closed == "2>&-")
+
+
+def test_progress_is_shown_on_a_terminal_alone(store: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tstore", "verify", store, "--json"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert found.returncode == 0
+    assert json.loads(found.stdout)["ok"]
+    assert f"verifying {store}" in shown.replace("\r\n", "")
+
+
+def test_control_characters_are_escaped(tmp_path: Path, call: Call) -> None:
+    safetensors.numpy.save_file({"a\x1b[31m\n[bold]x": np.zeros(3)}, tmp_path / "in")
+    call("import", tmp_path / "in", tmp_path / "store", "--step", 0)
+    code, out, _ = call("ls", tmp_path / "store")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "[bold]x" in out
+    assert plain("a\x1b[0m\x9b\nü") == "a\\x1b[0m\\x9b\nü"
+
+
+def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(commands, "listing", broken)
+    failed(call("ls", store), "ZeroDivisionError", "TSTORE_TRACEBACK=1")
+    monkeypatch.setenv("TSTORE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        call("ls", store)
+
+
+def test_a_name_that_is_no_text(store: Path, call: Call) -> None:
+    failed(call("ls", os.fsdecode(os.fsencode(store) + b"\xff")), "not a tstore store")

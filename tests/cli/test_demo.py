@@ -1,0 +1,307 @@
+"""The demo, run as a user runs it: what it reports must be what is in the store afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tstore.sync as tstore
+from tests.support.weights import real_weights
+from tstore.checkpoint.structure import flatten
+from tstore.convert.safetensors import open_tensors
+from tstore.errors import DeadlineExceeded, InvalidArgument, StorageFull, Unavailable
+from tstore.hosts.model import advance, transformer
+from tstore.hosts.processes import Job
+
+SIZE = 8_000_000
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@contextlib.contextmanager
+def demo(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tstore", "demo", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def report(*arguments: object) -> dict[str, Any]:
+    with demo(*arguments, "--json") as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def raw(tree: Any) -> dict[str, tuple[Any, ...]]:
+    return {p: (a.dtype, a.shape, np.ascontiguousarray(a).tobytes()) for p, a in flatten(tree)[1].items()}
+
+
+def hosts_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that this one started."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_the_story(tmp_path: Path, temporary: Path) -> None:
+    found = report("--store", tmp_path / "store", "--size", SIZE // 1_000_000)
+    assert os.listdir(temporary) == []
+    killed, restored = found["killed"], found["restored"]
+
+    assert (killed["step"], killed["host"], killed["absent"], killed["survivors"]) == (1, 5, [5], 7)
+    assert 0 < killed["written"] <= SIZE / 8
+    assert killed["error"] == "DeadlineExceeded"
+    assert "hosts [5] of 8" in killed["message"]
+    assert killed["steps_after"] == [0]
+    assert killed["previous_step_equal"] is True
+
+    assert (restored["step"], restored["hosts"], restored["equal"]) == (1, 3, True)
+    assert restored["bytes"] >= found["bytes"] > 0.97 * SIZE
+
+    tags = ["step/0", "step/1", "step/1/e4m3", "step/1/e3m2"]
+    commits = found["commits"]
+    assert [(c["version"], c["tag"]) for c in commits] == list(enumerate(tags, 1))
+    assert [c["bits_per_value"] for c in commits] == pytest.approx([32, 32, 8, 6], abs=0.1)
+    assert [c["sqnr_db"] for c in commits[:2]] == [None, None]
+    assert 28 < commits[2]["sqnr_db"] < 34
+    assert 20 < commits[3]["sqnr_db"] < 28
+    assert commits[1]["bytes_added"] < 0.9 * commits[0]["bytes_added"]  # the embedding is frozen
+    assert all(c["seconds"] > 0 and c["gb_per_s"] > 0 for c in commits)
+
+    # what is really there
+    store = tstore.open(tmp_path / "store", "r")
+    assert tstore.steps(tmp_path / "store") == [0, 1]
+    assert {t: v for v, t in enumerate(tags, 1)} == store.tags()
+    history = {c.version: c for c in store.history()}
+    assert [history[c["version"]].bytes_added for c in commits] == [c["bytes_added"] for c in commits]
+    before = {**transformer(SIZE), "step": np.int64(0)}
+    after = advance(before, 1)
+    assert raw(tstore.restore(tmp_path / "store", 0)) == raw(before)
+    assert raw(tstore.restore(tmp_path / "store")) == raw(after)
+    exact = flatten(after)[1]
+    for commit in commits[2:]:
+        decoded = flatten(tstore.restore(tmp_path / "store", at=commit["tag"]))[1]
+        measured = tstore.quantize_report(tmp_path / "store", at=commit["tag"])
+        quantized = [a.path for a in measured.arrays if a.format]  # vectors are kept, and not counted
+        signal_ = sum(float(np.sum(np.square(exact[p], dtype=np.float64))) for p in quantized)
+        noise = sum(float(np.sum(np.square(exact[p] - decoded[p], dtype=np.float64))) for p in quantized)
+        assert 10 * np.log10(signal_ / noise) == pytest.approx(commit["sqnr_db"], abs=0.05)
+    assert store.verify().ok
+
+
+def test_real_weights_in_a_store_that_holds_steps(tmp_path: Path, temporary: Path) -> None:
+    tstore.save(tmp_path / "store", {"x": np.arange(3)}, 6)
+    found = report("--store", tmp_path / "store", "--model", real_weights())
+    assert os.listdir(temporary) == []
+    assert found["model"] == "model.safetensors"
+    assert found["arrays"] > 100
+    assert (found["killed"]["step"], found["killed"]["steps_after"]) == (8, [6, 7])
+    assert (found["restored"]["step"], found["restored"]["equal"]) == (8, True)
+    tags = ["step/7", "step/8", "step/8/e4m3", "step/8/e3m2"]
+    assert [(c["version"], c["tag"]) for c in found["commits"]] == list(enumerate(tags, 2))
+    assert [c["bits_per_value"] for c in found["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
+    assert 28 < found["commits"][2]["sqnr_db"] < 34
+    assert 20 < found["commits"][3]["sqnr_db"] < 30
+    tensors, _ = open_tensors(real_weights())
+    assert raw(tstore.restore(tmp_path / "store", 7)) == raw(tensors)
+    moved = tstore.restore(tmp_path / "store", 8)
+    assert raw(moved)["embeddings.position_ids"] == raw(tensors)["embeddings.position_ids"]
+    assert raw(moved) != raw(tensors)
+    assert tstore.restore(tmp_path / "store", 6)["x"].tolist() == [0, 1, 2]
+
+
+def test_what_people_read(temporary: Path) -> None:
+    with demo("--size", SIZE // 1_000_000) as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    assert "8 hosts saved step 0 at the same moment: one commit, version 1" in out
+    assert "host 5 was killed with SIGKILL" in out
+    assert "step 1 does not exist; step 0 still restores, bit for bit" in out
+    assert "3 hosts restored step 1" in out
+    rows = [line.split() for line in out.splitlines() if " step/1/e" in line and "tstore" not in line]
+    assert [row[:2] for row in rows] == [["3", "step/1/e4m3"], ["4", "step/1/e3m2"]]
+    [kept] = temporary.iterdir()
+    commands = [line.strip() for line in out.splitlines() if line.startswith("  tstore ")]
+    assert [c.split()[1] for c in commands] == ["log", "ls", "verify", "export"]
+    for command in commands:
+        name, *rest = command.split()[1:]
+        tried = subprocess.run(
+            [sys.executable, "-m", "tstore", name, *rest],
+            cwd=temporary,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert tried.returncode == 0
+    assert out.splitlines()[-1].split() == ["rm", "-r", str(kept)]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("hosts", [1, 8])
+def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: int) -> None:
+    with demo("--size", SIZE // 1_000_000) as process:
+        until(lambda: len(hosts_of(process)) >= hosts)
+        started = hosts_of(process)
+        if hosts == 8:
+            assert process.stdout is not None
+            assert any("saved step 0" in line for line in process.stdout)  # in the midst of the story
+        process.send_signal(stop)
+        _, err = process.communicate(timeout=30)
+    until(lambda: all(gone(pid) for pid in started))
+    if stop != signal.SIGKILL:
+        what, code = ("interrupted", 130) if stop == signal.SIGINT else ("terminated", 143)
+        assert process.returncode == code
+        assert err.splitlines() == [f"tstore: {what}; earlier commits are kept and no commit is half done"]
+        assert os.listdir(temporary) == []
+
+
+def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
+    """Where a shell without job control starts a command with `&`, SIGINT is ignored."""
+    words = [sys.executable, "-m", "tstore", "demo", "--size", str(SIZE // 1_000_000)]
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until(lambda: len(hosts_of(process)) >= 8)
+            started = hosts_of(process)
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            assert any("saved step 0" in line for line in process.stdout)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    until(lambda: all(gone(pid) for pid in started))
+    assert process.returncode == 143
+    assert err.splitlines() == ["tstore: terminated; earlier commits are kept and no commit is half done"]
+    assert os.listdir(temporary) == []
+
+
+def test_bad_input(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    cases = [
+        (["--store", tmp_path / "folder"], "other files"),
+        (["--store", "memory://a"], "name a folder"),
+        (["--model", tmp_path / "none"], "none"),
+        (["--model", tmp_path / "folder" / "file"], "safetensors"),
+    ]
+    for arguments, words in cases:
+        with demo(*arguments) as process:
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (1, "")
+        assert err.startswith("tstore: ")
+        assert err.count("\n") == 1
+        assert words in err
+        assert os.listdir(temporary) == []
+    assert os.listdir(tmp_path / "folder") == ["file"]
+
+
+# ---- the simulated hosts
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    """A small file of weights."""
+    safetensors.numpy.save_file({"w": np.arange(64_000, dtype=np.float32)}, tmp_path / "weights")
+    return str(tmp_path / "weights")
+
+
+async def test_hosts_answer_and_report_errors(tmp_path: Path, weights: str) -> None:
+    async with Job(2) as job:
+        assert await job.ask("ready") == [None, None]
+        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
+        reply = await job.hosts[0].ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=0.2)
+        assert isinstance(reply.error, DeadlineExceeded)
+        assert reply.error.absent == [1]
+        assert "hosts [1] of 2" in str(reply.error)
+        pids = [host.process.pid for host in job.hosts]
+        await job.hosts[1].kill()
+        with pytest.raises(Unavailable, match="host 1 ended with code -9"):
+            await job.hosts[1].ask("ready")
+    assert all(gone(pid) for pid in pids)
+
+
+def fill_disk_of(pid: int) -> None:
+    """Have every larger write of a process fail as on a full disk."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+
+async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, weights: str) -> None:
+    async with Job(2) as job:
+        with pytest.raises(InvalidArgument, match="step -1"):
+            await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
+    async with Job(2) as job:
+        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
+        fill_disk_of(job.hosts[1].process.pid)
+        with pytest.raises(StorageFull, match="make room"):
+            async with asyncio.timeout(30):
+                await job.ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=100)
+        assert all(gone(host.process.pid) for host in job.hosts)
+
+
+def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary: Path) -> None:
+    started = time.monotonic()
+    with demo("--store", tmp_path / "store", "--size", SIZE // 1_000_000) as process:
+        until(lambda: len(hosts_of(process)) == 8)
+        fill_disk_of(hosts_of(process)[3])
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert err.startswith("tstore: ")
+    assert err.count("\n") == 1
+    assert "make room" in err
+    assert "saved step 0" not in out
+    assert time.monotonic() - started < 60  # the other hosts wait for 120 s
+    assert os.listdir(temporary) == []
+    assert tstore.open(tmp_path / "store", "r").verify().ok
+
+
+async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path, weights: str) -> None:
+    async with Job(4) as job:
+        await job.ask("hold", weights=weights, mesh={"data": 4, "model": 1})
+        for i in range(5):
+            store = str(tmp_path / str(i))
+            answers = await job.ask("save", store=store, step=0, attempt="a", timeout=30)
+            assert [answer["version"] for answer in answers] == [1] * 4
+
+
+async def test_a_host_that_fails_says_why() -> None:
+    async with Job(1) as job:
+        with pytest.raises(Unavailable, match="ended with code 1: AttributeError"):
+            await job.hosts[0].ask("nonsense")

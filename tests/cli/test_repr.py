@@ -1,0 +1,73 @@
+"""What an interpreter shows of each public object: one short line, however much the object holds."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+import tstore.sync as blocking
+from tstore.maintenance.verify import VerifyReport
+
+MANY = [f"name {number}" for number in range(10_000)]
+NUMBERS = tuple(range(10_000))
+NOW = datetime.datetime.now(datetime.UTC)
+
+REPORTS = [
+    tstore.CollectReport(7, list(NUMBERS), MANY, MANY, MANY, MANY, 5, 6, False),
+    VerifyReport(1, 2, 3, 4, MANY, MANY),
+    tstore.CopyReport(1, 2, 3, 4, 5),
+    tstore.ArrayDiff("a/b", "changed", None, None, ("shape", "attributes"), 3, None),
+    tstore.Diff(1, 2, (tstore.ArrayDiff("a/b", "added", None, None, (), 3, None),) * 10_000, tuple(MANY)),
+    tstore.Commit(1, "step/1", "\n".join(MANY), NOW, tuple(MANY), "id", 5, dict.fromkeys(MANY)),
+    tstore.PendingTransaction("id", "name", 20_000, NUMBERS, NUMBERS, dict.fromkeys(NUMBERS, 1.0)),
+    tstore.Retry(3, "another commit came first"),
+    tstore.Keep(last=5, tags=("a", "b")),
+    tstore.Bits(5.0),
+    tstore.MinSqnr(30.0),
+    tstore.Cache("folder"),
+    tstore.Shards((10_000, 4), "int8", [((slice(n, n + 1), slice(0, 4)), None) for n in range(10_000)]),
+]
+
+
+def short(shown: str) -> bool:
+    return len(shown) < 220 and "\n" not in shown
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda r: type(r).__name__)
+def test_a_report_is_one_line(report: object) -> None:
+    assert short(repr(report)), repr(report)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[blocking.Store]:
+    blocking.save(tmp_path / "s", {"x": np.zeros((3, 2))}, 0)
+    with blocking.open(tmp_path / "s") as store:
+        yield store
+
+
+def test_what_a_store_gives_is_one_line(store: blocking.Store) -> None:
+    snapshot, transaction = store.snapshot(), store.transaction()
+    shown = [repr(thing) for thing in (store, snapshot, snapshot.array("x"), transaction, next(store.history()))]
+    assert all(map(short, shown)), shown
+    assert shown[1].endswith("/s at version 1>")
+    assert shown[2] == "<tstore.sync.Array 'x' float64 (3, 2) chunks=(3, 2)>"
+    assert shown[3].startswith("<tstore.sync.Transaction ")
+    assert shown[3].endswith("/s: open>")
+    assert "version=1 tag='step/0'" in shown[4]
+    with store.transaction() as tx:
+        tx.create_group("g")
+    assert repr(tx).endswith("/s: committed>")
+    assert "version=2 tag=None" in repr(next(store.history()))
+
+
+def test_no_public_class_is_forgotten() -> None:
+    public = {name for name in tstore.__all__ if isinstance(getattr(tstore, name), type)}
+    shown = {type(report).__name__ for report in REPORTS}
+    of_a_store = {"Store", "Snapshot", "Array", "Transaction"}
+    of_quantization = {"QuantizeReport", "QuantizedArray"}
+    assert public == (shown | of_a_store | of_quantization) - {"VerifyReport"}

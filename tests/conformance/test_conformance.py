@@ -1,0 +1,273 @@
+"""The conformance suite: honest backends pass, and each kind of lie is found."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
+from tstore import conformance
+from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
+from tstore.storage.base import LONGEST, Buffers
+from tstore.storage.connect import connect
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
+
+CHECKS = {check.name: check for check in conformance.CHECKS}
+
+
+@pytest.fixture(params=["local", "memory", "objects"])
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> conformance.Subject:
+    name = uuid.uuid4().hex
+    match request.param:
+        case "local":
+            return conformance.Subject.of(str(tmp_path / "new" / "store"))
+        case "memory":
+            return conformance.Subject(lambda: connect(f"memory://{name}"))
+        case _:
+            return conformance.Subject(lambda: MemoryObjects(name))
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
+async def test_conformance(check: conformance.Check, subject: conformance.Subject) -> None:
+    await check(subject)
+
+
+async def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    findings = await conformance.judge(conformance.Subject.of(str(tmp_path)))
+    assert [f.check for f in findings if f.outcome == "fails"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+class NoRoom(MemoryObjects):
+    """Takes only what is short."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        if sum(map(len, data)) > 1 << 20:
+            raise StorageFull(f"no room for {key}")
+        await super().put(key, data, mode)
+
+
+class GoesAway(MemoryObjects):
+    """Does not answer when it is asked for a list."""
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        raise Unavailable("no answer")
+        yield Page([], [])
+
+
+@pytest.mark.parametrize(("kind", "check"), [(NoRoom, "large_objects"), (GoesAway, "listing")])
+async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryObjects], check: str) -> None:
+    name = uuid.uuid4().hex
+    subject = conformance.Subject(lambda: kind(name))
+    findings = {f.check: f for f in await conformance.judge(subject)}
+    assert findings[check].outcome == "unknown"
+    assert findings[check].detail.startswith("no ")
+    assert "fails" not in {f.outcome for f in findings.values()}
+
+
+# ---- liars
+
+
+class NobodyWins(MemoryObjects):
+    """Repeats a request whose reply was lost, and takes its own object for another's."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        await super().put(key, data, mode)
+        if mode is PutMode.CREATE and b"of" in data[0]:
+            raise AlreadyExists(key)
+
+
+class ForgetsInLists(MemoryObjects):
+    """Shows the first page of a list only."""
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        async for page in super().pages(prefix, delimiter):
+            yield Page(page.entries[:1000], page.folders)
+            return
+
+
+class ListsLate(MemoryObjects):
+    """Does not list what was created last."""
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        async for page in super().pages(prefix, delimiter):
+            yield Page(page.entries[:-1], page.folders)
+
+
+class ListsAllDepths(MemoryObjects):
+    """Knows no delimiter."""
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        async for page in super().pages(prefix):
+            yield page
+
+
+class OffByOne(MemoryObjects):
+    """Takes the end of a range as its last byte."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return await super().get(key, Span(span.start, None if span.stop is None else span.stop + 1))
+
+
+class ShiftedReads(MemoryObjects):
+    """Begins one byte late."""
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        whole = await self.get(key) + b"x"
+        for buffer in buffers:
+            memoryview(buffer)[:] = whole[offset + 1 : offset + 1 + len(buffer)]
+            offset += len(buffer)
+
+
+class PadsReads(MemoryObjects):
+    """Gives zeros where the object has ended."""
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        whole = await self.get(key)
+        for buffer in buffers:
+            memoryview(buffer)[:] = whole[offset : offset + len(buffer)].ljust(len(buffer), b"\0")
+            offset += len(buffer)
+
+
+class IgnoresRanges(MemoryObjects):
+    """Sends everything, whatever was asked for."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return await super().get(key)
+
+
+class TakesAll(MemoryObjects):
+    """Reads an object whole, however long it may be."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return await super().get(key, span)
+
+
+class RefusesLate(MemoryObjects):
+    """Looks how long an object is when it has all of it."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        whole = bytes(bytearray(await super().get(key, span)))
+        if len(whole) > most:
+            raise Corrupt(f"{key} is longer than {most} bytes")
+        return whole
+
+
+class Stale(MemoryObjects):
+    """Keeps what it has read once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._seen: dict[str, bytes] = {}
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        if key not in self._seen:
+            self._seen[key] = await super().get(key)
+        return self._seen[key][slice(*span)]
+
+
+class RemembersMisses(MemoryObjects):
+    """Keeps in mind what was not there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._missed: set[str] = set()
+
+    async def head(self, key: str) -> Entry | None:
+        found = None if key in self._missed else await super().head(key)
+        self._missed |= {key} if found is None else set()
+        return found
+
+
+class Undead(MemoryObjects):
+    """Never removes anything."""
+
+    async def delete(self, key: str) -> None:
+        return None
+
+
+class FoldsCase(MemoryObjects):
+    """Takes two names that differ in case, or in how they are quoted, for one."""
+
+    def _folded(self, key: str) -> str:
+        return key.replace("%2f", "/").replace("A/a", "a/a").replace("+", " ")
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return await super().get(self._folded(key), span)
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        await super().put(self._folded(key), data, mode)
+
+
+class Slow(MemoryObjects):
+    """Writes an object in two halves."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        whole = b"".join(data)
+        await super().put(key, [whole[: len(whole) // 2]], mode)
+        await asyncio.sleep(10 * LATENCY)
+        await super().put(key, [whole], PutMode.REPLACE)
+
+
+class CutsLargeObjects(MemoryObjects):
+    """Stores no more than 100,000 bytes."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        await super().put(key, [b"".join(data)[:100_000]], mode)
+
+
+class MissesSilently(MemoryObjects):
+    """Gives nothing for what is not there."""
+
+    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+        return b"" if await self.head(key) is None else await super().get(key, span)
+
+
+class OtherClock(MemoryObjects):
+    """Its objects were written an hour before they were sent."""
+
+    async def head(self, key: str) -> Entry | None:
+        found = await super().head(key)
+        return None if found is None else found._replace(age=3600.0)
+
+
+LIES = [
+    (Overwrites, "create_never_replaces"),
+    (Overwrites, "one_winner"),
+    (LooksThenWrites, "one_winner"),
+    (LastOneStays, "create_never_replaces"),
+    (LastOneStays, "one_winner"),
+    (NobodyWins, "one_winner"),
+    (ForgetsInLists, "long_lists"),
+    (ListsLate, "listing"),
+    (ListsLate, "pages"),
+    (ListsAllDepths, "pages"),
+    (OffByOne, "spans"),
+    (ShiftedReads, "ranges"),
+    (ShiftedReads, "large_objects"),
+    (PadsReads, "ranges"),
+    (IgnoresRanges, "spans"),
+    (TakesAll, "bounded_reads"),
+    (RefusesLate, "bounded_reads"),
+    (Stale, "hint_replaces"),
+    (Stale, "deletes"),
+    (RemembersMisses, "read_after_create"),
+    (Undead, "deletes"),
+    (FoldsCase, "odd_names"),
+    (Slow, "cancellation"),
+    (CutsLargeObjects, "large_objects"),
+    (MissesSilently, "missing"),
+    (OtherClock, "listing"),
+]
+
+
+@pytest.mark.parametrize(("liar", "check"), LIES, ids=lambda p: getattr(p, "__name__", p))
+async def test_a_liar_is_found(liar: type[MemoryObjects], check: str) -> None:
+    name = uuid.uuid4().hex
+    with pytest.raises(AssertionError):
+        await CHECKS[check](conformance.Subject(lambda: liar(name)))

@@ -1,0 +1,88 @@
+"""The conformance suite on servers: ours, and one of Google Cloud Storage. (That of S3: `test_s3.py`.)"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+import tstore
+from tests.support import gcs
+from tstore import conformance
+from tstore.conformance.relay import Relay
+from tstore.errors import Denied
+from tstore.server import Server
+
+STORED: web.AppKey[dict[str, bytes]] = web.AppKey("stored")
+
+
+def port_of(url: str) -> int:
+    return int(url.rstrip("/").rpartition(":")[2])
+
+
+@pytest.fixture(params=["any", "layout"])
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[conformance.Subject]:
+    async with (
+        Server(tmp_path / "store", names=request.param) as server,
+        Relay.to("127.0.0.1", port_of(server.url)) as relay,
+    ):
+        async with await tstore.open(server.url, "x"):
+            pass
+        yield conformance.Subject.of(f"http://{relay.host}:{relay.port}", relay=relay)
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
+async def test_tstore_serve(check: conformance.Check, served: conformance.Subject) -> None:
+    await check(served)
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
+async def test_gcs(check: conformance.Check, emulator: str) -> None:
+    url = f"gs://{gcs.new_bucket(emulator)}/run"
+    async with Relay.to("127.0.0.1", port_of(emulator)) as relay:
+        through = {"endpoint_url": f"http://{relay.host}:{relay.port}"}
+        async with await tstore.open(url, "x", storage_options=through):
+            pass
+        await check(conformance.Subject.of(url, through, relay=relay))
+
+
+async def test_a_gcs_that_ignores_the_condition_is_refused(emulator: str) -> None:
+    url = f"gs://{gcs.new_bucket(emulator)}/run"
+
+    def ignore(sent: bytes) -> bytes:
+        return sent.replace(b"ifGenerationMatch", b"someOtherArgument")
+
+    async with Relay.to("127.0.0.1", port_of(emulator), ignore) as liar:
+        for mode in ("x", "a"):
+            with pytest.raises(Denied, match="does not create exclusively"):
+                await tstore.open(url, mode, storage_options={"endpoint_url": f"http://{liar.host}:{liar.port}"})
+
+
+async def overwrites(request: web.Request) -> web.Response:
+    """Calls itself ours, and stores whatever it is sent in place of what was there."""
+    stored, name = request.app[STORED], {"Server": "tstore/0.0"}
+    if request.method == "PUT":
+        stored[request.path] = await request.read()
+        return web.Response(status=201, headers=name)
+    if request.method == "DELETE":
+        stored.pop(request.path, None)
+        return web.Response(status=204, headers=name)
+    if "list" in request.query:
+        return web.json_response({"entries": [], "folders": [], "next": None}, headers=name)
+    if request.path not in stored:
+        return web.Response(status=404, headers=name)
+    return web.Response(body=stored[request.path], headers={**name, "ETag": '"1"'})
+
+
+async def test_a_server_that_only_calls_itself_ours_is_refused() -> None:
+    app = web.Application()
+    app[STORED] = stored = {}
+    app.router.add_route("*", "/{key:.*}", overwrites)
+    async with TestServer(app) as server:
+        for mode in ("x", "a"):
+            with pytest.raises(Denied, match="does not create exclusively"):
+                await tstore.open(f"http://{server.host}:{server.port}", mode)
+    assert not stored

@@ -1,0 +1,196 @@
+"""Whoever makes a store is told when the storage can't keep a store's promises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import tstore
+from tests.support.liars import LastOneStays, LooksThenWrites, Overwrites
+from tstore.cli import main
+from tstore.conformance.faulty import FaultyBackend
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable
+from tstore.storage.base import Buffers
+from tstore.storage.connect import connect
+from tstore.storage.memory import MemoryBackend, MemoryObjects
+from tstore.storage.objects import PutMode
+from tstore.storage.remote import RemoteBackend
+
+
+class Forgets(MemoryObjects):
+    """Answers, and stores nothing."""
+
+    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        return None
+
+
+@pytest.mark.parametrize("mode", ["x", "a"])
+@pytest.mark.parametrize("liar", [Overwrites, LooksThenWrites, LastOneStays, Forgets])
+async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryObjects], mode: tstore.Mode) -> None:
+    name = uuid.uuid4().hex
+    with pytest.raises(Denied, match=r"does not create exclusively.*two jobs.*Use a local folder") as raised:
+        await tstore.open(RemoteBackend(liar(name)), mode)
+    assert name in str(raised.value)
+    assert await MemoryBackend(name).empty()
+
+
+async def test_an_honest_backend_is_asked_little() -> None:
+    counted = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    await tstore.open(counted, "x")
+    assert len(counted.calls) <= 12
+    assert await counted.list("") == ["tstore.json"]
+    with pytest.raises(AlreadyExists, match="store already"):
+        await tstore.open(counted, "x")
+    seen = len(counted.calls)
+    await tstore.open(counted)
+    assert len(counted.calls) == seen + 1
+
+
+async def test_of_eight_who_make_one_store_one_has_made_it() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    made = await asyncio.gather(*[tstore.open(url, "x") for _ in range(8)], return_exceptions=True)
+    stores = [m for m in made if isinstance(m, tstore.Store)]
+    assert len(stores) == 1
+    assert all(isinstance(m, AlreadyExists) for m in made if not isinstance(m, tstore.Store))
+    assert (await tstore.open(url)).uuid == stores[0].uuid
+
+
+async def test_a_lost_reply_while_the_store_is_made_is_no_failure() -> None:
+    faulty = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    faulty.lose_reply("create", "tstore.json", times=8)
+    store = await tstore.open(faulty, "x")
+    assert (await tstore.open(faulty)).uuid == store.uuid
+
+
+async def test_what_fails_for_all_is_raised() -> None:
+    faulty = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    faulty.fail("create", "tstore.json", times=8)
+    with pytest.raises(Unavailable):
+        await tstore.open(faulty, "x")
+    assert await faulty.empty()
+
+
+# ---- file systems of fsspec
+
+
+class Exclusive(LocalFileSystem):  # type: ignore[misc]
+    """Files whose create is the system's own."""
+
+    protocol = "exclusive"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix(f"{cls.protocol}://")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+        with open(path, "xb" if mode == "create" else "wb") as file:
+            file.write(value)
+
+
+class Careless(Exclusive):
+    """Files that are created over others."""
+
+    protocol = "careless"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+        super().pipe_file(path, value)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file_systems() -> None:
+    for kind in (Exclusive, Careless):
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+
+
+async def test_a_file_system_that_creates_exclusively_is_written_to(tmp_path: Path) -> None:
+    async with await tstore.open(f"exclusive://{tmp_path}/s", "x") as store:
+        await tstore.save(store, {"a": [1, 2]}, step=1)
+    await tstore.save(f"exclusive://{tmp_path}/s", {"a": [1, 2, 3]}, step=2)
+    async with await tstore.open(tmp_path / "s", "r") as store:
+        assert (await store.verify()).ok
+        assert await tstore.restore(store) == {"a": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("mode", ["x", "a"])
+@pytest.mark.parametrize("scheme", ["local", "careless"])
+async def test_a_file_system_that_does_not_is_refused(tmp_path: Path, scheme: str, mode: tstore.Mode) -> None:
+    with pytest.raises(Denied, match="does not create exclusively"):
+        await tstore.open(f"{scheme}://{tmp_path}/s", mode)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    async with await tstore.open(tmp_path / "s", "x"):  # and nothing stands in the way of one that does
+        pass
+
+
+async def test_what_lies_on_such_a_file_system_is_read(tmp_path: Path) -> None:
+    tree = {"a": [1, 2, 3]}
+    async with await tstore.open(tmp_path) as store:
+        await tstore.save(store, tree, step=7)
+    async with await tstore.open(f"local://{tmp_path}", "r") as store:
+        assert await tstore.restore(store) == tree
+        assert (await store.verify()).ok
+    async with await tstore.open(f"local://{tmp_path}", "a") as store:
+        with pytest.raises(Denied, match="exclusively"):
+            await tstore.save(store, tree, step=8)
+    await tstore.open(f"careless://{tmp_path}", "r")
+    with pytest.raises(Denied, match="exclusively"):
+        await tstore.open(f"careless://{tmp_path}", "a")
+    async with await tstore.open(tmp_path, "r") as store:
+        assert [c.version async for c in store.history()] == [1]
+
+
+async def test_a_scheme_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"gopher.*s3://"):
+        await tstore.open("gopher://x")
+    with pytest.raises(InvalidArgument, match="Install adlfs"):
+        await tstore.open("abfs://container/x")
+    with pytest.raises(NotFound):
+        await tstore.open(f"local://{tmp_path}/none", "r")
+    assert connect("ftp://user:geheim@host/x").url == "ftp://host/x"
+
+
+# ---- the command
+
+
+def probed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["probe", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, str(tmp_path / "s"))
+    assert (code, err) == (0, "")
+    assert "holds" in out
+    assert "of racing creates of one name exactly one wins" in out
+    assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault found")
+    assert list(tmp_path.iterdir()) == []
+    assert probed(capsys, str(tmp_path / "a" / "b"))[0] == 0
+    assert list(tmp_path.iterdir()) == []  # neither of the folders that it made
+
+
+def test_the_command_knows_that_memory_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, "memory://probed")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("memory://probed: no fault found")
+
+
+def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = probed(capsys, f"careless://{tmp_path}/s", "--json")
+    found = json.loads(out)
+    assert (code, found["ok"]) == (1, False)
+    outcomes = {c["check"]: c["outcome"] for c in found["checks"]}
+    assert outcomes["create_never_replaces"] == outcomes["one_winner"] == "fails"
+    assert outcomes["ranges"] == outcomes["listing"] == outcomes["long_lists"] == "holds"
+    assert found["fails"] == sum(o == "fails" for o in outcomes.values())
+
+
+def test_the_command_tells_at_once_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = probed(capsys, "gopher://x")
+    assert (code, out) == (1, "")
+    assert err.startswith("tstore: gopher://x: scheme")

@@ -1,0 +1,418 @@
+"""Copies between stores whose histories part, and what a copy deletes and in which order it creates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore import Keep
+from tstore.conformance.faulty import FaultyBackend
+from tstore.copying.copy import copy_to
+from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
+from tstore.log.reader import commit_key
+from tstore.storage.base import Backend, Durability
+from tstore.storage.connect import connect
+
+
+def tree_of(step: int, writer: int = 0) -> dict[str, Any]:
+    """16 kB in a pack, and so many arrays that their manifest is an object."""
+    rng = np.random.default_rng((step, writer))
+    return {"own": rng.random(2000), "wide": {str(i): np.full(2, step) for i in range(400)}}
+
+
+async def saved(url: str, steps: range, writer: int = 0) -> tstore.Store:
+    store = await tstore.open(url)
+    for step in steps:
+        await tstore.save(store, tree_of(step, writer), step)
+    return store
+
+
+async def check_steps(url: str, *writers: int) -> None:
+    """The store is whole, and step i was saved by the i-th writer."""
+    store = await tstore.open(url, "r")
+    report = await store.verify()
+    assert report.ok, report.faults
+    assert await tstore.steps(store) == list(range(len(writers)))
+    for step, writer in enumerate(writers):
+        assert np.array_equal((await tstore.restore(store, step))["own"], tree_of(step, writer)["own"])
+
+
+def new() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+class Interrupted(FaultyBackend):
+    """Calls `between` once, before the object of a name is created."""
+
+    def __init__(self, inner: Backend, key: str, between: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(inner)
+        self._key = key
+        self._between = between
+
+    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+        if key == self._key:
+            self._key = ""
+            await self._between()
+        await super().create(key, data, durability)
+
+
+# ---- nothing good is deleted
+
+
+def objects_of(store: str, name: str) -> list[Path]:
+    return sorted(Path(store).glob(f"txn/*/{name}-*"))
+
+
+def damage(path: Path) -> None:
+    """Flips a bit, and changes the size."""
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data + b"more")
+
+
+async def test_a_good_pack_of_the_destination_stays(tmp_path: Path) -> None:
+    """The source's has another size and is damaged."""
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    await saved(source, range(2))
+    await tstore.copy(source, target)
+    for path in objects_of(source, "pack"):
+        damage(path)
+    report = await tstore.copy(source, target)
+    assert (report.objects, report.present) == (0, 4)
+    await check_steps(target, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["pack", "manifest"])
+async def test_a_damaged_object_stays_until_a_good_one_is_at_hand(name: str, tmp_path: Path) -> None:
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    await saved(source, range(2))
+    shutil.copytree(source, tmp_path / "backup")
+    await tstore.copy(source, target)
+    theirs = objects_of(target, name)[0]
+    theirs.write_bytes(theirs.read_bytes()[:-1])
+    left = theirs.read_bytes()
+    damage(objects_of(source, name)[0])
+    with pytest.raises(Corrupt, match=source):
+        await tstore.copy(source, target)
+    assert theirs.read_bytes() == left
+    report = await tstore.copy(tmp_path / "backup", target)
+    assert (report.objects, report.commits) == (1, 0)
+    await check_steps(target, 0, 0)
+
+
+async def test_a_damaged_object_that_may_not_be_deleted() -> None:
+    source, target = new(), new()
+    store = await saved(source, range(1))
+    await tstore.copy(source, target)
+    backend = connect(target)
+    [pack] = [key for key in await backend.list("txn/") if "/pack-" in key]
+    data = await backend.get(pack)
+    await backend.delete(pack)
+    await backend.create(pack, data[:-1], Durability.NONE)
+    faulty = FaultyBackend(backend)
+    faulty.fail("delete", error=Denied)
+    with pytest.raises(Denied, match="is damaged and can't be replaced"):
+        await copy_to(store, faulty)
+    assert await backend.get(pack) == data[:-1]
+    await copy_to(store, faulty)
+    await check_steps(target, 0)
+
+
+# ---- the order of creation
+
+
+async def numbered(url: str, versions: range) -> tstore.Store:
+    """Each version adds its number to an array at its place."""
+    store = await tstore.open(url)
+    for version in versions:
+        async with store.transaction() as tx:
+            if version == 1:
+                x = await tx.create_array("x", (200,), "i8", (200,))
+                await x.write(0)
+            await (await tx.array("x"))[version].write(version)
+    return store
+
+
+async def numbers(url: str, at: int | None = None) -> np.ndarray:
+    """As a process sees them that knows nothing of the store yet."""
+    snapshot = await (await tstore.open(url, "r")).snapshot(at)
+    found: np.ndarray = await (await snapshot.array("x")).read()
+    return found
+
+
+async def test_a_copy_dies_between_any_two_objects() -> None:
+    """A fresh reader always sees the state of the last version that is there, roots or not."""
+    source, target = new(), new()
+    store = await numbered(source, range(1, 61))
+    await tstore.copy(source, target)
+    await numbered(source, range(61, 131))
+    states = {v: await numbers(source, v) for v in range(60, 131)}
+    deaths = 0
+    while True:
+        faulty = FaultyBackend(connect(target))
+        faulty.fail("create", nth=2)
+        faulty.fail("hint")
+        try:
+            report = await copy_to(store, faulty)
+            break
+        except Unavailable:
+            deaths += 1
+            newest = await (await tstore.open(target, "r")).log.newest()
+            assert newest == min(60 + deaths, 130)
+            assert np.array_equal(await numbers(target), states[newest])
+    assert deaths > 70
+    assert report.objects <= 1
+    assert await connect(target).list("roots/") == await connect(source).list("roots/")
+    assert np.array_equal(await numbers(target), states[130])
+
+
+async def test_commits_at_a_copy_that_died_are_seen() -> None:
+    """No root of the source stands for a version that the copy took itself."""
+    source, target = new(), new()
+    store = await numbered(source, range(1, 61))
+    await tstore.copy(source, target)
+    await numbered(source, range(61, 70))
+    faulty = FaultyBackend(connect(target))
+    faulty.fail("create", "commits/*", nth=2)
+    with pytest.raises(Unavailable):
+        await copy_to(store, faulty)
+    expected = await numbers(target)
+    writer = await tstore.open(target)
+    for version in range(62, 67):
+        async with writer.transaction() as tx:
+            await (await tx.array("x"))[version].write(-version)
+        expected[version] = -version
+    assert np.array_equal(await numbers(target), expected)
+    assert (await writer.verify()).ok
+    with pytest.raises(Conflict, match="commits of its own: from version 62 on"):
+        await copy_to(store, connect(target))
+    assert np.array_equal(await numbers(target), expected)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+async def test_a_writer_at_the_destination_takes_the_next_version(collected: bool) -> None:
+    """No record of the source is created behind it."""
+    source, target = new(), new()
+    store = await saved(source, range(2))
+    await tstore.copy(source, target)
+    await saved(source, range(2, 5))
+    if collected:
+        await store.collect(Keep(last=1))
+    writer = await tstore.open(target)
+
+    async def commit() -> None:
+        await tstore.save(writer, tree_of(2, writer=1), 2)
+
+    with pytest.raises(Conflict, match=r"commits of its own: from version 3 on .* empty destination"):
+        await copy_to(store, Interrupted(connect(target), commit_key(3), commit))
+    assert await connect(target).list("commits/") == [commit_key(v) for v in (1, 2, 3)]
+    await check_steps(target, 0, 0, 1)
+    await tstore.save(writer, tree_of(3, writer=1), 3)
+    await check_steps(target, 0, 0, 1, 1)
+
+
+async def test_a_writer_at_the_destination_comes_behind_the_copy() -> None:
+    """What it builds on is the source's, so nothing is mixed."""
+    source, target = new(), new()
+    store = await saved(source, range(2))
+    await tstore.copy(source, target)
+    await saved(source, range(2, 4))
+    writer = await tstore.open(target)
+
+    async def commit() -> None:
+        await tstore.save(writer, tree_of(9, writer=1), 9)
+
+    with pytest.raises(Conflict, match="from version 4 on"):
+        await copy_to(store, Interrupted(connect(target), commit_key(4), commit))
+    assert [c.tag async for c in writer.history()] == ["step/9", "step/2", "step/1", "step/0"]
+    assert (await writer.verify()).ok
+
+
+# ---- histories that part
+
+
+class Together(FaultyBackend):
+    """Lets a copy go on only once the other one has seen the empty destination too."""
+
+    def __init__(self, inner: Backend, barrier: asyncio.Barrier) -> None:
+        super().__init__(inner)
+        self._barrier = barrier
+
+    async def empty(self) -> bool:
+        empty = await super().empty()
+        await self._barrier.wait()
+        return empty
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 4])
+@pytest.mark.parametrize("other_held", [1, 3, 4, 6])
+async def test_two_copies_at_once_of_histories_that_parted(held: int, other_held: int) -> None:
+    """The one that creates the version at which they part wins; the other creates nothing behind it."""
+    first, second, target = new(), new(), new()
+    await saved(first, range(2))
+    await tstore.copy(first, second)
+    await saved(first, range(2, 4))
+    await saved(second, range(2, 6), writer=1)
+    barrier = asyncio.Barrier(2)
+    copies, gates = [], []
+    for source, version in ((first, held), (second, other_held)):
+        backend = Together(connect(target), barrier)
+        gates.append(backend.hold("create", commit_key(version)))
+        copies.append(asyncio.create_task(copy_to(await tstore.open(source), backend)))
+    for gate, copied in zip(gates, copies, strict=True):
+        await asyncio.wait([asyncio.create_task(gate.reached()), copied], return_when=asyncio.FIRST_COMPLETED)
+        gate.release()
+    ended = await asyncio.gather(*copies, return_exceptions=True)
+    [lost] = [error for error in ended if isinstance(error, BaseException)]
+    with pytest.raises(Conflict, match="from version 3 on"):
+        raise lost
+    await check_steps(target, *((0, 0, 0, 0) if ended[1] is lost else (0, 0, 1, 1, 1, 1)))
+
+
+async def test_what_another_copy_made_is_forced_to_the_disk() -> None:
+    """It may have died before that; this copy answers for all of it."""
+    source, target = new(), new()
+    store = await saved(source, range(2))
+    await tstore.copy(source, target)
+    await connect(target).delete("tstore.json")
+    backend = FaultyBackend(connect(target))
+    assert (await copy_to(store, backend)).objects == 1
+    assert backend.count("flush") == 1
+
+
+async def test_two_copies_at_once_of_one_history() -> None:
+    source, target = new(), new()
+    store = await saved(source, range(4))
+    reports = await asyncio.gather(*[copy_to(store, connect(target)) for _ in range(3)])
+    assert {report.version for report in reports} == {4}
+    await check_steps(target, 0, 0, 0, 0)
+
+
+async def test_a_store_and_one_version_of_it_are_copied_to_one_place() -> None:
+    """The second learns that it came too late."""
+    source, target = new(), new()
+    store = await saved(source, range(2))
+
+    async def other() -> None:
+        await copy_to(store, connect(target))
+
+    with pytest.raises(AlreadyExists, match="is another store"):
+        await copy_to(store, Interrupted(connect(target), "tstore.json", other), at=1)
+
+
+async def test_a_destination_that_is_ahead() -> None:
+    """It has all that the source has; what it has collected does not come back."""
+    source, target = new(), new()
+    store = await saved(source, range(3))
+    await tstore.copy(source, target)
+    ahead = await saved(target, range(3, 5))
+    await ahead.collect(Keep(last=2))
+    before = await connect(target).list("")
+    report = await tstore.copy(source, target)
+    assert (report.version, report.objects, report.commits) == (6, 0, 0)
+    assert await connect(target).list("") == before
+    alone = new()
+    await tstore.copy(source, alone, at=2)
+    further = await tstore.open(alone)
+    await tstore.save(further, tree_of(7), 7)
+    await further.collect(Keep(last=1))
+    before = await connect(alone).list("")
+    assert (await tstore.copy(source, alone, at=2)).objects == 0
+    assert await connect(alone).list("") == before
+    assert (await tstore.copy(target, source)).commits == 3
+    assert await tstore.steps(store) == [3, 4]
+
+
+async def test_a_damaged_destination_that_is_ahead_is_made_good() -> None:
+    source, target = new(), new()
+    await saved(source, range(3))
+    await tstore.copy(source, target)
+    ahead = await saved(target, range(3, 4))
+    await ahead.collect(Keep(last=2))
+    backend = connect(target)
+    [pack] = [p for p in (await ahead.snapshot("step/2")).tree.nodes["own"].chunks.packs if isinstance(p, str)]
+    await backend.delete(pack)
+    assert not (await ahead.verify()).ok
+    assert (await tstore.copy(source, target)).objects == 1
+    assert (await ahead.verify()).ok
+
+
+async def test_a_store_is_copied_to_itself_by_another_name(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    await saved(str(source), range(2))
+    before = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in source.rglob("*") if p.is_file()}
+    (tmp_path / "b").symlink_to(source)
+    report = await tstore.copy(source, tmp_path / "b")
+    assert (report.objects, report.commits, report.version) == (0, 0, 2)
+    assert {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in source.rglob("*") if p.is_file()} == before
+    with pytest.raises(AlreadyExists):
+        await tstore.copy(source, tmp_path / "b", at=1)
+
+
+async def parted(tmp_path: Path) -> tuple[str, str]:
+    """A store of four steps, and the same with another third and fourth step."""
+    source, other = str(tmp_path / "source"), str(tmp_path / "other")
+    await saved(source, range(2))
+    shutil.copytree(source, other)
+    await saved(source, range(2, 4))
+    await saved(other, range(2, 4), writer=1)
+    return source, other
+
+
+@pytest.mark.parametrize("moment", ["pack", "manifest", "marker"])
+async def test_the_source_becomes_another_while_it_is_copied(moment: str, tmp_path: Path) -> None:
+    """As when it is restored from a backup: no records of one history come with the data of another."""
+    source, other = await parted(tmp_path)
+    target = str(tmp_path / "target")
+    store = await tstore.open(source)
+
+    def replace() -> None:
+        os.rename(source, tmp_path / "gone")
+        os.rename(other, source)
+
+    class Replacing(FaultyBackend):
+        manifests = 0
+
+        async def settle(self, prefix: str, durability: Durability) -> None:
+            await super().settle(prefix, durability)
+            if moment == "pack" and os.path.exists(other):
+                replace()
+
+        async def create(self, key: str, data: bytes, durability: Durability) -> None:
+            await super().create(key, data, durability)
+            self.manifests += "/manifest-" in key
+            if (moment == "manifest" and self.manifests == 4) or (moment == "marker" and key == "tstore.json"):
+                self.manifests = 0
+                replace()
+
+    copying = copy_to(store, Replacing(connect(target)))
+    if moment == "marker":  # all was read by then
+        await copying
+        await check_steps(target, 0, 0, 0, 0)
+        return
+    with pytest.raises(Conflict, match="another version 4 than when the copy began"):
+        await copying
+    assert not await connect(target).list("commits/")
+    with pytest.raises(NotAStore):
+        await tstore.open(target, "r")
+
+
+async def test_a_handle_from_before_the_source_became_another(tmp_path: Path) -> None:
+    """What is copied is what lies there now."""
+    source, other = await parted(tmp_path)
+    async with await tstore.open(source) as store:
+        await tstore.restore(store)
+        assert len([c async for c in store.history()]) == 4
+        os.rename(source, tmp_path / "gone")
+        os.rename(other, source)
+        await copy_to(store, connect(str(tmp_path / "target")))
+    await check_steps(str(tmp_path / "target"), 0, 0, 1, 1)

@@ -1,0 +1,338 @@
+"""Whatever a caller passes: it can be read again, or the call is refused and the store goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+
+import tstore
+from tstore import Keep
+from tstore.errors import InvalidArgument, TStoreError
+from tstore.format.records import Record
+from tstore.storage.base import Durability
+
+LONE = "a\ud800"
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+
+Call = Callable[[tstore.Store], Awaitable[object]]
+
+
+def transaction(**arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async with store.transaction(**arguments):
+            pass
+
+    return call
+
+
+def save(**arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        await tstore.save(store, {"w": np.ones(3)}, **{"step": 9, **arguments})
+
+    return call
+
+
+def quantize(**arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        await tstore.quantize(store, "e4m3", **arguments)
+
+    return call
+
+
+def array(**arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async with store.transaction() as tx:
+            await tx.create_array(**{"path": "new", "shape": (3,), "dtype": "int8", **arguments})
+
+    return call
+
+
+def resize(shape: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async with store.transaction() as tx:
+            await (await tx.array("w")).resize(shape)
+
+    return call
+
+
+def group(*arguments: Any) -> Call:
+    async def call(store: tstore.Store) -> None:
+        async with store.transaction() as tx:
+            await tx.create_group(*arguments)
+
+    return call
+
+
+REFUSED: list[tuple[Call, str]] = [
+    (transaction(message=None), r"message=None: expected text"),
+    (transaction(message=b"m"), "message"),
+    (transaction(message=LONE), "message: .*surrogates"),
+    (transaction(message="x" * 100_000), "message=.* has 100000 bytes"),
+    (transaction(tag=7), "tag=7: expected text"),
+    (transaction(tag="x" * 5000), "tag=.* has 5000 bytes"),
+    (transaction(tag=LONE), "tag: .*surrogates"),
+    (transaction(tag="a\nb"), "control"),
+    (transaction(tag="step/007"), "tag='step/007'"),
+    (transaction(move_tag="step/" + "1" * 5000), "move_tag="),
+    (transaction(tag="step/" + "1" * 19), "18 digits"),
+    (transaction(tag="step/best"), "names a checkpoint's step"),
+    (transaction(tag="step/٣"), "names a checkpoint's step"),
+    (transaction(drop_tag=7), "drop_tag=7"),
+    (transaction(facts={1: "x"}), r"facts\[1\]: expected text as a key"),
+    (transaction(facts=[1]), "facts: expected a mapping"),
+    (transaction(facts={"a": {"b": [0, 10**30]}}), r"facts\['a'\]\['b'\]\[1\]: .*64 bits"),
+    (transaction(facts={"a": 10**5000}), r"facts\['a'\]: .*64 bits"),
+    (transaction(facts={"a": float("nan")}), r"facts\['a'\]: JSON has no nan"),
+    (transaction(facts={"a": object()}), r"facts\['a'\]: .*has no form in JSON"),
+    (transaction(facts={LONE: 1}), "surrogates"),
+    (transaction(facts={"a": DEEP}), "levels of nesting"),
+    (transaction(facts={"a": "x" * (2 << 20)}), "too many for the record"),
+    (transaction(facts={"metrics": 5}), r"facts\['metrics'\]=5: expected a mapping"),
+    (transaction(facts={"metrics": {"loss": "low"}}), r"facts\['metrics'\]\['loss'\]: expected a number"),
+    (transaction(name=3, host=0, hosts=1, attempt="a"), "name=3"),
+    (transaction(name=LONE, host=0, hosts=1, attempt="a"), "name: "),
+    (transaction(name="n", host=0, hosts=1, attempt=3), "attempt=3"),
+    (transaction(name="n", host="0", hosts=1, attempt="a"), "host='0'"),
+    (transaction(name="n", host=0, hosts=1.0, attempt="a"), "hosts=1.0"),
+    (save(step=10**30), "step 1000"),
+    (save(step=10**5000), "step "),
+    (save(step=True), "step True"),
+    (save(step=1.0), "step 1.0"),
+    (save(message=None), "message=None"),
+    (save(metrics={0: 0.5}), r"metrics\[0\]: expected text as a key"),
+    (save(metrics=[0.5]), "metrics"),
+    (save(metrics={"loss": 10**30}), r"metrics\['loss'\]: .*64 bits"),
+    (save(metrics={"loss": np.ones(2)}), r"metrics\['loss'\]: expected a number"),
+    (save(metrics={"loss": 1j}), r"metrics\['loss'\]"),
+    (save(attributes={"a": np.nan}), r"attributes\['a'\]: JSON has no nan"),
+    (save(attributes={1: 2}), r"attributes\[1\]"),
+    (save(attributes={"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]: .*no form in JSON"),
+    (save(attributes={"tstore": {"mine": 1}}), r"attributes\['tstore'\]: tstore keeps"),
+    (save(host=1), "host 1 of 1 does not exist"),
+    (save(host=None), "host=None"),
+    (save(hosts="2"), "hosts='2'"),
+    (save(hosts=0), "host 0 of 0"),
+    (save(hosts=2, attempt=3), "attempt=3"),
+    (save(durability="always"), "durability 'always'"),
+    (save(timeout="5"), "timeout='5'"),
+    (save(metrics={str(i): i for i in range(200_000)}), "too many for the record"),
+    (array(path=3), "path=3"),
+    (array(shape=3), "shape 3 is not a sequence"),
+    (array(shape=None), "shape None"),
+    (array(shape="abc"), "shape 'abc'"),
+    (array(shape=(1,) * 33), "33 dimensions are too many"),
+    (array(dtype=LONE), "dtype"),
+    (array(dimension_names=3), "dimension_names=3"),
+    (array(path=LONE), "path"),
+    (array(path="a\x1bb"), "control"),
+    (array(attributes={"a": {"b": float("inf")}}), r"attributes\['a'\]\['b'\]: JSON has no inf"),
+    (array(attributes={"a": b"x"}), r"attributes\['a'\]"),
+    (array(attributes={"a": {1, 2}}), r"attributes\['a'\]"),
+    (array(dimension_names=[3]), "dimension_names=3"),
+    (array(dimension_names="x"), "dimension_names"),
+    (array(dimension_names=[LONE]), "dimension_names"),
+    (array(shape=(3.0,)), "shape"),
+    (array(chunks=(1.5,)), "chunks"),
+    (array(codecs=[{"name": "bytes"}, {"name": "zstd", "configuration": {"level": float("nan")}}]), "level"),
+    (array(fill_value=None), "fill value"),
+    (resize(5), "shape 5 is not a sequence"),
+    (resize(None), "shape None"),
+    (resize("4"), "shape"),
+    (resize((4.0,)), "shape"),
+    (group("g", {1: 2}), r"attributes\[1\]"),
+    (group("g", {"a": float("nan")}), r"attributes\['a'\]"),
+    (group("g", {"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]"),
+    (group(3), "path=3"),
+    (lambda store: store.collect(Keep(best=5)), r"best=5\): expected"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(best=(0, "loss"))), "best="),
+    (lambda store: store.collect(Keep(best=("loss", 3))), "best="),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(newer_than=5)), "newer_than=5: expected a timedelta"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(tags=5)), "tags=5"),  # type: ignore[arg-type]
+    (lambda store: store.collect(Keep(last=2.0)), "last=2.0"),  # type: ignore[arg-type]
+    (lambda store: store.collect(abandoned=5), "abandoned=5: expected a timedelta"),  # type: ignore[arg-type]
+    (lambda store: store.collect(abandoned=datetime.timedelta(-1)), "abandoned="),
+    (lambda store: store.finish(None), "transaction=None"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, only=5), "only=5"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, only=["w", 5]), "only="),  # type: ignore[list-item]
+    (lambda store: tstore.open(store.url, cache=tstore.Cache(None)), r"Cache\(None\)"),  # type: ignore[arg-type]
+    (lambda store: tstore.open(store.url, cache=tstore.Cache("c", size="1")), "size='1'"),  # type: ignore[arg-type]
+    (lambda store: store.snapshot(np.arange(9)), r"at=array\("),  # type: ignore[arg-type]
+    (quantize(tag=7), "tag=7"),
+    (quantize(tag="a\nb"), "control"),
+]
+
+
+@pytest.mark.parametrize(("call", "match"), REFUSED)
+async def test_what_can_not_be_read_again_is_refused_by_the_call(call: Call, match: str, tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    await tstore.save(store, {"w": np.zeros(3)}, 1)
+    files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    with pytest.raises(InvalidArgument, match=match):
+        await call(store)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == files
+    await tstore.save(store, {"w": np.ones(3)}, 2)
+    assert (await store.collect(Keep(last=1))).versions == [1]
+    assert (await tstore.restore(tmp_path))["w"].tolist() == [1, 1, 1]
+    assert (await (await tstore.open(tmp_path, "r")).verify()).ok
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hosts": 2},
+        {"host": 2, "hosts": 2, "attempt": "a"},
+        {"durability": None},
+        {"timeout": [1]},
+        {"metrics": {str(i): i for i in range(200_000)}},
+    ],
+    ids="-".join,
+)
+async def test_a_save_that_is_refused_makes_no_store(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidArgument):
+        await tstore.save(tmp_path / "new", {"w": np.ones(3)}, 1, **arguments)
+    assert not (tmp_path / "new").exists()
+
+
+async def test_hosts_are_also_integers_of_numpy(tmp_path: Path) -> None:
+    tree = {f"w{i}": np.full(3, i) for i in range(8)}
+    two = np.int64(2)
+    saves = [tstore.save(tmp_path, tree, 1, host=host, hosts=two, attempt="a") for host in np.arange(two)]
+    assert await asyncio.gather(*saves) == [1, 1]
+    assert (await tstore.restore(tmp_path))["w7"].tolist() == [7, 7, 7]
+
+
+async def test_what_is_taken_comes_back(tmp_path: Path) -> None:
+    metrics = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": np.array(2.5),
+        "d": ml_dtypes.bfloat16(1.5),
+        "e": 7,
+        "nan": float("nan"),
+        "inf": np.float64("inf"),
+    }
+    facts = {"metrics": metrics, "t": (1, np.int8(2)), "s": np.str_("ö"), "n": None, "deep": {"x": [True, 1.5]}}
+    store = await tstore.open(tmp_path)
+    async with store.transaction("ö\n", tag="step/0", facts=facts) as tx:
+        attributes = {"list": [1, (2,)], "f": np.float64(1.5)}
+        w = await tx.create_array("ö b", (1,), "int8", dimension_names=["x"], attributes=attributes)
+        await w.write(1)
+    store = await tstore.open(tmp_path, "r")
+    (commit,) = [c async for c in store.history()]
+    found = commit.facts.pop("metrics")
+    assert str(found) == "{'a': 0.5, 'b': 3, 'c': 2.5, 'd': 1.5, 'e': 7, 'nan': nan, 'inf': inf}"
+    assert commit.facts == {"t": [1, 2], "s": "ö", "n": None, "deep": {"x": [True, 1.5]}}
+    assert commit.message == "ö\n"
+    assert (await (await store.snapshot("step/0")).array("ö b")).attributes == {"list": [1, [2]], "f": 1.5}
+
+
+async def test_a_step_that_diverged_is_saved_and_is_never_the_best(tmp_path: Path) -> None:
+    losses: list[Any] = [0.5, float("nan"), -np.inf, np.float32(0.25), 0.75, np.float32("nan")]
+    for step, loss in enumerate(losses):
+        await tstore.save(tmp_path, {"w": np.full(3, step)}, np.int64(step), metrics={"loss": loss})
+    store = await tstore.open(tmp_path)
+    await store.collect(Keep(best=(2, "loss")))
+    assert await tstore.steps(store) == [0, 3, 5]
+
+
+async def test_the_caller_may_change_what_it_passed(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    facts: dict[str, Any] = {"a": [1], "metrics": {"loss": 1.0}}
+    tx = store.transaction(facts=facts)
+    facts["a"].append(object())
+    facts["metrics"][0] = "x"
+    await tx.commit()
+    assert [c.facts async for c in store.history()] == [{"a": [1], "metrics": {"loss": 1.0}}]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"message": None},
+        {"facts": {1: "x"}},
+        {"facts": {"a": np.float32(1)}},
+        {"facts": {"a": 10**30}},
+        {"tags": (LONE,)},
+        {"bytes_added": 1.5},
+        {"deleted": (None,)},
+    ],
+)
+async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, Any], tmp_path: Path) -> None:
+    """Also where a check of an argument is forgotten; those that go out together with it are not harmed."""
+    store = await tstore.open(tmp_path)
+
+    async def good(number: int) -> None:
+        async with store.transaction() as tx:
+            await tx.create_array(f"a{number}", (1,), "int8", sparse=True)
+
+    async def bad() -> None:
+        async def validate(version: int, other: Record) -> Record:
+            raise AssertionError
+
+        async with store.transaction() as tx:
+            await tx.create_array("b", (1,), "int8", sparse=True)
+            staged = await tx._begin()
+            changes = staged.changes(tx._tags)
+            record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(staged.manifest(),)), **values)
+            with pytest.raises(InvalidArgument, match="could not be read again"):
+                await store.log.append(record, validate, Durability.FSYNC, changes=changes)
+            await tx.abort()
+
+    await asyncio.gather(good(1), good(2), bad(), good(3), good(4))
+    assert (await (await tstore.open(tmp_path, "r")).snapshot()).paths() == ["a1", "a2", "a3", "a4"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"facts": {"metrics": 5}},
+        {"facts": {"metrics": {0: 1, "a": "b", "c": None}}},
+        {"tags": ("step/007",)},
+        {"tags": ("step/" + "1" * 5000, "step/٣", "step/", "")},
+        {"time": 1e300},
+        {"time": float("nan")},
+        {"time": float("-inf")},
+    ],
+)
+async def test_what_no_caller_may_pass_is_no_record_either(values: dict[str, Any], tmp_path: Path) -> None:
+    """Another program may have written it all the same: `test_forged_records` and `test_repair` tell what then."""
+    store = await tstore.open(tmp_path)
+    await tstore.save(store, {"w": np.zeros(3)}, 1)
+
+    async def validate(version: int, other: Record) -> Record:
+        raise AssertionError
+
+    with pytest.raises(InvalidArgument):
+        await store.log.append(Record("strange", 1, **{"time": 1.0, **values}), validate, Durability.FSYNC)
+    assert (await (await tstore.open(tmp_path)).snapshot()).version == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.snapshot("x" * 100_000),
+        lambda store: store.finish("x" * 60_000),
+        lambda store: tstore.restore(store, only="x" * 100_000),
+        lambda store: tstore.open(store.url, "x" * 100_000),
+    ],
+)
+async def test_an_error_shows_the_beginning_of_a_huge_argument(call: Call, tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path)
+    await tstore.save(store, {"w": np.zeros(3)}, 1)
+    with pytest.raises(TStoreError) as raised:
+        await call(store)
+    assert len(str(raised.value)) < 500

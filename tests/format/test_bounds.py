@@ -1,0 +1,87 @@
+"""What is counted in encoded values without decoding them, and how long each kind of object may be."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from tstore.format import bounds
+from tstore.format.bounds import longest, longest_of, packed_excess, text_excess
+
+TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
+NUMBERS = [0, -1, 200, -200, 70_000, -70_000, 1 << 40, -(1 << 40), (1 << 64) - 1, 1.5]
+
+
+def value(choice: random.Random, level: int = 0) -> Any:
+    kind = choice.random()
+    if kind < 0.4 and level < 5:
+        return [value(choice, level + 1) for _ in range(choice.choice((0, 1, 3, 17)))]
+    if kind < 0.6 and level < 5:
+        return {choice.choice(TEXTS): value(choice, level + 1) for _ in range(choice.choice((0, 1, 3)))}
+    return choice.choice([*TEXTS, *NUMBERS, None, True])
+
+
+def measured(found: Any) -> tuple[int, int]:
+    """Return how many values there are, keys too, and how many levels of containers that are not empty."""
+    if not isinstance(found, (list, dict)) or not found:
+        return 1, 0
+    inside = [measured(v) for v in (found.values() if isinstance(found, dict) else found)]
+    keys = len(found) if isinstance(found, dict) else 0
+    return 1 + keys + sum(n for n, _ in inside), 1 + max(depth for _, depth in inside)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values_and_levels_are_counted_as_they_are(seed: int) -> None:
+    found = [[value(random.Random(seed)), b"\xff" * 300]]
+    count, depth = measured(found)
+    packed, text = msgspec.msgpack.encode(found), msgspec.json.encode(found[0][0])
+    assert packed_excess(packed, count, depth) == ""
+    assert "values" in packed_excess(packed, count - 1, depth)
+    assert "levels" in packed_excess(packed, count, depth - 1)
+    assert "levels" not in text_excess(text, 1 << 20, max(0, measured(found[0][0])[1] + 1))
+    for cut in range(min(len(packed), 40)):
+        packed_excess(packed[:cut], count, depth)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 701 + b"]" * 701])
+def test_deep_text_is_told(text: bytes) -> None:
+    assert "levels" in text_excess(text)
+
+
+def test_brackets_in_texts_are_not_counted() -> None:
+    assert text_excess(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
+
+
+def test_commas_in_texts_are_not_counted() -> None:
+    text = ',"[\\' * 200_000
+    assert text_excess(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
+    assert "values" in text_excess(msgspec.json.encode([text, *range(6)]), values=5)
+
+
+def test_many_values_are_told_at_once() -> None:
+    began = time.process_time()
+    assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.FACTS_VALUES, 101)
+    assert "values" in text_excess(b"[" + b"[]," * (1 << 23) + b"[]]")
+    assert "bytes" in text_excess(b" " * (bounds.DOCUMENT_BYTES + 1))
+    assert time.process_time() - began < 5
+
+
+def test_the_structure_of_a_hundred_thousand_leaves_has_room() -> None:
+    leaves = [[["str", f"layer{i}"], ["array", f"model/layers/{i}/attention/weight"]] for i in range(100_000)]
+    assert text_excess(msgspec.json.encode({"attributes": {"tstore": {"structure": ["dict", leaves]}}})) == ""
+
+
+def test_every_kind_of_object_has_a_bound() -> None:
+    assert longest("tstore.json") == 4 << 10
+    assert longest("commits/00000000000000000001") == 64 << 20
+    assert longest("txn/a/part-00000-of-00001") == 8 << 20
+    assert longest("txn/a/pack-0") is None
+    assert longest("elsewhere") is None
+    assert longest_of("commits/00000000000000000001", b"tstoreR\2") == 64 << 20
+    assert longest_of("commits/00000000000000000001", b"tstoreR\1") == 8 << 20
+    assert longest_of("commits/00000000000000000001", b"tst") == 64 << 20
+    assert longest_of("latest", b"tstoreR\1") == 64

@@ -1,0 +1,148 @@
+"""Grid arithmetic against NumPy's own indexing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tstore.errors import InvalidArgument
+from tstore.format.grid import Selection, along, boxes, chunk_counts, covers, default_chunks, part_of, whole
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = draw(shapes)
+    return shape, tuple(draw(st.integers(1, 6)) for _ in shape)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any]]:
+    """A shape and indices, each into the result of the one before."""
+    shape = draw(shapes)
+    values = np.empty(shape)
+    indices = []
+    for _ in range(draw(st.integers(1, 3))):
+        index = draw(hnp.basic_indices(values.shape, allow_newaxis=False))
+        indices.append(index)
+        values = np.asarray(values[index])
+    return shape, indices
+
+
+def index_of(selection: Selection) -> tuple[Any, ...]:
+    """A NumPy index of the same elements, by plain lists of numbers."""
+    return np.ix_(*[np.array(list(r), int) for r in selection.axes])
+
+
+@given(views())
+def test_views_of_views_are_numpys(case: tuple[tuple[int, ...], list[Any]]) -> None:
+    shape, indices = case
+    expected: Any = np.arange(math.prod(shape)).reshape(shape)
+    values = expected
+    selection = whole(shape)
+    for index in indices:
+        expected = np.asarray(expected[index])
+        selection = selection.narrowed(index)
+    assert selection.shape == expected.shape
+    found = values[index_of(selection)] if shape else values
+    assert np.array_equal(found.reshape(expected.shape), expected)
+
+
+@given(grids(), st.data())
+def test_covers_meet_every_selected_element_once(
+    grid: tuple[tuple[int, ...], tuple[int, ...]], data: st.DataObject
+) -> None:
+    shape, chunks = grid
+    values = np.arange(math.prod(shape)).reshape(shape)
+    selection = whole(shape).narrowed(data.draw(hnp.basic_indices(shape, allow_newaxis=False)))
+    full_rank = tuple(len(r) for r in selection.axes)
+    result = np.full(full_rank, -1)
+    seen = []
+    for cover in covers(selection, shape, chunks):
+        place = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cover.chunk, chunks, strict=True))
+        chunk = part_of(values, place)
+        target = part_of(result, cover.result)
+        assert (target == -1).all()
+        target[...] = part_of(chunk, cover.inside)
+        assert cover.full == (target.size == chunk.size)
+        assert all(s.step is None or s.step >= 1 for s in cover.inside)
+        seen.append(cover.chunk)
+    assert np.array_equal(result, values[index_of(selection)] if shape else values)
+    assert seen == sorted(set(seen))
+    assert set(seen) <= set(itertools.product(*[range(n) for n in chunk_counts(shape, chunks)]))
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.data())
+def test_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
+    selected = range(length)[data.draw(st.slices(length))]
+    for part in along(selected, length, chunk):
+        elements = list(range(part.chunk * chunk, min((part.chunk + 1) * chunk, length))[part.inside])
+        assert elements
+        assert list(selected[part.result]) == elements
+    assert sum(len(range(length)[p.inside]) for p in along(selected, length, length or 1)) == len(selected)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        3,
+        -4,
+        (0, 5),
+        (0, 0, 0),
+        (..., ...),
+        True,
+        np.True_,
+        None,
+        1.0,
+        "x",
+        [0],
+        np.array([0, 1]),
+        slice("a"),
+        slice(0, 1, 0),
+    ],
+    ids=repr,
+)
+def test_what_is_no_basic_index_is_refused(index: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        whole((3, 4)).narrowed(index)
+
+
+def test_numpy_integers_are_integers() -> None:
+    assert whole((3, 4)).narrowed((np.int64(-1), np.array(2))) == whole((3, 4)).narrowed((-1, 2))
+
+
+@given(st.lists(st.integers(0, 6), max_size=3), st.integers(0, 40))
+def test_boxes_cut_a_grid_into_runs(counts: list[int], most: int) -> None:
+    found = list(boxes(counts, most))
+    numbers = np.arange(math.prod(counts)).reshape(counts)
+    joined = []
+    for box in found:
+        assert math.prod(len(r) for r in box) <= max(1, most)
+        joined += numbers[np.ix_(*box)].ravel().tolist() if counts else numbers.ravel().tolist()
+    assert joined == list(range(numbers.size))
+
+
+@given(shapes, st.integers(1, 16), st.integers(1, 400))
+def test_default_chunks_cover_the_array_in_pieces_of_about_the_target(
+    shape: tuple[int, ...], itemsize: int, target: int
+) -> None:
+    chunks = default_chunks(shape, itemsize, target=target)
+    assert len(chunks) == len(shape)
+    assert all(1 <= c <= max(1, n) for c, n in zip(chunks, shape, strict=True))
+    assert math.prod(chunks) * itemsize <= max(2 * target, itemsize)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30)), min_size=1, max_size=3), st.integers(1, 200))
+def test_default_chunks_never_cross_a_shard(parts: list[tuple[int, int]], target: int) -> None:
+    shape, shard = tuple(k * n for k, n in parts), tuple(n for _, n in parts)
+    chunks = default_chunks(shape, 4, shard, target)
+    for c, s, n in zip(chunks, shard, shape, strict=True):
+        assert s % c == 0 or s == n

@@ -1,0 +1,537 @@
+"""Many independent writers: every one gets through, and is told what came in its way."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore import cli
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
+from tstore.format.records import Record
+from tstore.format.tree import Changes
+from tstore.log.group_commit import Newer
+from tstore.storage.base import Durability
+
+WRITERS = 64
+
+
+async def make(url: str, cells: int, chunk: int = 1) -> None:
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (cells,), "int64", (chunk,))).write(-1)
+
+
+async def set_cell(store: tstore.Store, cell: int) -> tstore.Transaction:
+    tx = store.transaction(f"cell {cell}", durability="none")
+    await (await tx.array("w"))[cell].write(cell)
+    return tx
+
+
+async def values(url: str) -> list[int]:
+    snapshot = await (await tstore.open(url, "r")).snapshot()
+    return [int(v) for v in await (await snapshot.array("w")).read()]
+
+
+async def test_the_slowest_of_many_processes_gets_through(url: str) -> None:
+    """Each loses at most once to each of the others: a try fails only where another succeeded."""
+    await make(url, WRITERS)
+    ready = [await set_cell(await tstore.open(url), i) for i in range(WRITERS)]
+    versions = await asyncio.gather(*[tx.commit() for tx in ready])
+    assert sorted(versions) == list(range(2, WRITERS + 2))
+    assert await values(url) == list(range(WRITERS))
+    store = await tstore.open(url, "r")
+    assert {c.base async for c in store.history() if c.version > 1} == {1}
+    for tx in ready:
+        assert len(tx.retries) < WRITERS
+        lost = [r.version for r in tx.retries]
+        assert lost == sorted(set(lost))
+        assert not {tx.version} & set(lost)
+
+
+async def test_the_commits_of_one_process_do_not_race_each_other(url: str) -> None:
+    await make(url, WRITERS)
+    store = await tstore.open(url)
+    ready = [await set_cell(store, i) for i in range(WRITERS)]
+    await asyncio.gather(*[tx.commit() for tx in ready])
+    assert [tx.retries for tx in ready] == [[]] * WRITERS
+    assert await values(url) == list(range(WRITERS))
+
+
+async def created(tx: tstore.Transaction, path: str, size: int = 4) -> tstore.Transaction:
+    await (await tx.create_array(path, (size,), "uint8", (size,))).write(7)
+    return tx
+
+
+async def waiting(store: tstore.Store, commits: int) -> None:
+    """Returns once so many commits wait while another is in flight."""
+    while store.log.waiting < commits:  # noqa: ASYNC110 - nothing is told when one has come
+        await asyncio.sleep(0)
+
+
+async def together(
+    url: str, store: tstore.Store, ready: list[tstore.Transaction], between: tstore.Transaction | None = None
+) -> list[int | BaseException]:
+    """What becomes of transactions that are committed while the create of another is held back."""
+    faults = store.log.backend
+    assert isinstance(faults, FaultyBackend)
+    first = await created(store.transaction("first"), "first")
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(first.commit())]
+    await gate.reached()
+    for number, tx in enumerate(ready, 1):
+        tasks.append(asyncio.create_task(tx.commit()))
+        await waiting(store, number)  # so that they come in this order
+    if between is not None:
+        await between.commit()
+    gate.release()
+    return (await asyncio.gather(*tasks, return_exceptions=True))[1:]
+
+
+async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
+    await make(url, 4)
+    async with (await tstore.open(url)).transaction() as tx:
+        await created(tx, "old")
+    store, faults = await open_faulty(url)
+    ready = [store.transaction(f"m{i}", tag=f"t{i}" if i % 2 else None, facts={"i": i}) for i in range(5)]
+    for i in range(3):
+        await (await ready[i].array("w"))[i].write(i)
+    await created(ready[3], "new/a")
+    await ready[3].delete("old")
+    await created(ready[4], "new/b")
+    assert await together(url, store, ready) == [4] * 5
+    assert faults.count("create", "commits/*") == 2
+    assert [tx.version for tx in ready] == [4] * 5
+    assert await values(url) == [0, 1, 2, -1]
+    other = await tstore.open(url, "r")
+    snapshot = await other.snapshot()
+    assert snapshot.paths() == ["first", "new/a", "new/b", "w"]
+    assert snapshot.tags == {"t1": 4, "t3": 4}
+    told = [c async for c in other.history()][:6][::-1]
+    assert [(c.version, c.message, c.tag, c.facts) for c in told] == [
+        (3, "first", None, {}),
+        *[(4, f"m{i}", f"t{i}" if i % 2 else None, {"i": i}) for i in range(5)],
+    ]
+    assert [await other.outcome(tx.id) for tx in ready] == [4] * 5
+    assert [c.transaction for c in told[1:]] == [tx.id for tx in ready]
+    assert all(c.bytes_added for c in told)
+    assert (await other.verify()).ok
+
+
+async def test_what_meets_waits_for_the_next_record(url: str) -> None:
+    await make(url, 8, chunk=4)
+    store, _faults = await open_faulty(url)
+    ready = [store.transaction(tag=tag) for tag in (None, None, "x", "x", None)]
+    for i, tx in enumerate(ready[:2]):
+        await (await tx.array("w"))[i].write(i)  # parts of one chunk
+    for i, tx in enumerate(ready[2:]):
+        await created(tx, f"new{i}")
+    found = await together(url, store, ready)
+    assert found[0] == found[2] == found[4] == 3
+    assert found[1] == 4
+    assert isinstance(found[3], Conflict)
+    assert found[3].paths == ["tag x"]
+    assert await values(url) == [0, 1, *[-1] * 6]
+
+
+async def test_what_goes_alone(url: str) -> None:
+    """Big ones, serializable ones, and those that replace the whole tree."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    ready = [store.transaction(), store.transaction(), store.transaction(isolation="serializable")]
+    ready += [store.transaction(durability="none"), store.transaction()]
+    for i, tx in enumerate(ready):
+        await created(tx, f"new{i}", 1 << 15 if i == 1 else 4)
+    assert await together(url, store, ready) == [3, 4, 5, 6, 3]
+    whole = store.transaction()
+    await whole.replace_all(b"")
+    async with store.transaction() as tx:
+        await tx.delete("first")
+    beside = await created(store.transaction(), "beside")
+    found = await together(url, store, [whole, beside])
+    assert found[0] == 9
+    assert isinstance(found[1], Conflict)
+    assert (await (await tstore.open(url, "r")).snapshot()).paths() == []
+
+
+async def test_tags_that_are_dropped_go_alone(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="old"):
+        pass
+    ready = [await created(store.transaction(), "a"), store.transaction(drop_tag="old")]
+    ready.append(await created(store.transaction(), "b"))
+    assert await together(url, store, ready) == [4, 5, 4]
+    assert await store.tags() == {}
+    assert [c.dropped async for c in store.history() if c.version >= 4] == [("old",), (), ()]
+
+
+async def test_a_tag_that_another_moves_meanwhile_is_not_dropped(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="old"):
+        pass
+    ready = [await created(store.transaction(), "new"), store.transaction(drop_tag="old")]
+    ready.append(store.transaction(move_tag="old"))
+    found = await together(url, store, ready)
+    assert found[0] == found[2] == 4
+    assert isinstance(found[1], Conflict)
+    assert found[1].paths == ["tag old"]
+    assert await store.tags() == {"old": 4}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (tstore.Keep(last=1), {"step/10"}),
+        (tstore.Keep(last=2), {"step/10", "step/3"}),
+        (tstore.Keep(every=5), {"step/10"}),
+        (tstore.Keep(every=2), {"step/10", "step/2"}),
+        (tstore.Keep(best=(1, "loss")), {"step/1", "step/10"}),
+        (tstore.Keep(best=(1, "loss", "max")), {"step/2", "step/10"}),
+    ],
+)
+async def test_retention_sees_each_step_that_was_committed_with_others(
+    url: str, keep: tstore.Keep, kept: set[str]
+) -> None:
+    """Steps in any order, some with metrics, wait for each other; afterwards the rules find all of them."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    losses = {1: 0.1, 10: None, 2: 0.3, 3: 0.2}
+    ready = []
+    for step, loss in losses.items():
+        facts = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
+        ready.append(await created(store.transaction(tag=f"step/{step}", facts=facts), f"new/{step}"))
+    ready.append(await created(store.transaction(), "another"))
+    versions = await together(url, store, ready)
+    assert versions[1] == versions[4]  # those without metrics
+    assert len({versions[i] for i in (0, 1, 2, 3)}) == 4
+    async with store.transaction():
+        pass
+    told = {c.tag: c.facts for c in [c async for c in store.history()] if c.tag}
+    assert told == {f"step/{s}": {"step": s} | ({"metrics": {"loss": x}} if x else {}) for s, x in losses.items()}
+    assert kept <= (await store.tags()).keys()
+    assert set((await store.collect(keep)).tags) == {f"step/{s}" for s in losses} - kept
+
+
+async def test_retention_sees_each_of_several_steps_of_one_version(url: str) -> None:
+    """However the tags came to name it: set and moved by one transaction, or by several that went together."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    async with store.transaction(tag="step/20"):
+        pass
+    async with store.transaction(tag="step/1", move_tag="step/20"):
+        pass
+    ready = [store.transaction(tag="step/3"), store.transaction(tag="step/30"), store.transaction(tag="step/4")]
+    assert len(set(await together(url, store, ready))) == 1
+    async with store.transaction():
+        pass
+    assert (await store.collect(tstore.Keep(last=1), dry_run=True)).tags == ["step/1", "step/20"]
+    assert (await store.collect(tstore.Keep(every=20), dry_run=True)).tags == []
+    assert (await store.collect(tstore.Keep(last=4), dry_run=True)).tags == []
+    assert (await store.collect(tstore.Keep(every=4), dry_run=True)).tags == []
+
+
+async def test_commits_of_different_bases_that_go_together_meet_only_what_is_newer(url: str) -> None:
+    """One of them writes into an array that was created after the base of the other."""
+    store, _ = await open_faulty(url)
+    older = await created(store.transaction(), "older")
+    async with store.transaction() as tx:
+        await created(tx, "new")
+    newer = store.transaction()
+    await (await newer.array("new"))[0].write(1)
+    assert await together(url, store, [older, newer]) == [3, 3]
+    assert (await (await (await store.snapshot()).array("new")).read()).tolist() == [1, 7, 7, 7]
+
+
+async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) -> None:
+    """It can't be encoded, or its validation breaks; the log itself is called, as transactions check before."""
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    base = await store.log.newest()
+
+    def record(name: str, **more: object) -> Record:
+        return Record(name, base, 0.0, tags=(name,), **more)  # type: ignore[arg-type]
+
+    async def fine(newer: Newer) -> Record:
+        return record("fine")
+
+    async def broken(newer: Newer) -> Record:
+        raise TypeError("broken")
+
+    gate = faults.hold("create", "commits/*")
+    first = asyncio.create_task((await created(store.transaction(), "first")).commit())
+    await gate.reached()
+    wrong = record("wrong", facts={"x": object()})
+    calls = [(record("fine"), fine), (wrong, fine), (record("broken"), broken)]
+    tasks = [
+        asyncio.create_task(store.log.append(r, validate, Durability.FSYNC, changes=Changes({}, tags=r.tags)))
+        for r, validate in calls
+    ]
+    tasks.append(asyncio.create_task((await created(store.transaction(), "last")).commit()))
+    await waiting(store, 3)
+    gate.release()
+    found = await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert [found[0], found[1], found[4]] == [2, 3, 3]
+    assert isinstance(found[2], InvalidArgument)
+    assert isinstance(found[3], TypeError)
+    assert await store.tags() == {"fine": 3}
+
+
+async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url: str) -> None:
+    """It is to be written again over a chunk that is gone; the other has nothing to do with that."""
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
+    store, _faults = await open_faulty(url)
+    other = await tstore.open(url)
+    ready = [store.transaction(), await created(store.transaction(), "innocent")]
+    await (await ready[0].array("w"))[0].write(1)
+    async with other.transaction() as tx:
+        await created(tx, "more", 2000)  # so that the next chunk does not fit into the record
+        await (await tx.array("w")).write(2)
+    [pack] = await other.log.backend.list("txn/")
+    await other.log.backend.delete(pack)
+    found = await together(url, store, ready)
+    assert isinstance(found[0], Corrupt)
+    assert found[1] == 4
+    assert await store.outcome(ready[1].id) == 4
+
+
+async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alone(url: str) -> None:
+    """It can't be validated against the version that lost it; the other is based on that version."""
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    old = await created(store.transaction(), "old")
+    async with store.transaction() as tx:
+        for i in range(400):  # a manifest that is an object of its own
+            await created(tx, f"many/{i}", 1)
+    young = await created(store.transaction(), "young")
+    [manifest] = await store.log.backend.list(f"txn/{tx.id}/manifest")
+    await store.log.backend.delete(manifest)
+    found = await together(url, store, [old, young])
+    assert isinstance(found[0], NotFound)
+    assert found[1] == 4
+
+
+async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    meanwhile = await set_cell(await tstore.open(url), 1)
+    found = await together(url, store, ready, meanwhile)
+    assert found[0] == found[2] == 4
+    assert isinstance(found[1], Conflict)
+    assert found[1].paths == ["w, chunk (1,)"]
+    assert await store.outcome(ready[1].id) is None
+    assert await values(url) == [0, 1, 2, -1]
+
+
+async def test_of_several_that_go_together_a_condemned_one_drops_out(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    first = await created(store.transaction(), "first")
+    ready = [await created(store.transaction(), "a"), store.transaction(), await created(store.transaction(), "b")]
+    await created(ready[1], "big", 1 << 15)  # a pack, by which a gc may take it for abandoned
+    await ready[1].delete("big")
+    await created(ready[1], "small")
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(first.commit())]
+    await gate.reached()
+    for number, tx in enumerate(ready, 1):
+        tasks.append(asyncio.create_task(tx.commit()))
+        await waiting(store, number)
+    report = await (await tstore.open(url)).collect(abandoned=datetime.timedelta(0))
+    assert report.abandoned == [ready[1].id]
+    gate.release()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [found[0], found[1], found[3]] == [3, 4, 4]
+    assert isinstance(found[2], Conflict)
+    assert "abandoned" in str(found[2])
+
+
+async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> None:
+    async with (await tstore.open(url)).transaction() as tx:
+        await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
+        await created(tx, "old")
+    store, _ = await open_faulty(url)
+    ready = [await created(store.transaction(), "a"), store.transaction(), await created(store.transaction(), "b")]
+    await (await ready[1].array("w"))[0].write(5)
+    meanwhile = (await tstore.open(url)).transaction()
+    await (await meanwhile.array("w"))[1].write(6)
+    assert await together(url, store, ready, meanwhile) == [4, 5, 4]
+    assert (await values(url))[:3] == [5, 6, 0]
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_others_meet_every_part_of_a_common_record(url: str) -> None:
+    await make(url, 4)
+    store, _ = await open_faulty(url)
+    late = [await set_cell(await tstore.open(url), i) for i in range(3)]
+    ready = [await set_cell(store, i) for i in range(3)]
+    assert await together(url, store, ready) == [3] * 3
+    for i, tx in enumerate(late):
+        with pytest.raises(Conflict) as caught:
+            await tx.commit()
+        assert caught.value.paths == [f"w, chunk ({i},)"]
+
+
+@pytest.mark.parametrize("fault", ["lose_reply", "fail"])
+async def test_a_common_record_without_an_answer(url: str, fault: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    getattr(faults, fault)("create", "commits/*", nth=2)
+    version = 3 if fault == "lose_reply" else 4
+    assert await together(url, store, ready) == [version] * 3
+    assert await values(url) == [0, 1, 2, -1]
+    for tx in ready:
+        assert await store.outcome(tx.id) == version
+        assert [r.version for r in tx.retries][-1:] == [3]
+
+
+async def test_of_a_common_record_whose_outcome_is_unknown_each_learns_its_own_id(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(3)]
+    faults.fail("create", "commits/*", nth=2, times=9)
+    found = await together(url, store, ready)
+    assert all(isinstance(e, CommitOutcomeUnknown) for e in found)
+    assert [e.transaction for e in found if isinstance(e, CommitOutcomeUnknown)] == [tx.id for tx in ready]
+    assert await values(url) == [-1] * 4
+
+
+WRITES = st.lists(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 5)), min_size=1, max_size=3), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WRITES, st.sampled_from([1, 2, 12]))
+def test_concurrent_commits_are_serial_in_the_order_of_the_history(
+    writes: list[list[tuple[int, int]]], chunk: int
+) -> None:
+    asyncio.run(concurrent(writes, chunk))
+
+
+async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    await make(url, 12, chunk)
+    store, faults = await open_faulty(url)
+    ready = []
+    for i, regions in enumerate(writes):
+        tx = store.transaction(str(i))
+        for start, length in regions:
+            await (await tx.array("w"))[start : start + length].write(i)
+        ready.append(tx)
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(tx.commit()) for tx in ready]
+    await gate.reached()
+    await waiting(store, len(ready) - 1)
+    gate.release()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(f, (int, Conflict)) for f in found)
+    model = [-1] * 12
+    told = [(c.version, int(c.message)) async for c in store.history() if c.message][::-1]
+    assert sorted(told, key=lambda c: c[1]) == [(f, i) for i, f in enumerate(found) if isinstance(f, int)]
+    for _, i in told:
+        for start, length in writes[i]:
+            model[start : start + length] = [i] * len(model[start : start + length])
+    assert await values(url) == model
+
+
+async def lost_race(url: str) -> tuple[tstore.Transaction, tstore.Transaction]:
+    """A transaction that lost the first create to another, and that other one; both are committed."""
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    tx = await set_cell(store, 0)
+    gate = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(tx.commit())
+    await gate.reached()
+    other = await set_cell(await tstore.open(url), 1)
+    await other.commit()
+    gate.release()
+    assert await commit == 3
+    return tx, other
+
+
+async def test_a_lost_race_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tstore")
+    tx, other = await lost_race(url)
+    assert tx.retries == [tstore.Retry(2, "another transaction became this version first")]
+    store = await tstore.open(url)
+    last = await anext(store.history())
+    assert (last.version, last.base) == (3, 1)
+    assert (other.retries, await values(url)) == ([], [0, 1, -1, -1])
+    [line] = [r.getMessage() for r in caplog.records if r.name == "tstore.log"]
+    assert (
+        line
+        == f"transaction {tx.id} is tried again after version 2: another transaction became this version first"
+    )
+
+
+def test_the_log_shows_what_commits_were_based_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(make(str(tmp_path), 4))
+    assert cli.main(["log", str(tmp_path)]) == 0
+    assert "base" not in capsys.readouterr().out
+    asyncio.run(lost_race(str(tmp_path / "raced")))
+    assert cli.main(["log", str(tmp_path / "raced")]) == 0
+    heads, _, *rows = capsys.readouterr().out.splitlines()
+    at = heads.index("base")
+    assert [row[at : at + len("base")].strip() for row in rows] == ["1", "1", "0"]
+
+
+async def test_a_create_without_an_answer_is_told(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    tx = await set_cell(store, 0)
+    faults.fail("create", "commits/*")
+    assert await tx.commit() == 3
+    [retry] = tx.retries
+    assert retry.version == 2
+    assert "no answer" in retry.reason
+
+
+async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> None:
+    await make(url, 4, chunk=4)
+    store = await tstore.open(url)
+    tx, other = await set_cell(store, 0), await set_cell(store, 1)
+    await other.commit()
+    await tx.commit()
+    [retry] = tx.retries
+    assert retry.version == 2
+    assert retry.reason.endswith("w")
+    assert (await anext(store.history())).facts == {}  # the record was created at the first try
+    assert await values(url) == [0, 1, -1, -1]
+
+
+def test_a_store_serves_one_event_loop_after_the_other(url: str) -> None:
+    asyncio.run(make(url, 8))
+    store = asyncio.run(tstore.open(url))
+
+    async def four(first: int) -> None:
+        ready = [await set_cell(store, i) for i in range(first, first + 4)]
+        await asyncio.gather(*[tx.commit() for tx in ready])
+
+    asyncio.run(four(0))
+    asyncio.run(four(4))
+    assert asyncio.run(values(url)) == list(range(8))
+
+
+def test_blocking_transactions_tell_their_retries() -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        tx.create_array("w", (4,), "int64", (4,)).write(0)
+    tx = store.transaction()
+    tx.array("w")[0].write(1)
+    with store.transaction() as other:
+        other.array("w")[1].write(2)
+    tx.commit()
+    assert [r.version for r in tx.retries] == [2]
+    assert isinstance(tx.retries[0], blocking.Retry)

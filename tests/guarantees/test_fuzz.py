@@ -1,0 +1,94 @@
+"""A short run of the fuzzer, and whether it finds what is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.mutation import Edit
+from tstore.fuzz import __main__ as fuzz
+from tstore.fuzz.journal import Acknowledged, Attempt, Create, Write
+from tstore.fuzz.odd import CALLS, VALUES, odd_call
+from tstore.fuzz.timeline import Differs, Timeline
+
+FOUND: dict[str, Edit] = {
+    "a tag keeps nothing": Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass"),
+    "values of the wrong place": Edit(
+        "tstore.array:Array.read",
+        "return out",
+        "out[...] = np.flip(out)\n    return out",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["memory", "local"])
+def test_a_short_run_finds_nothing(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = fuzz.main(["--seconds", "3", "--seed", "1", "--backend", backend, "--operations", "25", "--odd", "0"])
+    told = capsys.readouterr().out
+    assert code == 0, told
+    assert "operations: begin" in told
+
+
+def test_processes_of_which_some_are_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--seconds",
+        "1",
+        "--seed",
+        "2",
+        "--processes",
+        "2",
+        "--rounds",
+        "4",
+        "--operations",
+        "15",
+        "--odd",
+        "0",
+    ]
+    code = fuzz.main(options)
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    FOUND[name].apply(monkeypatch)
+    assert fuzz.main(["--seconds", "100", "--backend", "memory", "--odd", "0"]) == 1
+    assert "seed 0, episode" in capsys.readouterr().out
+
+
+def test_a_run_of_one_worker_is_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for _ in range(2):
+        fuzz.main(["--episode", "3", "--seed", "5", "--backend", "memory", "--tasks", "1", "--rounds", "2"])
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+
+
+async def test_the_model_tells_what_differs(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "store") as store:
+        async with store.transaction("m1") as tx:
+            await (await tx.create_array("a", (4,), "int64", (4,))).write(np.arange(4))
+        written = Write("a", ((0, 4, 1),), (4,), "int64", 1)
+        create = Create("a", (4,), (4,), "int64", False)
+        timeline = Timeline()
+        await timeline.learn(store, [Attempt("m1", (create, written)), Acknowledged("m1", 1, 0.0)])
+        with pytest.raises(Differs, match="the values of a"):
+            await timeline.check(store, random.Random(0), thorough=True)
+        with pytest.raises(Differs, match="nobody began"):
+            await Timeline().learn(store, [])
+        with pytest.raises(Differs, match="was told to be version 2"):
+            await Timeline().learn(store, [Attempt("m1", (create,)), Acknowledged("m1", 2, 0.0)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_odd_argument_bricks_a_store(seed: int) -> None:
+    choice = random.Random(seed)
+    faults = [(await odd_call(f"memory://odd-{seed}-{i}", choice))[1] for i in range(40)]
+    assert [f for f in faults if f is not None and f.kind.startswith("bricked")] == []
+
+
+def test_there_are_odd_arguments_for_every_call() -> None:
+    assert len(CALLS) * len(VALUES) > 2000

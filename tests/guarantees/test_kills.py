@@ -1,0 +1,345 @@
+"""SIGKILL at every system call of the protocol, and at random moments while others write and read.
+
+After each: nothing acknowledged is lost, nothing is there by halves, verification finds nothing, and the next
+writer proceeds without repair. The processes are real; they are forked from one that has imported tstore.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore.sync as tstore
+from tests.support import forks, served
+from tstore.errors import DeadlineExceeded
+
+RANDOM_KILLS = 200
+SLOTS = 3
+HOSTS = 3
+
+# A process that dies at its n-th call that changes the file system: before, half way (a torn write) or after it.
+MORTAL = """
+import os, signal, threading
+url, job, nth, when = arguments
+lock, calls = threading.Lock(), 0
+
+def mortal(name):
+    call = getattr(os, name)
+    def counted(*given, **named):
+        global calls
+        if name == "open" and not given[1] & os.O_CREAT:
+            return call(*given, **named)
+        with lock:
+            calls += 1
+            mine = calls == nth
+        if mine and when == "half" and name == "pwritev":
+            data = b"".join(bytes(b) for b in given[1])
+            call(given[0], [data[: len(data) // 2]], given[2])
+        if mine and when != "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*given, **named)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(os, name, counted)
+
+for name in ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace"):
+    mortal(name)
+
+import numpy as np
+import tstore.sync as tstore
+
+if job == "small":
+    with tstore.open(url).transaction("small") as tx:
+        tx.array("x")[1:3].write(1)
+elif job in ("save", "first"):
+    many = {f"b{i}": np.full(3, 1) for i in range(300)}
+    tstore.save(url, {"x": np.ones(40_000), **many}, 1)
+elif job == "group":
+    rows = slice(2, 3)
+    w = tstore.Shards((3, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), 2))])
+    tstore.save(url, {"w": w}, 1, host=2, hosts=3, attempt="a", timeout=20)
+os.write(out, b"done\\n")
+"""
+
+
+def empty(url: Path) -> None:
+    """No store at all: the killed process is the first to write."""
+
+
+def zeros(url: Path) -> None:
+    """A store at version 63, so that the next commit also writes the whole tree and the hint."""
+    with tstore.open(url) as store:
+        tstore.save(store, {"x": np.zeros(4)}, 0, durability="none")
+        for _ in range(62):
+            with store.transaction(durability="none"):
+                pass
+
+
+def all_but_one(url: Path) -> None:
+    """Two of three hosts have delivered and gone."""
+    for host in range(HOSTS - 1):
+        rows = slice(host, host + 1)
+        w = tstore.Shards((HOSTS, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), host))])
+        with pytest.raises(DeadlineExceeded):
+            tstore.save(url, {"w": w}, 1, host=host, hosts=HOSTS, attempt="a", timeout=0.01)
+
+
+def check_small(url: Path) -> bool:
+    store = tstore.open(url)
+    values = store.snapshot().array("x").read().tolist()
+    assert values in ([0, 0, 0, 0], [0, 1, 1, 0])
+    assert store.snapshot().version == 63 + any(values)
+    with store.transaction("next") as tx:
+        tx.array("x")[0].write(5)
+    assert store.snapshot().array("x").read().tolist() == [5, *values[1:]]
+    return any(values)
+
+
+def check_save(url: Path) -> bool:
+    store = tstore.open(url)
+    steps = tstore.steps(store)
+    assert steps in ([0], [0, 1], [1], [])
+    if 0 in steps:
+        assert not tstore.restore(store, 0)["x"].any()
+    if 1 in steps:
+        tree = tstore.restore(store, 1)
+        assert len(tree) == 301
+        assert all((values == 1).all() for values in tree.values())
+    tstore.save(store, {"x": np.full(40_000, 2.0)}, 2)
+    assert (tstore.restore(store)["x"] == 2).all()
+    return 1 in steps
+
+
+def check_group(url: Path) -> bool:
+    store = tstore.open(url)
+    landed = tstore.steps(store) == [1]
+    if not landed:
+        [state] = store.transactions()
+        if state.absent:  # it had not delivered: the job starts again, with another attempt
+            assert state.absent == (2,)
+            w = np.repeat(np.arange(HOSTS), 2000).reshape(HOSTS, 2000)
+            tstore.save(store, {"w": w}, 1)
+        else:
+            assert store.finish("step/1" if state.heartbeats else state.transaction) == 1
+    assert (tstore.restore(store)["w"] == np.arange(HOSTS)[:, None]).all()
+    return landed
+
+
+JOBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], bool]]] = {
+    "small": (zeros, check_small),
+    "save": (zeros, check_save),
+    "first": (empty, check_save),
+    "group": (all_but_one, check_group),
+}
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[forks.Forks]:
+    with forks.forks(MORTAL) as found:
+        yield found
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_killed_at_each_system_call(tmp_path: Path, mortals: forks.Forks, job: str) -> None:
+    prepare, check = JOBS[job]
+    prepare(tmp_path / "before")
+    kills, landed = 0, Counter[bool]()
+    for when in ("before", "half", "after"):
+        nth = 1
+        while True:
+            url = tmp_path / f"{when}-{nth}"
+            if (tmp_path / "before").exists():
+                shutil.copytree(tmp_path / "before", url)
+            status = mortals.wait(mortals.start(tmp_path / "out", url, job, nth, when))
+            landed[check(url)] += 1
+            assert tstore.open(url).verify().ok
+            shutil.rmtree(url)
+            if status == 0:
+                break  # it made fewer calls
+            assert status == -signal.SIGKILL
+            kills += 1
+            nth += 1
+    assert (tmp_path / "out").read_text() == "done\n" * 3
+    assert landed[True] > 3, landed  # also some that died after the commit
+    assert landed[False] > 3, landed
+    assert kills > 20
+
+
+# A writer that counts: each commit sets its own arrays, and its place in one shared by all, to the next number.
+COUNTER = """
+import itertools, os
+import numpy as np
+import tstore.sync as tstore
+url, slot = arguments
+store = tstore.open(url)
+first = int(store.snapshot().array(f"own/{slot}").read()[0]) + 1
+os.write(out, f"began {first}\\n".encode())
+for number in itertools.count(first):
+    tx = store.transaction(f"{slot} {number}")
+    tx.array(f"own/{slot}").write(number)
+    tx.array(f"big/{slot}")[: 10_000].write(number)
+    tx.array("shared")[slot].write(number)
+    os.write(out, f"{number} {tx.commit()}\\n".encode())
+"""
+
+
+def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) -> None:
+    rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
+    url = tmp_path / "s"
+    with tstore.open(url) as store, store.transaction("") as tx:
+        tx.create_array("shared", (SLOTS,), "int64").write(0)
+        for slot in range(SLOTS):
+            tx.create_array(f"own/{slot}", (4,), "int64").write(0)
+            tx.create_array(f"big/{slot}", (20_000,), "int64", (5_000,)).write(0)
+    stop, failures, seen = threading.Event(), list[BaseException](), set[int]()
+
+    def watch() -> None:
+        try:
+            store = tstore.open(url, "r")
+            while not stop.is_set():
+                seen.add(consistent(store))
+        except BaseException as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=watch)
+    reader.start()
+    last = [0] * SLOTS
+    acknowledged: list[dict[int, int]] = [{} for _ in range(SLOTS)]
+    with forks.forks(COUNTER) as server:
+        outs = [tmp_path / f"out-{slot}" for slot in range(SLOTS)]
+        pids = [server.start(out, url, slot) for slot, out in enumerate(outs)]
+        try:
+            for _ in range(RANDOM_KILLS):
+                slot = rng.randrange(SLOTS)
+                until_written(outs[slot])
+                time.sleep(rng.uniform(0, 0.04))
+                os.kill(pids[slot], signal.SIGKILL)
+                assert server.wait(pids[slot]) == -signal.SIGKILL
+                took(outs[slot], acknowledged[slot], last, slot)
+                outs[slot].unlink()
+                pids[slot] = server.start(outs[slot], url, slot)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                server.wait(pid)
+            stop.set()
+            reader.join(60)
+    for slot, out in enumerate(outs):
+        took(out, acknowledged[slot], last, slot)
+    assert not failures, failures
+    assert len(seen) > 3
+    store = tstore.open(url)
+    consistent(store)
+    history = list(store.history())
+    for slot in range(SLOTS):
+        numbers = {int(c.message.split()[1]): c.version for c in history if c.message.startswith(f"{slot} ")}
+        counts = [int(c.message.split()[1]) for c in history if c.message.startswith(f"{slot} ")]
+        assert sorted(counts) == list(range(1, len(counts) + 1))  # each number once, none skipped
+        assert acknowledged[slot].items() <= numbers.items()  # nothing acknowledged is lost
+        assert len(acknowledged[slot]) > RANDOM_KILLS // (4 * SLOTS)
+    report = store.verify()
+    assert report.ok, report.faults
+    with store.transaction("next") as tx:
+        tx.array("shared").write(-1)
+
+
+def until_written(out: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not out.exists() or not out.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def took(out: Path, acknowledged: dict[int, int], last: list[int], slot: int) -> None:
+    """Notes what a writer acknowledged, and that it began behind all that was acknowledged before it."""
+    began, *lines = (out.read_text() if out.exists() else "").splitlines() or [f"began {last[slot] + 1}"]
+    first = int(began.split()[1])
+    assert first in (last[slot] + 1, last[slot] + 2)  # the one before may have died with its commit unheard
+    last[slot] = first - 1
+    for text in lines:
+        number, version = map(int, text.split())
+        acknowledged[number] = version
+        last[slot] = number
+
+
+def consistent(store: tstore.Store) -> int:
+    """The version of a snapshot, in which everything of a writer must be of one commit."""
+    snapshot = store.snapshot()
+    shared = snapshot.array("shared").read()
+    for slot in range(SLOTS):
+        assert (snapshot.array(f"own/{slot}").read() == shared[slot]).all()
+        big = snapshot.array(f"big/{slot}").read()
+        assert (big[:10_000] == shared[slot]).all()
+        assert not big[10_000:].any()
+    return snapshot.version
+
+
+CLIENT = """
+import os
+import numpy as np
+import tstore.sync as tstore
+url, token, number = arguments
+store = tstore.open(url, storage_options={"token": token})
+os.write(out, b"ready\\n")
+for turn in range(10_000):
+    values = np.full((3, 40_000 if turn % 2 else 4), number * 10_000 + turn)
+    with store.transaction(tag=f"{number}-{turn}") as tx:
+        w = tx.create_array(f"{number}/{turn}", values.shape, values.dtype, (1, values.shape[1]))
+        for row in range(3):
+            w[row].write(values[row])
+    os.write(out, f"{turn} {tx.version}\\n".encode())
+"""
+
+
+def test_killed_clients_of_a_server(tmp_path: Path) -> None:
+    """What the server has answered stays, the rest is not there by halves, and a gc cleans up."""
+    rng, told = random.Random(0), 0
+    with (
+        served.serving(tmp_path / "s", tokens=f"admin {served.ADMIN}") as server,
+        forks.forks(CLIENT) as clients,
+        tstore.open(server.url, storage_options={"token": served.ADMIN}) as store,
+    ):
+        for number in range(12):
+            out = tmp_path / f"out-{number}"
+            client = clients.start(out, server.url, served.ADMIN, number)
+            until = 1 + rng.randrange(3)
+            while not (out.exists() and out.read_text().count("\n") >= until):
+                time.sleep(0.001)
+            time.sleep(rng.random() * 0.03)
+            os.kill(client, signal.SIGKILL)
+            assert clients.wait(client) == -signal.SIGKILL
+            _, *acknowledged = out.read_text().splitlines()
+            found = {tag: v for tag, v in store.tags().items() if tag.startswith(f"{number}-")}
+            assert len(found) - len(acknowledged) in (0, 1)
+            for line in acknowledged:
+                turn, version = line.split()
+                assert found[f"{number}-{turn}"] == int(version)
+            for turn in range(len(found)):
+                values = store.snapshot().array(f"{number}/{turn}").read()
+                assert values.shape[0] == 3
+                assert (values == number * 10_000 + turn).all()
+            told += len(acknowledged)
+        assert store.snapshot().version >= told
+        assert store.verify().ok
+        report = store.collect(abandoned=timedelta(0))
+        alive = {c.transaction for c in store.history()}
+        folder = tmp_path / "s" / "txn"
+        assert {p.parent.name for p in folder.glob("*/*")} <= alive
+        tstore.open(tmp_path / "s").collect(
+            abandoned=timedelta(0)
+        )  # removes also folders of uploads that were cut
+        assert {p.name for p in folder.iterdir()} <= alive
+        assert report.versions == []
+        assert store.verify().ok

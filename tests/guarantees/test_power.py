@@ -1,0 +1,131 @@
+"""A power failure at any moment of a commit leaves the old version or the new; the new, once acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support import power
+from tstore.errors import NotAStore, NotFound
+
+WIDE = 400
+"""Arrays of a checkpoint, enough that its manifest is an object of its own."""
+DRAWN = 10
+"""States drawn at each moment, beside the extremes."""
+
+Work = Callable[[Path], Awaitable[object]]
+
+
+def tree(value: int, arrays: int = WIDE) -> dict[str, np.ndarray]:
+    return {"x": np.full(9_000, value), **{f"b{i}": np.full(3, value) for i in range(arrays)}}
+
+
+async def save(url: Path) -> None:
+    await tstore.save(url, tree(1), 1)
+
+
+async def small(url: Path) -> None:
+    async with await tstore.open(url) as store, store.transaction(tag="step/1") as tx:
+        await (await tx.array("x")).write(1)
+        await (await tx.array("b0"))[:2].write(1)
+        await (await tx.array("b0"))[2].write(1)
+
+
+async def group(url: Path) -> None:
+    async def host(number: int) -> int:
+        rows = slice(number * 4_500, (number + 1) * 4_500)
+        x = tstore.Shards((9_000,), "int64", [((rows,), np.full(4_500, 1))])
+        return await tstore.save(url, {**tree(1), "x": x}, 1, host=number, hosts=2, attempt="a")
+
+    assert len(set(await asyncio.gather(host(0), host(1)))) == 1
+
+
+WORKS: dict[str, tuple[Work, int, int]] = {  # what is done, how many arrays step 0 has, the version it makes
+    "save": (save, WIDE, 2),
+    "first save": (save, 0, 1),
+    "small": (small, 1, 2),
+    "group": (group, WIDE, 2),
+    "the 64th": (small, 1, 64),
+}
+
+
+async def value_of(url: Path, version: int) -> int:
+    """0 or 1: whose values everything has, whole; of no store or an empty one, 0."""
+    try:
+        store = await tstore.open(url, "r")
+    except (NotAStore, NotFound):
+        return 0
+    async with store:
+        report = await store.verify()
+        assert report.ok, report.faults
+        steps = await tstore.steps(store)
+        if not steps:
+            assert (await store.snapshot()).version == 0
+            return 0
+        found = await tstore.restore(store)
+        [value] = {int(v) for values in found.values() for v in np.unique(values)}
+        assert len(found) in (2, WIDE + 1)
+        assert steps[-1] == value
+        assert (await store.snapshot()).version == version - 1 + value
+        return value
+
+
+async def survives(url: Path, version: int, acknowledged: bool) -> int:
+    value = await value_of(url, version)
+    if acknowledged:
+        assert value == 1
+    await tstore.save(url, {"x": np.full(3, 7)}, 2, durability="none")  # the next writer needs no repair
+    assert (await tstore.restore(url))["x"].tolist() == [7] * 3
+    return value
+
+
+def lay_out(files: dict[str, bytes], folder: Path) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+async def replay(recorder: power.Recorder, place: Path, version: int) -> set[tuple[bool, int]]:
+    """Checks every state that a failure may leave, each once; the (acknowledged, value) that were met."""
+    rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
+    met, known = set(), set()
+    for until in range(len(recorder.acts) + 1):
+        acknowledged = until == len(recorder.acts)
+        for files in recorder.left(until, rng, DRAWN):
+            state = hash((acknowledged, *sorted(files.items())))
+            if state not in known:
+                known.add(state)
+                folder = place / str(len(known))
+                lay_out(files, folder)
+                met.add((acknowledged, await survives(folder / "s", version, acknowledged)))
+                shutil.rmtree(folder, ignore_errors=True)
+    assert len(known) > 10
+    return met
+
+
+@pytest.mark.parametrize("work", WORKS)
+async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    act, before, version = WORKS[work]
+    url = tmp_path / "disk" / "s"
+    url.parent.mkdir()
+    if before:
+        await tstore.save(url, tree(0, before), 0)
+        store = await tstore.open(url)
+        for number in range(version - 2):  # what comes before is durable, else the commit would begin with a sync
+            async with store.transaction(durability="none" if number < version - 3 else "fsync"):
+                pass
+    with monkeypatch.context() as patch:
+        patch.setattr("tstore.storage.local.pack._EXTENT", 1 << 16)  # else each state has 64 MiB of zeros
+        recorder = power.Recorder(url.parent, patch)
+        await act(url)
+    met = await replay(recorder, tmp_path / "left", version)
+    assert met == {(False, 0), (False, 1), (True, 1)}

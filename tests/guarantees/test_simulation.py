@@ -1,0 +1,470 @@
+"""The protocol in a simulation where everything goes wrong that may, and that simulation itself under test.
+
+Each of these faults, put into the protocol on purpose, is found within a few hundred runs (`MUTATIONS` holds
+the edits); those that it would not meet, or seldom, are in `test_mutations.py`:
+
+    fault                                        what it would break
+    ------------------------------------------   ------------------------------------------------------------
+    conflict check skipped                       lost updates
+    chunks written by both pass                  lost updates
+    nodes created by both pass                   one array in place of another
+    writes below a deletion pass                 chunks of an array that is gone
+    tags set by both pass                        a step that is saved twice
+    writes over a replaced tree pass             parts of an old tree in a new checkpoint
+    own lost reply taken for another's commit    one transaction committed twice
+    another's record taken for the own           an acknowledged commit that is not there
+    no answer taken for a failure                a failed commit that is there
+    void record left out                         a failed commit that lands late
+    next number without a void record            a hole, or one transaction committed twice
+    outcome unknown told as a failure            a failed commit that is there
+    create that overwrites                       acknowledged commits lost
+    the hint is trusted                          readers that miss acknowledged commits
+    the hint need not exist                      readers of versions that are not there
+    patches not applied again                    updates of parts of a chunk lost
+    patches applied again on the old version     updates of parts of a chunk lost
+    packs not finished before the record         commits that refer to data that never appears
+    fragment check off by one                    a checkpoint without the part of one host
+    finisher does not scan from the base         one transaction committed twice
+    finisher scans from the highest base         lost updates
+    the attempt is not in the id                 two starts of a job mixed in one checkpoint
+    a condemned transaction commits              commits whose data is deleted
+    what was read is not compared                write skew
+    values do not count as read                  write skew
+    lists of paths do not count as read          phantoms
+    commits that meet go out together            lost updates
+    one conflict of several commits passes       lost updates
+    a resize is no change of metadata            chunks in the place of others
+    a tag that is taken is set                   a step that is saved twice
+    gc does not spare what came meanwhile        commits whose data is deleted
+    gc forgets what the next version needs       commits whose data is deleted
+    gc lets the newest version expire            nothing left to read
+    a tag keeps nothing                          a version that a rule names expires
+    the best by a metric are the second best     a step that a rule keeps expires
+    dropped tags go out in a group commit        a tag that was dropped still names its version
+    deletions of the first host only             an array that a host of a group has deleted
+    a waiting host forces no folder              an acknowledged commit that a power failure takes away
+    a redelivered fragment is not forced         a group that can't be finished after a power failure
+    an own commit met again is not forced        an acknowledged commit that a power failure takes away
+    the commit below is not forced               an acknowledged commit behind a hole, after a power failure
+    packs are not forced                         commits whose data a power failure takes away
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.mutation import Edit
+from tstore.log import log
+from tstore.log import reader as records
+from tstore.runtime import pool
+from tstore.simulation import runs as simulation
+from tstore.simulation.miniature import reduced
+from tstore.simulation.runs import simulate, simulate_many
+from tstore.simulation.scenario import make_beginnings
+from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.virtual import Stuck, VirtualLoop
+from tstore.simulation.weather import CALM, Host
+from tstore.storage.base import Durability
+from tstore.transactions.group import Membership
+
+RUNS = 1000
+PART = 125
+MOST = 600
+"""Runs within which a mutation must be found."""
+
+LOG, GROUP, TREE = "tstore.log.log:Log.", "tstore.transactions.group:", "tstore.format.tree:Changes."
+RECORDS = "tstore.log.reader:Records."
+TX, STORAGE = "tstore.transactions.transaction:Transaction.", "tstore.simulation.storage:Storage."
+GC, QUEUE, ARRAY = (
+    "tstore.maintenance.gc:",
+    "tstore.log.group_commit:",
+    "tstore.transactions.staged_array:StagedArray.",
+)
+DECIDE = "await self._decide(asked, replace(record, collected=collected), error)"
+
+MUTATIONS: dict[str, list[Edit]] = {
+    "conflict check skipped": [Edit(TREE + "overlap", "return Overlap(fatal, chunks)", "return Overlap([], {})")],
+    "chunks written by both pass": [Edit(TREE + "overlap", "if len(both):", "if False:")],
+    "nodes created by both pass": [Edit(TREE + "overlap", "if mine.fresh or theirs.fresh:", "if False:")],
+    "writes below a deletion pass": [
+        Edit(TREE + "overlap", "for p in self.nodes if any(is_below(p, d) for d in other.deleted)", "for p in ()"),
+    ],
+    "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
+    "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
+    "own lost reply taken for another's commit": [
+        Edit(LOG + "_race", "if other.transaction == record.transaction:", "if False:")
+    ],
+    "another's record taken for the own": [
+        Edit(LOG + "_race", "tries += 1", "return await self._appended(asked)")
+    ],
+    "no answer taken for a failure": [Edit(LOG + "_race", DECIDE, "raise")],
+    "void record left out": [
+        Edit(LOG + "_race", DECIDE, "if await self._stored_or_none(asked) is None: raise"),
+    ],
+    "next number without a void record": [Edit(LOG + "_race", DECIDE, "seen += 1")],
+    "outcome unknown told as a failure": [Edit(LOG + "_above", "if version < asked:", "if False:")],
+    "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
+    "the hint is trusted": [
+        Edit(
+            RECORDS + "newest",
+            "known = self._newest\n",
+            "known = self._newest or await read_hint(self.backend)\n",
+        ),
+    ],
+    "the hint need not exist": [Edit(RECORDS + "_gallop_from_hint", "sure=False", "sure=True")],
+    "patches not applied again": [Edit(TX + "_validate", "if chunks:", "if False:")],
+    "patches applied again on the old version": [
+        Edit(TX + "_validate", "(await self._log.tree(version)).nodes", "staged.base.nodes")
+    ],
+    "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.settle()", "pass")],
+    "fragment check off by one": [
+        Edit(GROUP + "_merged", "member.siblings(level, group)", "member.siblings(level, group)[:-1]")
+    ],
+    "finisher does not scan from the base": [
+        Edit(
+            GROUP + "_finish",
+            "return await log.append(",
+            "record = msgspec.structs.replace(record, base=await log.newest())\n    return await log.append(",
+        )
+    ],
+    "finisher scans from the highest base": [
+        Edit(
+            GROUP + "_merged",
+            "return merged(member.name, fragments, manifests)",
+            "whole = merged(member.name, fragments, manifests)\n"
+            "    return msgspec.structs.replace(whole, base=max(f.base for f in fragments))",
+        )
+    ],
+    "the attempt is not in the id": [
+        Edit(GROUP + "Membership.of", "{slug(name)}.{slug(token)}.{unique}", "{slug(name)}")
+    ],
+    "a condemned transaction commits": [
+        Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
+    ],
+    "what was read is not compared": [
+        Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, now), ", "")
+    ],
+    "values do not count as read": [
+        Edit(
+            "tstore.transactions.read_set:ReadSet.values",
+            "self._chunks.setdefault(path, set()).update(numbers.tolist())",
+            "pass",
+        )
+    ],
+    "lists of paths do not count as read": [
+        Edit("tstore.transactions.read_set:ReadSet.arrays", "self._arrays = True", "pass")
+    ],
+    "commits that meet go out together": [
+        Edit(QUEUE + "Entry._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
+    ],
+    "one conflict of several commits passes": [
+        Edit(
+            QUEUE + "_append_together",
+            "except Exception as error:\n                entry.error = error",
+            "except Exception as error:\n                entry.error = error if len(entries) == 1 else None",
+        )
+    ],
+    "a resize is no change of metadata": [
+        Edit(ARRAY + "reshape", "self.meta, self.fresh = new, True", "self.meta = new")
+    ],
+    "a tag that is taken is set": [
+        Edit("tstore.transactions.tags:TagEdits.check", "if tag in known and tag not in self.moved:", "if False:")
+    ],
+    "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
+    "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],
+    "gc lets the newest version expire": [
+        Edit("tstore.format.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
+    ],
+    "a tag keeps nothing": [Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass")],
+    "the best by a metric are the second best": [
+        Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
+    ],
+    "dropped tags go out in a group commit": [Edit(QUEUE + "Entry.__init__", " or changes.dropped", "")],
+    "deletions of the first host only": [
+        Edit(
+            "tstore.transactions.fragments:merged",
+            "tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
+            "first.deleted",
+        )
+    ],
+    "a waiting host forces no folder": [
+        Edit(GROUP + "commit_group", "await log.confirm(version, durability)", "pass")
+    ],
+    "a redelivered fragment is not forced": [
+        Edit(GROUP + "_deliver", 'await log.backend.settle(f"txn/{member.transaction}", durability)', "pass")
+    ],
+    "an own commit met again is not forced": [
+        Edit(LOG + "_race", "await self._settle(version, record.transaction, offer.durability)", "pass")
+    ],
+    "the commit below is not forced": [Edit(LOG + "_race", "await self.backend.flush()", "pass")],
+    "packs are not forced": [
+        Edit(
+            "tstore.data.writer:PackSet.settle",
+            "await self._backend.settle(self._folder, self._durability)",
+            "pass",
+        )
+    ],
+}
+
+
+QUICK = {
+    "conflict check skipped": 5,
+    "chunks written by both pass": 9,
+    "nodes created by both pass": 5,
+    "writes below a deletion pass": 45,
+    "tags set by both pass": 5,
+    "writes over a replaced tree pass": 16,
+    "own lost reply taken for another's commit": 34,
+    "another's record taken for the own": 5,
+    "no answer taken for a failure": 15,
+    "void record left out": 15,
+    "next number without a void record": 9,
+    "outcome unknown told as a failure": 64,
+    "create that overwrites": 5,
+    "the hint is trusted": 21,
+    "the hint need not exist": 19,
+    "patches not applied again": 28,
+    "patches applied again on the old version": 30,
+    "packs not finished before the record": 3,
+    "fragment check off by one": 7,
+    "finisher does not scan from the base": 2,
+    "finisher scans from the highest base": 16,
+    "the attempt is not in the id": 3,
+    "a condemned transaction commits": 93,
+    "what was read is not compared": 5,
+    "values do not count as read": 127,
+    "lists of paths do not count as read": 5,
+    "commits that meet go out together": 4,
+    "one conflict of several commits passes": 0,
+    "a resize is no change of metadata": 9,
+    "a tag that is taken is set": 18,
+    "gc does not spare what came meanwhile": 1,
+    "gc forgets what the next version needs": 7,
+    "gc lets the newest version expire": 2,
+    "a tag keeps nothing": 70,
+    "the best by a metric are the second best": 23,
+    "dropped tags go out in a group commit": 4,
+    "deletions of the first host only": 42,
+    "a waiting host forces no folder": 81,
+    "a redelivered fragment is not forced": 63,
+    "an own commit met again is not forced": 34,
+    "the commit below is not forced": 6,
+    "packs are not forced": 1,
+}
+"""A run that finds each fault, to be tried first; where it does not any more, the others are."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beginnings() -> None:
+    """What runs begin with is made by the sound protocol, before any fault is put into it."""
+    make_beginnings()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, RUNS, PART))
+def test_thousands_of_runs_keep_every_promise(first: int) -> None:
+    outcomes = [simulate(seed) for seed in range(first, first + PART)]
+    broken = {o.seed: o.violations for o in outcomes if o.violations}
+    assert not broken, f"replay with python -m tstore.simulation --seed N --story: {broken}"
+    assert sum(o.commits for o in outcomes) > 5 * PART
+
+
+def test_many_runs_are_spread_over_processes() -> None:
+    tallies = list(simulate_many(range(30), processes=2))
+    assert [t.runs for t in tallies] == [25, 5]
+    assert sum(t.commits for t in tallies) > 5 * 30
+    assert not any(t.broken for t in tallies)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_in_the_protocol_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for edit in MUTATIONS[name]:
+        edit.apply(monkeypatch)
+    first = QUICK.get(name, 0)
+    assert any(simulate(seed).violations for seed in (first, *range(first), *range(first + 1, MOST)))
+
+
+def test_the_table_above_lists_the_faults() -> None:
+    assert __doc__ is not None
+    rows = [line[4:48].strip() for line in __doc__.splitlines() if line.startswith("    ")]
+    assert rows[2:] == list(MUTATIONS)
+
+
+# ---- a seed is a run
+
+
+def fingerprint(seeds: range) -> str:
+    """A digest of the stories of some runs."""
+    outcomes = [simulate(seed) for seed in seeds]
+    return hashlib.sha256(repr(outcomes).encode()).hexdigest()
+
+
+def test_a_seed_replays_exactly_in_any_process() -> None:
+    seeds = range(40, 50)
+    mine = fingerprint(seeds)
+    assert mine == fingerprint(seeds)
+    code = f"""
+import hashlib
+from tstore.simulation.runs import simulate
+outcomes = [simulate(seed) for seed in {seeds}]
+print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
+"""
+    others = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": number},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout.strip()
+        for number in ("1", "2")
+    ]
+    assert others == [mine, mine]
+
+
+def test_the_command_tells_the_story_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulation.main(["--seed", "7", "--story"]) == 0
+    told = capsys.readouterr().out
+    assert "starts at version" in told
+    assert "creates commits/" in told
+    assert told.endswith("0 violations\n")
+
+
+def test_the_command_names_the_seeds_that_broke_a_promise(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for edit in MUTATIONS["conflict check skipped"]:
+        edit.apply(monkeypatch)
+    seed = next(s for s in range(MOST) if simulate(s).violations)
+    assert simulation.main(["--seed", str(seed)]) == 1
+    assert "both changed" in capsys.readouterr().out
+
+
+def test_the_runs_meet_all_that_may_go_wrong() -> None:
+    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "stands still"}
+    ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
+    places = {
+        "roots='missing'",
+        "roots='damaged'",
+        "roots='foreign'",
+        "roots='ahead'",
+        "cached=True",
+        "strict=True",
+    }
+    works = {
+        "finishes",
+        "quantized version",
+        "copies up to",
+        "failover",
+        "merge-2",
+        "gc by Keep",
+        "has its clock set",
+    }
+    missing = faults | ends | places | works
+    for seed in range(MOST):
+        told = "\n".join(simulate(seed).story)
+        missing = {what for what in missing if what not in told}
+        if not missing:
+            break
+    assert not missing
+
+
+# ---- what it stands on
+
+
+def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
+    before = records.ROOT_EVERY
+    with reduced(ROOT_EVERY=8, FAN=2):
+        assert records.ROOT_EVERY == log.ROOT_EVERY == 8
+        assert Membership.of("x", 0, 6, "a").top == 2
+    assert records.ROOT_EVERY == log.ROOT_EVERY == before
+    with pytest.raises(LookupError, match="NO_SUCH"), reduced(ROOT_EVERY=8, NO_SUCH=1):
+        pass
+    assert before == records.ROOT_EVERY
+
+
+async def test_a_power_failure_takes_what_was_not_forced() -> None:
+    storage = Storage({})
+    host = Host("a", "a", CALM, 0, lambda _who, _what: None)
+    backend = HostBackend(storage, host)
+    await backend.create("commits/1", b"forced", Durability.FSYNC)
+    storage.create("commits/2", b"its creator died before it had forced the folder")
+    await backend.create("txn/a/pack-1", b"scratch", Durability.NONE)
+    pack = backend.writer("txn/b/pack-1", Durability.FSYNC)
+    pack.append([b"data"], 4)
+    pack.finish()
+    chances = [storage.photograph().after_power_failure(random.Random(seed)).objects for seed in range(20)]
+    assert {frozenset(objects) for objects in chances} == {
+        frozenset({"commits/1"}),
+        frozenset({"commits/1", "commits/2"}),
+    }
+    await backend.settle("txn/b", Durability.FSYNC)
+    await backend.settle("commits", Durability.FSYNC)
+    left = storage.after_power_failure(random.Random(0)).objects
+    assert left.keys() == {"commits/1", "commits/2", "txn/b/pack-1"}
+    await backend.flush()
+    assert storage.after_power_failure(random.Random(0)).objects == storage.objects
+
+
+def test_virtual_time_passes_at_once_and_in_order() -> None:
+    order = []
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        order.append((seconds, asyncio.get_running_loop().time()))
+
+    async def several() -> None:
+        await asyncio.gather(*[wait(s) for s in (1e6, 3, 0, 20)])
+
+    loop = VirtualLoop()
+    loop.run_until_complete(several())
+    assert [s for s, _ in order] == [0, 3, 20, 1e6]
+    assert all(at == pytest.approx(s) for s, at in order)
+    with pytest.raises(Stuck):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
+
+
+def test_timers_of_the_same_time_run_in_the_order_of_their_making_unless_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop, order = VirtualLoop(), list[int]()
+    timers = [loop.call_at(5, order.append, number) for number in range(20)]
+    timers[3].cancel()
+    loop.call_at(1e9, order.append, -1).cancel()
+    loop.call_soon(order.index, 100)  # fails, and the others run
+    loop.run_until_complete(asyncio.sleep(7, loop))
+    assert order == [number for number in range(20) if number != 3]
+    assert loop.time() == 7
+    assert "ValueError" in caplog.text
+    with pytest.raises(Stuck):
+        loop.run_forever()
+    loop.close()
+
+
+async def test_inline_work_needs_no_thread_and_pauses_before_each_item() -> None:
+    pauses: list[int] = []
+    done: list[int] = []
+
+    async def pause() -> None:
+        pauses.append(len(done))
+
+    with pool.inline(pause):
+        assert await pool.run(lambda: 5) == 5
+        await pool.each(done.append, range(3))
+        url = "memory://inline"
+        await tstore.save(url, {"x": np.arange(5000)}, 1)
+    assert done == [0, 1, 2]
+    assert pauses[:4] == [0, 0, 1, 2]
+    assert len(pauses) > 4
+    assert (await tstore.restore(url))["x"].tolist() == list(range(5000))

@@ -1,0 +1,64 @@
+"""`tstore bench`: real processes on real places, of which nothing stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tstore
+from tests.support import moto_server
+from tstore.cli import main
+from tstore.errors import InvalidArgument, NotAStore
+from tstore.hosts.benchmark import bench
+from tstore.server import Access, Server
+from tstore.storage.connect import connect
+
+
+def test_what_it_measures_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "place"
+    options = ["--hosts", "3", "--size", "1", "--rounds", "2", "--seconds", "0.3"]
+    assert main(["bench", str(place), *options, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["url"], found["hosts"], found["durability"]) == (str(place), 3, "fsync")
+    assert abs(found["bytes"] - 1_000_000) < 200_000
+    assert [len(found[f"{what}_seconds"]) for what in ("save", "restore")] == [2, 2]
+    assert 0 < found["median_seconds"] <= found["p99_seconds"]
+    assert found["commits"] > 3
+    assert (found["ok"], found["lost"], found["differing"], found["removed"]) == (True, 0, 0, True)
+    assert not place.exists()
+    assert main(["bench", str(place), *options, "--durability", "none"]) == 0
+    out, err = capfd.readouterr()
+    assert "3 hosts × 3" in out.splitlines()[0]
+    assert "acknowledged commits and every checkpoint were read back" in out.splitlines()[-1]
+    assert err == ""
+
+
+async def test_a_place_where_something_lies_is_refused_and_left(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("dear")
+    with pytest.raises(NotAStore):
+        await bench(str(tmp_path), hosts=2, size=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    with pytest.raises(InvalidArgument, match="one process alone"):
+        await bench("memory://bench", hosts=2, size=1)
+
+
+async def test_a_server_forbids_to_remove_what_was_committed(tmp_path: Path) -> None:
+    async with Server(tmp_path, access=Access(anonymous="admin")) as server:
+        report = await bench(server.url, hosts=2, size=1, rounds=1, seconds=0.2)
+    assert (report.ok, report.removed) == (True, False)
+    async with await tstore.open(tmp_path, "r") as store:
+        assert (await store.verify()).ok
+
+
+async def test_a_storage_of_objects_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto_server.running() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{moto_server.BUCKET}/bench"
+        report = await bench(url, hosts=2, size=1, rounds=1, seconds=0.2)
+        assert (report.url, report.ok, report.removed) == (url, True, True)
+        left = connect(url)
+        assert await left.empty()
+        await left.close()

@@ -1,0 +1,424 @@
+"""The log of commits under lost, late and failing requests."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
+from tstore.format.records import encode
+from tstore.log.reader import ROOT_EVERY, Records, commit_key, root_key
+from tstore.storage.base import Durability
+from tstore.storage.memory import MemoryBackend, MemoryObjects
+from tstore.storage.remote import served
+
+NONE = Durability.NONE
+
+
+def anew() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+async def fill(url: str | Path, commits: int) -> None:
+    """That many small commits: version v sets element v % 100 of "w" to v."""
+    store = await tstore.open(url)
+    start = (await store.snapshot()).version
+    for version in range(start + 1, start + commits + 1):
+        async with store.transaction(f"m{version}", durability="none") as tx:
+            if version == 1:
+                w = await tx.create_array("w", (100,), "int64", (10,))
+                await w.write(0)
+            w = await tx.array("w")
+            await w[version % 100].write(version)
+
+
+async def state(url: str | Path) -> tuple[int, list[int]]:
+    """What a process that knows nothing finds."""
+    snapshot = await (await tstore.open(url, "r")).snapshot()
+    return snapshot.version, (await (await snapshot.array("w")).read()).tolist()
+
+
+def expected(version: int) -> list[int]:
+    values = [0] * 100
+    for v in range(1, version + 1):
+        values[v % 100] = v
+    return values
+
+
+@pytest.mark.parametrize(
+    "hint", [None, b"", b"garbage", b"0", b"-3", b"64", b"3", b"71", b"9999999", b"1" * 30, b"1" * 5000, b"\xff"]
+)
+async def test_the_newest_version_is_found_whatever_the_hint_says(hint: bytes | None) -> None:
+    url = anew()
+    await fill(url, 70)
+    backend = (await tstore.open(url)).log.backend
+    if hint is None:
+        await backend.delete("latest")
+    else:
+        await backend.hint("latest", hint)
+    assert await state(url) == (70, expected(70))
+    await fill(url, 1)
+    assert await state(url) == (71, expected(71))
+
+
+async def test_the_hint_and_a_root_are_written_at_every_64th_version() -> None:
+    url = anew()
+    await fill(url, 130)
+    backend = (await tstore.open(url)).log.backend
+    assert await backend.list("roots/") == [root_key(64), root_key(128)]
+    assert await backend.get("latest") == b"128"
+    assert await state(url) == (130, expected(130))
+
+
+async def test_roots_only_save_time() -> None:
+    url = anew()
+    await fill(url, 130)
+    backend = (await tstore.open(url)).log.backend
+    for key in await backend.list("roots/"):
+        await backend.delete(key)
+        assert await state(url) == (130, expected(130))
+
+
+async def test_opening_and_following_cost_a_bounded_number_of_reads() -> None:
+    url = anew()
+    await fill(url, 3 * ROOT_EVERY - 1)
+    store, faults = await open_faulty(url, "r")
+    await store.snapshot()
+    assert faults.count("get", "commits/*") <= ROOT_EVERY
+    assert faults.count("size", "commits/*") <= 2 * 8
+    assert faults.count("get", "roots/*") <= 2
+    before = len(faults.calls)
+    await store.snapshot()
+    assert len(faults.calls) - before == 3  # the newest record again, a look at the next number, and one behind it
+    await fill(url, 2)
+    before = len(faults.calls)
+    assert (await store.snapshot()).version == 3 * ROOT_EVERY + 1
+    assert len(faults.calls) - before <= 10
+
+
+@pytest.mark.parametrize("kind", [MemoryBackend, MemoryObjects])
+async def test_the_gallop_ends_at_the_newest(kind: type[MemoryBackend | MemoryObjects]) -> None:
+    where = kind(str(uuid.uuid4()))
+    backend = served(where) if isinstance(where, MemoryObjects) else where
+    for version in range(1, 140):
+        await backend.create(commit_key(version), b"a record", NONE)
+        if version % 7 in (1, 2) or version % ROOT_EVERY < 4:
+            for hint in (0, max(0, version - 70), max(0, version - 3), version, version + 1):
+                assert await Records(backend, hint).newest() == version
+
+
+async def started(url: str) -> tuple[tstore.Store, FaultyBackend, tstore.Transaction]:
+    """A store with one commit, and a transaction that is ready to commit over a faulty backend."""
+    await fill(url, 1)
+    store, faults = await open_faulty(url)
+    tx = store.transaction("mine")
+    w = await tx.array("w")
+    await w[50].write(99)
+    return store, faults, tx
+
+
+async def messages(url: str) -> list[str]:
+    return [c.message async for c in (await tstore.open(url)).history()][::-1]
+
+
+async def test_a_lost_reply_is_recognised_as_the_own_commit() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.lose_reply("create", "commits/*")
+    assert await tx.commit() == tx.version == 2
+    assert await messages(url) == ["m1", "mine"]
+    assert await store.outcome(tx.id) == 2
+
+
+async def test_a_request_that_never_arrived_is_sent_again_behind_a_void() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.fail("create", "commits/*")
+    assert await tx.commit() == 3
+    assert await messages(url) == ["m1", "mine"]  # the void at 2 is no commit
+    assert await store.outcome(tx.id) == 3
+    assert (await state(url))[0] == 3
+    assert (await store.verify()).ok
+    await fill(url, 2)
+    assert await state(url) == (5, [0, 1, 0, 0, 4, 5, *[0] * 44, 99, *[0] * 49])
+
+
+async def test_a_request_that_lands_late_changes_nothing() -> None:
+    url = anew()
+    _, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    assert await tx.commit() == 3
+    [late] = await faults.land()
+    assert isinstance(late, tstore.errors.AlreadyExists)
+    assert await messages(url) == ["m1", "mine"]
+
+
+async def test_a_request_that_lands_before_its_void_is_the_commit() -> None:
+    url = anew()
+    _, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    void = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(tx.commit())
+    await void.reached()
+    assert await faults.land() == [None]
+    void.release()
+    assert await commit == 2
+    assert await messages(url) == ["m1", "mine"]
+
+
+async def test_another_takes_the_number_while_the_answer_is_awaited() -> None:
+    url = anew()
+    _, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    void = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(tx.commit())
+    await void.reached()
+    await fill(url, 1)
+    void.release()
+    assert await commit == 3
+    [late] = await faults.land()
+    assert isinstance(late, tstore.errors.AlreadyExists)
+    assert await messages(url) == ["m1", "m2", "mine"]
+    assert (await state(url))[1][:3] == [0, 1, 2]
+    assert (await state(url))[1][50] == 99
+
+
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("silent", ["get", "create"])
+async def test_when_nothing_can_be_learned_the_outcome_is_unknown(landed: bool, silent: str) -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    if landed and silent == "create":
+        faults.lose_reply("create", "commits/*", times=5)
+        assert await tx.commit() == 2
+        return
+    (faults.lose_reply if landed else faults.fail)("create", "commits/*", times=5)
+    if silent == "get":
+        faults.fail("get", commit_key(2), nth=2, times=5)
+    before = await faults.inner.list("txn/")
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id) as caught:
+        await tx.commit()
+    assert caught.value.transaction == tx.id
+    assert await faults.inner.list("txn/") == before  # nothing was deleted
+    faults.heal()
+    assert await store.outcome(tx.id) == (2 if landed else None)
+    assert await messages(url) == (["m1", "mine"] if landed else ["m1"])
+
+
+async def test_a_commit_that_landed_but_could_not_be_settled_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.lose_reply("create", "commits/*")
+    faults.fail("settle", "commits")
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await tx.commit()
+    assert await store.outcome(tx.id) == 2
+
+
+async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_failure() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.postpone("create", "commits/*")
+    void = faults.hold("create", "commits/*")
+    faults.fail("get", commit_key(2), nth=3)
+    commit = asyncio.create_task(tx.commit())
+    await void.reached()
+    assert await faults.land() == [None]
+    void.release()
+    with pytest.raises(CommitOutcomeUnknown, match=tx.id):
+        await commit
+    assert await store.outcome(tx.id) == 2
+
+
+async def test_a_failed_create_is_an_error_and_leaves_nothing() -> None:
+    url = anew()
+    store, faults, tx = await started(url)
+    faults.fail("create", "commits/*", error=StorageFull)
+    with pytest.raises(StorageFull):
+        await tx.commit()
+    assert await state(url) == (1, expected(1))
+    assert await store.outcome(tx.id) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "pattern"),
+    [("create", "roots/*"), ("hint", "latest"), ("get", "commits/*63"), ("get", "roots/*")],
+)
+async def test_what_fails_after_the_commit_does_not_fail_the_commit(operation: str, pattern: str) -> None:
+    url = anew()
+    await fill(url, 63)
+    store, faults = await open_faulty(url)
+    tx = store.transaction()
+    w = await tx.array("w")
+    await w[64].write(64)
+    await store.snapshot()  # a look for newer commits, so that this one goes out without another
+    faults.fail(operation, pattern, times=100)
+    assert await tx.commit() == 64
+    faults.heal()
+    await fill(url, 3)
+    assert await state(url) == (67, expected(67))
+
+
+async def test_two_finishers_of_a_root_write_the_same() -> None:
+    url = anew()
+    await fill(url, 63)
+    store, faults = await open_faulty(url)
+    tx = store.transaction()
+    await (await tx.array("w"))[64].write(64)
+    root = faults.hold("create", "roots/*")
+    commit = asyncio.create_task(tx.commit())
+    await root.reached()
+    mine = (await tstore.open(url)).log
+    await faults.inner.create(root_key(64), await the_root(mine, 64), NONE)
+    root.release()
+    assert await commit == 64
+    assert await state(url) == (64, expected(64))
+
+
+async def the_root(log: Records, version: int) -> bytes:
+    return encode((await log.tree(version)).root((await log.stored(version)).check))
+
+
+async def test_a_long_lived_process_keeps_its_tree_small() -> None:
+    url = anew()
+    await fill(url, 1)
+    store = await tstore.open(url)
+    for version in range(2, 200):
+        async with store.transaction(durability="none") as tx:
+            await (await tx.array("w"))[version % 100].write(version)
+    tree = (await store.snapshot()).tree
+    assert len(tree.nodes["w"].spans) <= ROOT_EVERY
+    assert await state(url) == (199, expected(199))
+
+
+async def test_a_record_is_read_once_and_the_newest_with_each_look_for_others() -> None:
+    url = anew()
+    await fill(url, 5)
+    store, faults = await open_faulty(url)
+    for _ in range(3):
+        await store.snapshot()
+        assert [c.version async for c in store.history()] == [5, 4, 3, 2, 1]
+    assert [faults.count("get", commit_key(v)) for v in range(1, 6)] == [1, 1, 1, 1, 6]
+
+
+async def test_versions_and_tags_that_are_not_there_are_named() -> None:
+    url = anew()
+    await fill(url, 2)
+    store = await tstore.open(url)
+    async with store.transaction(tag="good"):
+        pass
+    for at in (4, -1, "bad", "1"):
+        with pytest.raises(NotFound, match=r"newest is 3|its tags are: good"):
+            await store.snapshot(at)
+    assert (await store.snapshot(0)).paths() == []
+    assert (await store.snapshot("good")).version == 3
+
+
+@pytest.mark.parametrize("operation", ["size", "get", "list"])
+async def test_a_backend_that_does_not_answer_is_unavailable(operation: str) -> None:
+    url = anew()
+    await fill(url, 3)
+    store, faults = await open_faulty(url)
+    faults.fail(operation, "*", times=1000)
+    with pytest.raises(Unavailable):
+        await store.verify()
+    faults.heal()
+    assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("hole", range(1, 9))
+async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
+    """Wherever the search for the newest version happens to look."""
+    url = anew()
+    await fill(url, 9)
+    store = await tstore.open(url)
+    await store.log.backend.delete(commit_key(hole))
+    report = await (await tstore.open(url)).verify()
+    assert len(report.faults) == 1
+    assert commit_key(hole) in report.faults[0]
+
+
+async def test_what_is_committed_while_a_store_is_verified_is_no_fault() -> None:
+    url = anew()
+    await fill(url, 3)
+    store, faults = await open_faulty(url)
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 2)
+    listing.release()
+    assert (await verified).faults == []
+    listing = faults.hold("list", "commits/*")
+    verified = asyncio.create_task(store.verify())
+    await listing.reached()
+    await fill(url, 3)
+    await faults.inner.delete(commit_key(7))
+    listing.release()
+    [fault] = (await verified).faults
+    assert commit_key(7) in fault
+
+
+async def test_a_damaged_record_stops_what_needs_it_and_no_more() -> None:
+    url = anew()
+    await fill(url, 5)
+    store = await tstore.open(url)
+    data = bytearray(await store.log.backend.get(commit_key(4)))
+    data[20] ^= 1
+    await store.log.backend.delete(commit_key(4))
+    await store.log.backend.create(commit_key(4), bytes(data), NONE)
+    fresh = await tstore.open(url)
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        await fresh.snapshot()
+    assert (await (await (await fresh.snapshot(3)).array("w")).read()).tolist() == expected(3)
+
+
+async def test_a_conflict_is_final_though_replies_are_lost() -> None:
+    url = anew()
+    await fill(url, 1)
+    store, faults = await open_faulty(url)
+    first, second = store.transaction(), store.transaction()
+    for tx in (first, second):
+        await (await tx.array("w"))[0:10].write(np.arange(10))
+    faults.lose_reply("create", "commits/*", times=10)
+    assert await first.commit() == 2
+    with pytest.raises(Conflict) as caught:
+        await second.commit()
+    assert caught.value.paths == ["w, chunk (0,)"]
+
+
+async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    for step in range(3):
+        await tstore.save(url, {"x": np.arange(3) + step}, step)
+    hole = tmp_path / "store" / "commits" / f"{2:020}"
+    record = hole.read_bytes()
+    hole.unlink()
+    with pytest.raises(tstore.errors.Corrupt, match=hole.name):
+        await tstore.save(url, {"x": np.arange(3)}, 9)
+    assert not hole.exists()
+    hole.write_bytes(record)
+    assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
+
+
+async def test_a_tree_that_is_let_go_of_while_a_root_is_asked_for() -> None:
+    """Readers of one store look at many versions at once; only the newest few trees are kept."""
+    url = f"memory://{uuid.uuid4()}"
+    store, faults = await open_faulty(url)
+    for step in range(ROOT_EVERY + 2):
+        await tstore.save(store, {"x": step}, step)
+    await store.log.backend.delete(root_key(ROOT_EVERY))
+    reader, faults = await open_faulty(url, "r")
+    await reader.log.tree(1)
+    gate = faults.hold("get", root_key(ROOT_EVERY))
+    late = asyncio.create_task(reader.log.tree(ROOT_EVERY + 1))
+    await gate.reached()
+    for version in range(2, 8):
+        await reader.log.tree(version)
+    gate.release()
+    assert (await late).version == ROOT_EVERY + 1

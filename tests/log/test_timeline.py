@@ -1,0 +1,313 @@
+"""What is believed because it is there: roots of other records; stores and caches beside a restored backup."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import tstore
+from tests.support.forging import forged
+from tstore import Keep
+from tstore.errors import Conflict, TimelineChanged
+from tstore.format.records import Root, decode
+from tstore.log.reader import commit_key, root_key
+from tstore.log.recent import Recent
+from tstore.storage.base import Backend, Durability
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.remote import RemoteBackend
+
+
+async def write(store: tstore.Store, upto: int, offset: int) -> None:
+    """Commits up to that version; version v sets element v % 10 of "w" to v + offset."""
+    for version in range((await store.snapshot()).version + 1, upto + 1):
+        async with store.transaction(durability="none") as tx:
+            if version == 1:
+                await (await tx.create_array("w", (10,), "int64", (2,))).write(0)
+            await (await tx.array("w"))[version % 10].write(version + offset)
+
+
+async def fill(url: str | Path, upto: int, offset: int = 0) -> None:
+    async with await tstore.open(url) as store:
+        await write(store, upto, offset)
+
+
+async def state(store: tstore.Store, at: int | None = None) -> list[int]:
+    values: list[int] = (await (await (await store.snapshot(at)).array("w")).read()).tolist()
+    return values
+
+
+def expected(upto: int, since: int, offset: int) -> list[int]:
+    """What `fill` makes up to one version, where those after `since` have an offset."""
+    values = [0] * 10
+    for version in range(1, upto + 1):
+        values[version % 10] = version + (offset if version > since else 0)
+    return values
+
+
+# ---- roots
+
+
+async def test_a_root_of_another_history_is_not_believed(tmp_path: Path) -> None:
+    """As after an incremental copy that died, or a restore of files, with `roots/` ahead of `commits/`."""
+    await fill(tmp_path / "a", 60)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    await fill(tmp_path / "a", 70)
+    shutil.copytree(tmp_path / "a/roots", tmp_path / "b/roots")
+    await fill(tmp_path / "b", 70, offset=1000)
+    for reader in (await tstore.open(tmp_path / "b", "r"), await tstore.open(tmp_path / "b")):
+        assert await state(reader) == expected(70, 60, 1000)
+        assert await state(reader, 64) == expected(64, 60, 1000)
+    [fault] = (await reader.verify()).faults
+    assert root_key(64) in fault
+    assert "is not the root of" in fault
+    assert "delete this object" in fault
+    (tmp_path / "b" / root_key(64)).unlink()
+    assert (await reader.verify()).ok
+    assert await state(await tstore.open(tmp_path / "b", "r")) == expected(70, 60, 1000)
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:50] + bytes([data[50] ^ 1]) + data[51:]
+
+
+def unfit(data: bytes) -> bytes:
+    root = decode(data, Root)
+    return forged(replace(root, manifest=replace(root.manifest, index=root.manifest.index[:-8])))
+
+
+def later(data: bytes) -> bytes:
+    return forged(replace(decode(data, Root), version=128))
+
+
+@pytest.mark.parametrize("change", [flipped, unfit, later, lambda data: data[:-1], lambda _: b""])
+async def test_a_damaged_root_stops_no_reader_and_no_commit(
+    change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    await fill(tmp_path, 70)
+    path = tmp_path / root_key(64)
+    path.write_bytes(change(path.read_bytes()))
+    assert await state(await tstore.open(tmp_path, "r")) == expected(70, 70, 0)
+    await fill(tmp_path, 130)
+    assert await state(await tstore.open(tmp_path, "r")) == expected(130, 130, 0)
+    [fault] = (await (await tstore.open(tmp_path, "r")).verify()).faults
+    assert root_key(64) in fault
+    assert "Readers pass over it; delete this object" in fault
+
+
+async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify(tmp_path: Path) -> None:
+    await fill(tmp_path, 140)
+    path = tmp_path / root_key(64)
+    right = decode(path.read_bytes(), Root)
+    before = right.manifest
+    for wrong, names in [
+        (replace(right, tags={"t": 3}), "tag 't'"),
+        (replace(right, manifest=replace(before, paths=("v",))), "v, w"),
+        (replace(right, manifest=replace(before, checks=before.checks[:-1] + b"?")), "w"),
+        (replace(right, manifest=replace(before, inline=(*before.inline[:-1], b"other"))), "w"),
+    ]:
+        path.write_bytes(forged(wrong))
+        faults = (await (await tstore.open(tmp_path, "r")).verify()).faults
+        [fault] = [f for f in faults if root_key(64) in f]
+        assert f"not what the records up to version 64 make, in {names};" in fault
+    path.write_bytes(forged(right))
+    assert (await (await tstore.open(tmp_path, "r")).verify()).ok
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_path: Path) -> None:
+    """What the records refer to is gone then; manifests here are too long to travel in them."""
+    store = await tstore.open(tmp_path)
+    for step in range(70):
+        async with store.transaction(tag=f"step/{step}", durability="none") as tx:
+            if replaces:
+                await tx.replace_all(b"")
+            w = await (tx.create_array("w", (600,), "int64", (1,)) if replaces or not step else tx.array("w"))
+            await w.write(step)
+    await store.collect(Keep(tags=("step/65",)))
+    assert (await store.verify()).faults == []
+    fresh = await tstore.open(tmp_path, "r")
+    for step in (65, 69):
+        assert (await (await (await fresh.snapshot(f"step/{step}")).array("w")).read() == step).all()
+
+
+# ---- open stores and caches beside a restored backup
+
+
+async def put_back(backend: Backend, backup: dict[str, bytes]) -> None:
+    """Restores a backup at the store's URL: all that came later goes."""
+    for key in await backend.list(""):
+        await backend.delete(key)
+    for key, data in backup.items():
+        await backend.create(key, data, Durability.NONE)
+
+
+async def backed_up(backend: Backend) -> dict[str, bytes]:
+    return {key: await backend.get(key) for key in await backend.list("")}
+
+
+@pytest.fixture(params=["local", "server"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Another backend of one store, as another process has it."""
+    name = str(uuid.uuid4())
+    return lambda: tmp_path / "store" if request.param == "local" else RemoteBackend(MemoryObjects(name))
+
+
+@pytest.mark.parametrize("since", [0, 1, 5, 9])
+async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callable[[], Any], since: int) -> None:
+    """`since`: how many commits there were since the backup, before anything is asked of the open store."""
+    other = await tstore.open(connect())
+    await write(other, 5, 0)
+    backup = await backed_up(other.log.backend)
+    handle = await tstore.open(connect())
+    await write(handle, 8, 0)
+    late = handle.transaction()
+    await (await late.array("w"))[0].write(-1)
+    await put_back(other.log.backend, backup)
+    if since:
+        await fill(connect(), 5 + since, 1000)
+    before = await backed_up(other.log.backend)
+    for work in (handle.snapshot(), handle.snapshot(3), handle.tags(), write(handle, 20, 0), handle.outcome("t")):
+        with pytest.raises(TimelineChanged, match="open the store anew"):
+            await work
+    with pytest.raises(TimelineChanged):
+        await late.commit()
+    after = await backed_up(other.log.backend)
+    assert {key for key in after if key.startswith("commits/")} == {k for k in before if k.startswith("commits/")}
+    fresh = await tstore.open(connect())
+    assert await state(fresh) == expected(5 + since, 5, 1000)
+    await write(fresh, 20, 1000)
+    assert (await fresh.verify()).ok
+
+
+async def test_a_damaged_newest_record_is_not_taken_for_another_history(connect: Callable[[], Any]) -> None:
+    handle = await tstore.open(connect())
+    await write(handle, 3, 0)
+    record = await handle.log.backend.get(commit_key(3))
+    await handle.log.backend.delete(commit_key(3))
+    await handle.log.backend.create(commit_key(3), record[:-1] + b"?", Durability.NONE)
+    with pytest.raises(tstore.errors.Corrupt, match=commit_key(3)):
+        await handle.snapshot()
+
+
+@pytest.mark.parametrize("upto", [70, 66])
+async def test_a_cache_does_not_show_what_a_restored_backup_has_not(
+    upto: int, connect: Callable[[], Any], tmp_path: Path
+) -> None:
+    await fill(connect(), 60)
+    plain = await tstore.open(connect())
+    backup = await backed_up(plain.log.backend)
+    await fill(connect(), 70)
+    for at in (None, 62, 64, 70):
+        await state(await tstore.open(connect(), "r", cache=tmp_path / "cache"), at)
+    await put_back(plain.log.backend, backup)
+    reader = await tstore.open(connect(), "r", cache=tmp_path / "cache")
+    assert (await reader.snapshot()).version == 60
+    await fill(connect(), upto, 1000)
+    reader = await tstore.open(connect(), "r", cache=tmp_path / "cache")
+    assert await state(reader) == expected(upto, 60, 1000)
+    for at in (62, 64, 65):
+        assert await state(reader, at) == expected(at, 60, 1000)
+
+
+# ---- many commits, many threads
+
+
+async def test_a_store_serves_the_event_loops_of_several_threads(tmp_path: Path) -> None:
+    await fill(tmp_path, 300)
+    store = await tstore.open(tmp_path)
+    barrier, failures = threading.Barrier(4), list[BaseException]()
+
+    async def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(4):
+            assert len([c async for c in store.history()]) >= 300
+            for at in rng.integers(1, 300, 25).tolist():
+                assert await state(store, at) == expected(at, 300, 0)
+            async with store.transaction(durability="none") as tx:
+                await tx.create_array(f"a{number}/{rng.integers(1 << 60)}", (1,), "int8", sparse=True)
+
+    def thread(number: int) -> None:
+        barrier.wait()
+        try:
+            asyncio.run(work(number))
+        except (Exception, asyncio.CancelledError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=thread, args=(i,)) for i in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        await asyncio.to_thread(each.join)
+    assert failures == []
+    assert (await (await tstore.open(tmp_path, "r")).snapshot()).version == 316
+
+
+def test_what_is_kept_of_records_is_shared_by_threads() -> None:
+    recent: Recent[int] = Recent(4)
+    failures = list[BaseException]()
+    before = sys.getswitchinterval()
+
+    def work(number: int) -> None:
+        try:
+            for i in range(20_000):
+                version = (number * 7919 + i * 31) % 97
+                recent.put(version, version)
+                assert recent.get(version) in (version, None)
+                assert all(0 <= v < 97 for v in recent.versions())
+        except Exception as error:
+            failures.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
+    recent.put(1, 1)
+    assert len(recent.versions()) <= 4
+
+
+async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path) -> None:
+    reader, writer = await tstore.open(tmp_path), await tstore.open(tmp_path)
+    most = 0
+    for version in range(1, 500):
+        await write(writer, version, 0)
+        spans = (await reader.snapshot()).tree.nodes["w"].spans
+        most = max(most, len(spans))
+        assert sum(len(span.table.packs) for span in spans) <= 50, "what was overwritten is let go of"
+    assert most <= 35
+    assert await state(reader) == expected(499, 499, 0)
+    for at in (1, 40, 250, 333):
+        assert await state(reader, at) == expected(at, 499, 0)
+
+
+async def test_a_conflict_names_chunks_that_many_hosts_wrote_twice(tmp_path: Path) -> None:
+    """However the fragments of the others are merged."""
+    store = await tstore.open(tmp_path)
+    async with store.transaction() as tx:
+        await tx.create_array("w", (40,), "int64", (1,))
+
+    async def host(number: int) -> None:
+        tx = store.transaction(name="n", host=number, hosts=40, attempt="a")
+        await (await tx.array("w"))[number // 2 * 2].write(number)
+        await tx.commit(20)
+
+    done = await asyncio.gather(*[host(i) for i in range(40)], return_exceptions=True)
+    errors = [e for e in done if isinstance(e, tstore.errors.Inconsistent)]
+    assert errors
+    assert errors[0].paths == ["w: chunks [(0,), (2,), (4,), (6,), (8,)]"]
+    assert not any(isinstance(e, Conflict) for e in done)

@@ -1,0 +1,1089 @@
+"""Garbage collection: what expires, what stays, and that nothing needed goes, whoever runs at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore import Keep
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
+from tstore.format.records import ObjectRef
+from tstore.storage.connect import connect
+
+NEVER = timedelta(days=10_000)
+NOW = timedelta(0)
+FROZEN = np.random.default_rng(0).random(2000)
+
+
+class Killed(TStoreError):
+    """Stands for the end of the process: nothing that tstore handles."""
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    """16 kB that every step has and 16 kB of its own."""
+    return {"frozen": FROZEN, "moving": np.random.default_rng(step + 1).random(2000)}
+
+
+async def saved(url: str, steps: int, metric: Callable[[int], float] = float) -> tstore.Store:
+    store = await tstore.open(url)
+    for step in range(steps):
+        await tstore.save(store, tree_of(step), step, metrics={"loss": metric(step)})
+    return store
+
+
+async def check_step(store: tstore.Store, step: int) -> None:
+    tree = await tstore.restore(store, step)
+    for name, values in tree_of(step).items():
+        assert np.array_equal(tree[name], values)
+
+
+async def check_whole(store: tstore.Store) -> None:
+    """Another process finds no fault, and reads every step."""
+    other = await tstore.open(store.url, "r")
+    report = await other.verify()
+    assert report.ok, report.faults
+    for step in await tstore.steps(other):
+        await check_step(other, step)
+
+
+def wide(value: float) -> dict[str, Any]:
+    """So many arrays that their manifest is an object of its own."""
+    return {f"a{i}": np.full(3, float(value)) for i in range(400)}
+
+
+async def objects(url: str) -> set[str]:
+    return set(await connect(url).list("txn/"))
+
+
+async def needed(store: tstore.Store) -> set[str]:
+    """The objects that the versions that live refer to; commits here replace the whole tree."""
+    found = set()
+    async for commit in store.history():
+        if not commit.expired:
+            tree = (await store.snapshot(commit.version)).tree
+            found |= {p for n in tree.nodes.values() for p in n.chunks.compact().packs if isinstance(p, str)}
+            refs = (await store.log.record(commit.version)).manifests
+            found |= {m.key for m in refs if isinstance(m, ObjectRef)}
+    return found
+
+
+# ---- retention
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps"),
+    [
+        (Keep(last=1), [9]),
+        (Keep(last=3), [7, 8, 9]),
+        (Keep(last=99), list(range(10))),
+        (Keep(every=4), [0, 4, 8, 9]),
+        (Keep(best=(2, "loss")), [4, 5, 9]),
+        (Keep(best=(2, "loss", "min")), [4, 5, 9]),
+        (Keep(best=(2, "loss", "max")), [0, 9]),
+        (Keep(tags=("step/2", "step/6")), [2, 6, 9]),
+        (Keep(newer_than=timedelta(hours=1)), list(range(10))),
+        (Keep(newer_than=timedelta(0)), [9]),
+        (Keep(last=2, every=6, best=(1, "loss"), tags=("step/1",)), [0, 1, 4, 6, 8, 9]),
+    ],
+)
+async def test_rules(keep: Keep, steps: list[int]) -> None:
+    """The loss is least at step 4, then at 5."""
+    store = await saved(f"memory://{uuid.uuid4()}", 10, lambda step: abs(step - 4.4))
+    would = await store.collect(keep, dry_run=True)
+    assert len(await objects(store.url)) == 10
+    report = await store.collect(keep)
+    assert await tstore.steps(store) == steps
+    assert report.versions == would.versions == [s + 1 for s in range(10) if s not in steps]
+    assert (report.bytes, report.objects, report.tags) == (would.bytes, would.objects, would.tags)
+    assert (report.version, would.version) == (None if len(steps) == 10 else 11, None)
+    await check_whole(store)
+    assert await objects(store.url) == await needed(store)
+
+
+async def test_what_goes_is_counted(url: str) -> None:
+    store = await saved(url, 5)
+    before = sum([await connect(url).size(k) or 0 for k in await objects(url)])
+    report = await store.collect(Keep(last=2))
+    after = sum([await connect(url).size(k) or 0 for k in await objects(url)])
+    assert before - after == report.bytes == 2 * 16_000  # the frozen layer lies beside the moving one of step 0
+    assert report.versions == [1, 2, 3]
+    again = await store.collect(Keep(last=2))
+    assert again.version is None
+    assert (again.versions, again.objects, again.bytes) == ([], 0, 0)
+
+
+async def test_untagged_versions_expire_and_the_newest_never_does(url: str) -> None:
+    store = await saved(url, 2)
+    async with store.transaction() as tx:
+        await (await tx.array("moving")).write(1.0)
+    assert (await store.collect(Keep(last=1))).versions == [1]
+    async with store.transaction(tag="other") as tx:
+        await (await tx.array("moving"))[:10].write(2.0)
+    assert (await store.collect(Keep(last=1))).versions == [3]
+    found = await (await (await store.snapshot()).array("moving")).read()
+    assert (found == np.repeat([2.0, 1.0], [10, 1990])).all()
+    assert (await store.verify()).ok
+    await check_step(store, 1)
+
+
+async def test_a_version_whose_tag_was_dropped_expires(url: str) -> None:
+    store = await tstore.open(url)
+    for step in range(3):
+        await tstore.save(store, {"w": np.full(9, step)}, step)
+    async with store.transaction(drop_tag="step/2"):
+        pass
+    assert await tstore.steps(store) == [0, 1]
+    report = await store.collect(Keep(last=1))
+    assert (report.versions, report.tags) == ([1, 3], ["step/0"])
+    assert await tstore.steps(store) == [1]
+    assert await tstore.save(store, {"w": np.full(9, 7)}, 2) == 6
+
+
+async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
+    store = await tstore.open(url)
+    for value, how in enumerate(({"tag": "best"}, {"move_tag": "best"}, {})):
+        async with store.transaction(**how) as tx:
+            await tx.replace_all(b"")
+            await (await tx.create_array("x", (2000,), "f8")).write(float(value))
+    report = await store.collect(Keep(tags=("best",)))
+    assert (report.versions, report.tags) == ([1], [])
+    assert await store.tags() == {"best": 2}
+
+
+async def test_metrics_that_can_not_be_compared_do_not_count(url: str) -> None:
+    store = await saved(url, 4, lambda step: float("nan") if step == 1 else -step)
+    await tstore.save(store, tree_of(9), 9)
+    await store.collect(Keep(best=(1, "loss", "max")))
+    assert await tstore.steps(store) == [0, 9]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"last": 0},
+        {"last": 1.5},
+        {"every": 0},
+        {"every": True},
+        {"best": (0, "loss")},
+        {"best": (1, "loss", "least")},
+        {"best": (1,)},
+        {"newer_than": timedelta(days=-1)},
+        {"tags": "step/1"},
+    ],
+)
+def test_rules_that_can_not_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="Keep"):
+        Keep(**wrong)
+
+
+async def test_misuse(url: str) -> None:
+    store = await saved(url, 2)
+    for keep in (Keep(tags=("step/7",)), Keep(best=(1, "los"))):
+        with pytest.raises(NotFound, match="nothing was collected"):
+            await store.collect(keep)
+    with pytest.raises(InvalidArgument):
+        await store.collect(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument):
+        await store.collect(abandoned=timedelta(-1))
+    reader = await tstore.open(url, "r")
+    with pytest.raises(Denied, match="mode='r'"):
+        await reader.collect(Keep(last=1))
+    assert (await reader.collect(Keep(last=1), dry_run=True)).versions == [1]
+    assert await tstore.steps(reader) == [0, 1]
+
+
+def deleted_but_open(store: Path) -> list[str]:
+    """The deleted files of a store that this process keeps on the disk by open descriptors."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [target for target in found if target.endswith(" (deleted)") and target.startswith(f"{store}/txn/")]
+
+
+async def test_deleted_packs_are_closed(tmp_path: Path) -> None:
+    """The space of a file that is open is given back only when it is closed."""
+    store = await saved(str(tmp_path), 5)
+    for step in range(5):
+        await check_step(store, step)
+    await store.collect(Keep(last=1))
+    assert not deleted_but_open(tmp_path)
+    await check_whole(store)
+
+
+async def test_packs_of_an_aborted_transaction_are_closed(tmp_path: Path) -> None:
+    """They were opened because a transaction reads its own writes."""
+    store = await tstore.open(tmp_path)
+    tx = store.transaction()
+    array = await tx.create_array("x", (100_000,), "f8", (50_000,))
+    values = np.random.default_rng(0).random(100_000)
+    await array.write(values)
+    assert np.array_equal(await array.read(), values)
+    await tx.abort()
+    assert not deleted_but_open(tmp_path)
+    assert not list(tmp_path.glob("txn/*/pack-*"))
+
+
+# ---- expired versions
+
+
+async def test_an_expired_version_says_so(url: str) -> None:
+    store = await saved(url, 3)
+    between = (await store.log.record(1)).time
+    held = await store.snapshot(2)
+    await store.collect(Keep(last=1))
+    then = datetime.datetime.fromtimestamp(between, datetime.UTC) + timedelta(microseconds=1)
+    other = await tstore.open(url, "r")
+    for opened in (store, other):
+        for at in (1, "step/0", then):
+            with pytest.raises(SnapshotExpired, match=r"version 1.* garbage collection of version 4 at 20"):
+                await opened.snapshot(at)
+        with pytest.raises(NotFound, match="no tag 'step/7'"):
+            await opened.snapshot("step/7")
+        with pytest.raises(NotFound):
+            await tstore.restore(opened, 0)
+    with pytest.raises(SnapshotExpired, match="version 2 "):
+        await (await held.array("moving")).read()
+    assert [(c.version, c.expired) async for c in other.history()] == [
+        (4, False),
+        (3, False),
+        (2, True),
+        (1, True),
+    ]
+    assert (await store.snapshot(4)).paths() == (await store.snapshot(3)).paths()
+
+
+@pytest.mark.parametrize("operation", ["get", "size"])
+async def test_what_may_have_expired_is_not_called_damaged_while_the_log_cannot_be_read(
+    url: str, operation: str
+) -> None:
+    await saved(url, 3)
+    reader, faults = await open_faulty(url)
+    held = await reader.snapshot(2)
+    await (await tstore.open(url)).collect(Keep(last=1))
+    faults.fail(operation, "commits/*", times=1000)
+    with pytest.raises(Unavailable):
+        await (await held.array("moving")).read()
+
+
+async def test_later_gcs_know_what_earlier_ones_did(url: str) -> None:
+    store = await saved(url, 3)
+    await store.collect(Keep(last=2))
+    await tstore.save(store, tree_of(3), 3)
+    await store.collect(Keep(last=2))
+    for version, gc in ((1, 4), (2, 6)):
+        with pytest.raises(SnapshotExpired, match=f"collection of version {gc}"):
+            await store.snapshot(version)
+    assert await tstore.save(store, tree_of(0), 0) == 7  # a step that has expired may be saved again
+    await check_whole(store)
+
+
+async def test_an_expired_state_behind_void_commits_and_gcs(url: str) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    faults.fail("create", "commits/*")
+    await tstore.save(store, tree_of(1), 1)  # version 2 is void
+    await tstore.save(store, tree_of(2), 2)
+    await store.collect(Keep(last=2))  # version 5
+    with pytest.raises(SnapshotExpired):
+        await store.snapshot(2)
+    await tstore.save(store, tree_of(3), 3)
+    await store.collect(Keep(last=1))
+    with pytest.raises(SnapshotExpired):
+        await store.snapshot(5)
+    await check_whole(store)
+
+
+# ---- what living versions are made of
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+async def test_random_commits_and_gcs(data: st.DataObject) -> None:
+    """Every version that lives reads as the model has it, whatever was written, kept or collected in between."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    model: dict[int, dict[str, Any]] = {}
+    state: dict[str, Any] = {}
+    rng = np.random.default_rng(0)
+    operations = st.sampled_from(["save", "write", "part", "create", "resize", "delete", "keep", "gc", "gc"])
+    for number in range(data.draw(st.integers(3, 14))):
+        operation = data.draw(operations)
+        newest = max(model, default=0)
+        if operation == "gc":
+            if model:
+                keep = data.draw(
+                    st.sampled_from([Keep(last=1), Keep(last=2), Keep(tags=(f"t{newest}",)), Keep(every=3)])
+                )
+                tag = data.draw(st.sampled_from(sorted(model)))
+                report = await store.collect(data.draw(st.sampled_from([keep, Keep(tags=(f"t{tag}",))])))
+                for version in report.versions:
+                    del model[version]
+            continue
+        async with store.transaction(tag=f"t{1 + await store.log.newest()}", move_tag=f"step/{number}") as tx:
+            some = sorted(state)[0] if state else None
+            if operation == "save" or some is None:
+                await tx.replace_all(b"")
+                state = {"a": rng.random((30, 40)), "b": rng.random((30, 40))}
+                for path, values in state.items():
+                    await (await tx.create_array(path, values.shape, "f8", (10, 40))).write(values)
+            elif operation == "create":
+                path = f"new/{number}"
+                state = {**state, path: rng.random((30, 40))}
+                await (await tx.create_array(path, (30, 40), "f8", (10, 40))).write(state[path])
+            elif operation == "delete":
+                await tx.delete(some)
+                state = {p: v for p, v in state.items() if p != some}
+            elif operation == "resize":
+                await (await tx.array(some)).resize((20, 40))
+                state = {**state, some: state[some][:20]}
+            elif operation == "keep":
+                source = await store.snapshot(data.draw(st.sampled_from(sorted(model))))
+                await tx.replace_all(b"")
+                for path, node in source.tree.nodes.items():
+                    await tx.keep_array(path, node.meta, node.chunks, source.version)
+                state = model[source.version]
+            else:
+                rows = slice(10, 20) if operation == "write" else slice(5, 7)
+                state = {**state, some: state[some].copy()}
+                state[some][rows] = rng.random()
+                await (await tx.array(some))[rows].write(state[some][rows])
+        assert tx.version is not None
+        model[tx.version] = state
+    other = await tstore.open(store.url, "r")
+    for version, expected in model.items():
+        snapshot = await other.snapshot(version)
+        assert snapshot.paths() == sorted(expected)
+        for path, values in expected.items():
+            assert np.array_equal(await (await snapshot.array(path)).read(), values)
+    assert (await other.verify()).ok
+    assert [c.version async for c in other.history() if not c.expired and c.tags] == sorted(model, reverse=True)
+
+
+async def test_what_a_chain_of_writes_still_needs_stays(url: str) -> None:
+    """Commits that change a part rest on older ones, which may have expired: also on their manifests."""
+    store = await tstore.open(url)
+    many = np.random.default_rng(0).random(400_000)
+    async with store.transaction() as tx:
+        await (await tx.create_array("x", many.shape, "f8", (500,))).write(many)
+    for i in range(1, 4):
+        async with store.transaction() as tx:
+            await (await tx.array("x"))[: 1000 * i].write(many[: 1000 * i] + i)
+        report = await store.collect(Keep(last=1))
+        assert report.versions == [1 if i == 1 else 2 * i - 2]
+    assert (await store.verify()).ok
+    other = await tstore.open(url, "r")
+    assert np.array_equal(
+        await (await (await other.snapshot()).array("x")).read(), np.r_[many[:3000] + 3, many[3000:]]
+    )
+    owners = {key.split("/")[1] for key in await objects(url) if "/pack-" in key}
+    assert owners == {(await store.log.record(v)).transaction for v in (1, 6)}  # 6 overwrote what 2 and 4 wrote
+    async with store.transaction() as tx:
+        await tx.replace_all(b"")
+    await store.collect(Keep(last=1))
+    assert await objects(url) == set()
+
+
+async def layers(store: tstore.Store, step: int, changed: int) -> None:
+    """A step of eight layers whose first `changed` are its own, saved by two hosts that write a pack each."""
+    tree = {f"layer{i}": np.full(2000, float(step if i < changed else 0)) for i in range(8)}
+    hosts = [tstore.save(store, tree, step, host=h, hosts=2, attempt=f"job.{step}") for h in range(2)]
+    await asyncio.gather(*hosts)
+
+
+async def check_layers(store: tstore.Store, step: int, changed: int) -> None:
+    tree = await tstore.restore(store, step)
+    assert [tree[f"layer{i}"][-1] for i in range(8)] == [float(step if i < changed else 0) for i in range(8)]
+
+
+async def test_a_listing_that_is_old_makes_nothing_go(url: str) -> None:
+    """What an expired version wrote and a living one needs stays, though no list shows it yet."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        w = await tx.create_array("w", (4000,), "int64", (2000,))
+        await w.write(np.arange(4000))
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[:2000].write(7)
+    backend = FaultyBackend(store.log.backend)
+    listed = backend.list
+
+    async def old_list(prefix: str) -> list[str]:
+        keys = await listed(prefix)
+        collected = len(await listed("commits/")) > 2
+        return [key for key in keys if collected or "/pack-" not in key]
+
+    backend.list = old_list  # type: ignore[method-assign]
+    await tstore.Store(backend, store.uuid, "a").collect(Keep(last=1))
+    assert (await (await (await store.snapshot()).array("w")).read())[[0, 2000]].tolist() == [7, 2000]
+    assert (await store.verify()).ok
+
+
+async def test_packs_go_one_by_one(url: str) -> None:
+    """Of the two packs of step 0 one is still needed by step 1, in which only that host's layers are the same."""
+    store = await tstore.open(url)
+    await layers(store, 0, 0)
+    tree = await tstore.restore(store, 0)
+    packs = {p: n.chunks.compact().packs[0] for p, n in (await store.snapshot()).tree.nodes.items() if n.is_array}
+    first, second = sorted(set(packs.values()))
+    assert isinstance(first, str)
+    await tstore.save(store, {p: v + (packs[p] == first) for p, v in tree.items()}, 1)
+    dying, faults = await open_faulty(url)
+    faults.fail("delete", nth=2, error=Killed, times=100)
+    with pytest.raises(Killed):
+        await dying.collect(Keep(last=1))
+    assert {first, second} <= await objects(url)
+    report = await store.collect()
+    assert (report.version, report.packs, report.transactions) == (None, [first], [])
+    assert second in await objects(url)
+    other = await tstore.open(url, "r")
+    assert [v[0] for v in (await tstore.restore(other)).values()] == [float(packs[p] == first) for p in tree]
+    assert (await other.verify()).ok
+    await tstore.save(store, {"x": 1}, 2)
+    await store.collect(Keep(last=1))
+    assert await objects(url) == set()
+
+
+async def test_what_an_expired_version_re_used_of_a_living_one_stays(url: str) -> None:
+    store = await tstore.open(url)
+    await layers(store, 0, 0)
+    for step, changed in ((1, 0), (2, 7)):
+        await layers(store, step, changed)
+    assert (await store.collect(Keep(tags=("step/0",)))).versions == [2]
+    other = await tstore.open(url, "r")
+    await check_layers(other, 0, 0)
+    await check_layers(other, 2, 7)
+    assert (await other.verify()).ok
+
+
+async def test_what_expired_in_the_middle_of_a_chain_is_no_end_of_it(url: str) -> None:
+    """The newest version rests on the first one, over a second one that went before the first."""
+    store = await tstore.open(url)
+    await tstore.save(store, wide(0), 0)
+    for path in ("a1", "a2"):
+        async with store.transaction() as tx:
+            await (await tx.array(path)).write(1.0)
+    assert (await store.collect(Keep(tags=("step/0",)))).versions == [2]
+    await tstore.save(store, wide(5), 5)
+    assert (await store.collect(Keep(last=2, newer_than=NEVER))).versions == []
+    await tstore.save(store, wide(6), 6)
+    await store.collect(Keep(last=1))
+    assert await objects(url) == await needed(store)
+    store = await tstore.open(f"{url}2")
+    await tstore.save(store, wide(0), 0)
+    for path in ("a1", "a2"):
+        async with store.transaction(tag=path) as tx:
+            await (await tx.array(path)).write(1.0)
+    await store.collect(Keep(tags=("step/0",)))
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("a3")).write(1.0)
+    await store.collect(Keep(tags=("a2",)))
+    other = await tstore.open(store.url, "r")
+    for at, ones in (("a2", 2), ("step/1", 3)):
+        tree = await tstore.restore(other, at=at)
+        assert [tree[f"a{i}"][0] for i in range(5)] == [0.0] + [1.0] * ones + [0.0] * (4 - ones)
+    assert (await other.verify()).ok
+
+
+async def test_a_chain_that_begins_in_an_expired_version_holds_nothing_older(url: str) -> None:
+    store = await tstore.open(url)
+    await tstore.save(store, wide(0), 0)
+    async with store.transaction() as tx:
+        await tx.replace_all(b"")
+        for i in range(400):
+            await (await tx.create_array(f"a{i}", (3,), "f8")).write(2.0)
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("a0")).write(3.0)
+    await store.collect(Keep(tags=("step/0",)))
+    await store.collect(Keep(last=1))
+    assert {key.split("/")[1] for key in await objects(url)} == {(await store.log.record(2)).transaction}
+    tree = await tstore.restore(await tstore.open(url, "r"))
+    assert (tree["a0"][0], tree["a1"][0]) == (3.0, 2.0)
+
+
+async def test_verify_reads_what_a_living_version_has_of_an_expired_one(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path / "s")
+    await tstore.save(store, tree_of(0), 0)
+    async with store.transaction(tag="step/1") as tx:
+        await (await tx.array("moving")).write(1.0)
+    await store.collect(Keep(last=1))
+    [pack] = [k for k in await objects(store.url) if (await store.log.record(1)).transaction in k]
+    data = bytearray((tmp_path / "s" / pack).read_bytes())
+    data[5] ^= 1  # of the frozen layer, or of what version 2 overwrote
+    data[16_005] ^= 1
+    (tmp_path / "s" / pack).write_bytes(data)
+    [fault] = (await (await tstore.open(store.url)).verify()).faults
+    assert "version 2: frozen" in fault
+    (tmp_path / "s" / pack).unlink()
+    [fault] = (await (await tstore.open(store.url)).verify()).faults
+    assert "pack is gone" in fault
+
+
+async def test_roots_go_with_their_versions(url: str) -> None:
+    store = await tstore.open(url)
+    for step in range(140):
+        await tstore.save(store, {"x": step}, step, durability="none")
+    await store.collect(Keep(last=2, tags=("step/70",)))
+    assert await connect(url).list("roots/") == ["roots/00000000000000000064", "roots/00000000000000000128"]
+    await store.collect(Keep(last=2))
+    assert await connect(url).list("roots/") == ["roots/00000000000000000128"]
+    other = await tstore.open(url, "r")
+    assert (await tstore.restore(other))["x"] == 139
+    assert (await other.verify()).ok
+
+
+# ---- others at the same time
+
+
+async def test_a_commit_that_re_uses_what_is_about_to_be_condemned_spares_it(url: str) -> None:
+    store = await saved(url, 2)
+    source = await store.snapshot("step/0")
+    collecting, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    gc = asyncio.create_task(collecting.collect(Keep(last=1)))
+    await gate.reached()
+    await copied(store, source, "copy")
+    gate.release()
+    report = await gc
+    assert report.versions == [1]
+    assert report.objects == 0
+    await check_whole(store)
+    tree = await tstore.restore(store, at="copy")
+    assert np.array_equal(tree["moving"], tree_of(0)["moving"])
+    await store.collect(Keep(last=1))
+    assert (await tstore.restore(store, at="copy"))["frozen"].sum() == FROZEN.sum()  # the newest version
+
+
+async def copied(store: tstore.Store, source: tstore.Snapshot, tag: str) -> None:
+    async with store.transaction(tag=tag) as tx:
+        await tx.replace_all(b"")
+        for path, node in source.tree.nodes.items():
+            if node.is_array:
+                await tx.keep_array(path, node.meta, node.chunks, source.version)
+
+
+async def test_a_commit_that_re_uses_what_was_condemned_is_refused(url: str) -> None:
+    store, faults = await open_faulty(url)
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    source = await store.snapshot("step/1")
+    gate = faults.hold("create", "commits/*")
+    copy = asyncio.create_task(copied(store, source, "copy"))
+    await gate.reached()
+    await (await tstore.open(url)).collect(Keep(last=1))
+    gate.release()
+    with pytest.raises(Conflict, match="version 4, a gc") as caught:
+        await copy
+    assert caught.value.paths
+    with pytest.raises(SnapshotExpired):
+        await copied(store, source, "copy")  # now already when it is staged
+    await check_whole(store)
+
+
+async def test_a_save_re_uses_chunks_of_the_newest_step_while_it_is_collected_around_it(url: str) -> None:
+    store, faults = await open_faulty(url)
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    gate = faults.hold("create", "commits/*")
+    save = asyncio.create_task(tstore.save(store, tree_of(3), 3))
+    await gate.reached()
+    assert (await (await tstore.open(url)).collect(Keep(last=1))).versions == [1, 2]
+    gate.release()
+    assert await save == 5
+    await check_whole(store)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_a_save_that_re_uses_what_was_condemned_writes_it_anew(url: str, hosts: int) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    gate = faults.hold("create", "commits/*")
+
+    async def all_hosts() -> list[int]:
+        group = {} if hosts == 1 else {"hosts": hosts, "attempt": "a"}
+        return await asyncio.gather(*[tstore.save(store, tree_of(1), 1, host=h, **group) for h in range(hosts)])  # type: ignore[arg-type]
+
+    save = asyncio.create_task(all_hosts())
+    await gate.reached()
+    other = await tstore.open(url)
+    await tstore.save(other, {"other": np.arange(9)}, 2)
+    assert (await other.collect(Keep(last=1))).versions == [1]
+    gate.release()
+    assert await save == [4] * hosts
+    assert (await other.verify()).ok
+    again = await tstore.restore(other, 1)
+    assert all(np.array_equal(again[name], values) for name, values in tree_of(1).items())
+
+
+async def test_a_save_that_writes_anew_re_uses_nothing_again(url: str) -> None:
+    """Else another gc might condemn that too, and so on."""
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    other = await tstore.open(url)
+    gate = faults.hold("create", "commits/*")
+    save = asyncio.create_task(tstore.save(store, tree_of(1), 1))
+    await gate.reached()
+    await tstore.save(other, {"other": np.arange(9)}, 2)
+    assert (await other.collect(Keep(last=1))).versions == [1]
+    await tstore.save(other, tree_of(3), 3)  # has the frozen layer again
+    second = faults.hold("create", "commits/*")
+    gate.release()
+    await second.reached()
+    await tstore.save(other, {"other": np.arange(9)}, 4)
+    assert (await other.collect(Keep(last=1))).versions == [2, 4]
+    second.release()
+    assert await save == 7
+    await check_step(other, 1)
+
+
+async def test_restoring_the_newest_step_goes_on_with_a_newer_one_when_it_is_overtaken(url: str) -> None:
+    await tstore.save(url, {"moving": np.zeros(2000)}, 0)
+    step, overtaken = 0, 0
+    for asked in (False, True):
+        nth = 1
+        while True:  # at each moment of the restore a newer step is saved, and this one collected
+            store, faults = await open_faulty(url)
+            gate = faults.hold("size", "*", nth=nth)
+            restore = asyncio.create_task(tstore.restore(store, step if asked else None))
+            if await first_of(restore, gate.reached()) is restore:
+                break
+            step, nth = step + 1, nth + 1
+            await tstore.save(url, {"moving": np.full(2000, float(step))}, step)
+            await (await tstore.open(url)).collect(Keep(last=1))
+            gate.release()
+            try:
+                assert (await restore)["moving"][0] in (step - 1, step)
+            except NotFound as error:
+                assert asked
+                overtaken += isinstance(error, SnapshotExpired)
+    assert overtaken
+
+
+async def first_of(task: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Which of the two ends first; the other one is left to itself if it is the task, else cancelled."""
+    waiting = asyncio.create_task(other)
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        return task
+    return waiting
+
+
+async def slow_array(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        await (await tx.create_array("slow", (2000,), "f8")).write(FROZEN)
+
+
+async def slow_group(store: tstore.Store) -> None:
+    await tstore.save(store, tree_of(5), 5, host=0, hosts=2, attempt="a", timeout=0.5)
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+async def test_a_host_with_a_wrong_clock_takes_no_writer_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Ages are told by the clock that dates the files."""
+    right = time.time
+    store = await tstore.open(tmp_path / "s")
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (4, 1000), "f8", (1, 1000))).write(np.ones((4, 1000)))
+        with monkeypatch.context() as wrong:
+            wrong.setattr(time, "time", lambda: right() + years * 365 * 86400)
+            other = await tstore.open(tmp_path / "s")
+            assert (await other.collect()).abandoned == []
+            assert len((await other.collect(abandoned=NOW, dry_run=True)).abandoned) == 1
+    assert tx.version == 1
+    await check_whole(store)
+
+
+@pytest.mark.parametrize("point", [("create", "commits/*"), ("settle", "txn/*")])
+async def test_a_slow_writer_that_was_taken_for_abandoned_fails_cleanly(url: str, point: tuple[str, str]) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    gate = faults.hold(*point)
+    slow = asyncio.create_task(slow_array(store))
+    await gate.reached()
+    other = await tstore.open(url)
+    assert (await other.collect(abandoned=NEVER)).abandoned == []
+    report = await other.collect(abandoned=NOW)
+    assert len(report.abandoned) == 1
+    assert report.bytes >= 16_000
+    gate.release()
+    with pytest.raises(Conflict, match="taken for abandoned"):
+        await slow
+    await check_whole(store)
+    await slow_array(store)  # a new transaction is fine
+    await other.collect(abandoned=NOW)
+    assert (await store.verify()).ok
+
+
+async def test_a_transaction_that_commits_before_its_condemnation_is_spared(url: str) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, tree_of(0), 0)
+    gate = faults.hold("create", "commits/*")
+    slow = asyncio.create_task(slow_array(store))
+    await gate.reached()
+    collecting, later = await open_faulty(url)
+    held = later.hold("create", "commits/*")
+    gc = asyncio.create_task(collecting.collect(Keep(last=1), abandoned=NOW))
+    await held.reached()
+    gate.release()
+    await slow
+    held.release()
+    report = await gc
+    assert (report.abandoned, report.objects) == ([], 0)
+    await check_whole(store)
+    other = await tstore.open(url, "r")
+    assert np.array_equal(await (await (await other.snapshot()).array("slow")).read(), FROZEN)
+
+
+async def test_what_dead_hosts_and_aborted_transactions_left_goes_after_a_while(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    store = await saved(url, 1)
+    with pytest.raises(TStoreError):
+        await slow_group(store)
+    tx = store.transaction()
+    await (await tx.create_array("x", (5000,), "f8")).write(1.0)
+    await tx.abort()
+    late = store.transaction(tag="step/5", name="step/5", host=1, hosts=2, attempt="a")
+    await late.replace_all(b"")
+    left = await objects(url) - await needed(store)
+    assert left
+    assert (await store.collect()).abandoned == []  # too young
+    for path in [*(tmp_path / "store/txn").rglob("*"), *(tmp_path / "store/txn").iterdir()]:
+        os.utime(path, (0, 0))
+    report = await store.collect()
+    assert len(report.abandoned) == 2
+    assert report.versions == []
+    assert len(os.listdir(tmp_path / "store/txn")) == 1
+    with pytest.raises(Conflict, match="taken for abandoned"):  # its first host is gone for good
+        await late.commit(timeout=0.3)
+    await check_whole(store)
+
+
+async def test_two_gcs_at_once(url: str) -> None:
+    store = await saved(url, 8)
+    first, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    one = asyncio.create_task(first.collect(Keep(last=2)))
+    await gate.reached()
+    two = await (await tstore.open(url)).collect(Keep(every=4))
+    assert two.versions == [2, 3, 4, 6, 7]
+    gate.release()
+    report = await one
+    assert report.versions == [1]
+    assert await tstore.steps(store) == [4, 7]
+    await check_whole(store)
+    assert await objects(url) == await needed(store)
+
+
+async def test_gcs_readers_and_writers_at_once(url: str) -> None:
+    """Every step that a save acknowledged is whole, or was collected; no reader sees anything else."""
+    store = await saved(url, 1)
+    done = asyncio.Event()
+
+    async def write() -> None:
+        for step in range(1, 25):
+            await tstore.save(await tstore.open(url), tree_of(step), step, durability="none")
+        done.set()
+
+    async def collect(keep: Keep) -> None:
+        opened = await tstore.open(url)
+        while not done.is_set():
+            await opened.collect(keep)
+            await asyncio.sleep(0)
+
+    async def read() -> None:
+        while not done.is_set():
+            opened = await tstore.open(url, "r")
+            try:
+                for step in (await tstore.steps(opened))[::-1]:
+                    await check_step(opened, step)
+            except SnapshotExpired:
+                pass
+            except NotFound as error:
+                assert "has no step" in str(error)  # noqa: PT017 - it was collected since it was listed
+            await asyncio.sleep(0)
+
+    await asyncio.gather(write(), collect(Keep(last=2)), collect(Keep(every=7)), read(), read())
+    await store.collect(Keep(last=1))
+    assert await tstore.steps(store) == [24]
+    await check_whole(store)
+    assert await objects(url) == await needed(store)
+
+
+async def test_a_save_that_was_overtaken_by_steps_and_their_collection(url: str) -> None:
+    """What a step replaced is not looked at, so that it need not be there."""
+    store, faults = await open_faulty(url)
+    await tstore.save(store, wide(0), 0)
+    gate = faults.hold("create", "commits/*")
+    late = asyncio.create_task(tstore.save(store, wide(1), 1))
+    await gate.reached()
+    other = await tstore.open(url)
+    for step in (2, 3, 4):
+        await tstore.save(other, wide(step), step)
+    assert (await other.collect(Keep(last=1))).versions == [1, 2, 3]
+    gate.release()
+    assert await late == 6
+    assert (await tstore.restore(store, 1))["a7"].tolist() == [1.0] * 3
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_a_write_that_is_overtaken_while_it_is_validated(url: str) -> None:
+    store, faults = await open_faulty(url)
+    await tstore.save(store, wide(0), 0)
+    late = store.transaction()
+    await (await late.array("a0")).write(9.0)
+    other = await tstore.open(url)
+    async with other.transaction() as tx:
+        for i in range(400):
+            await (await tx.create_array(f"b{i}", (1,), "f8")).write(1.0)
+    gate = faults.hold("get", "txn/*/manifest-*")
+    commit = asyncio.create_task(late.commit())
+    await gate.reached()
+    await tstore.save(other, wide(1), 1)
+    await other.collect(Keep(last=1))
+    gate.release()
+    with pytest.raises(Conflict, match="version 3, committed since then") as caught:
+        await commit
+    assert caught.value.paths == ["a0"]
+
+
+async def test_parts_of_chunks_are_patched_over_versions_that_expired_meanwhile(url: str) -> None:
+    store, faults = await open_faulty(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("x", (5000,), "f8", (5000,))).write(0.0)
+    late = store.transaction()
+    await (await late.array("x"))[:10].write(7.0)
+    gate = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(late.commit())
+    await gate.reached()
+    other = await tstore.open(url)
+    for value in (1.0, 2.0):
+        async with other.transaction() as tx:
+            await (await tx.array("x"))[5:4000].write(value)
+    assert (await other.collect(Keep(last=1))).versions == [1, 2]
+    gate.release()
+    assert await commit == 5
+    found = await (await (await store.snapshot()).array("x")).read()
+    assert np.array_equal(found, np.repeat([7.0, 2.0, 0.0], [10, 3990, 1000]))
+    await other.collect(Keep(last=1))
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+async def test_a_transaction_whose_base_expired(url: str) -> None:
+    store = await saved(url, 2)
+    tx = store.transaction()
+    array = await tx.array("moving")
+    await tstore.save(store, tree_of(2), 2)
+    await store.collect(Keep(last=1))
+    await store.close()
+    with pytest.raises(SnapshotExpired, match="version 2"):
+        await array.read()
+    await array[:5].write(1.0)
+    with pytest.raises(SnapshotExpired, match="version 2"):
+        await tx.commit()
+    await check_whole(store)
+
+
+async def test_groups_re_use_and_are_spared_too(url: str) -> None:
+    """Two hosts save a step whose frozen layer lies in the packs of an older one."""
+
+    async def group(opened: tstore.Store, step: int) -> list[int]:
+        hosts = range(2)
+        attempt = f"job.{step}"
+        return await asyncio.gather(
+            *[tstore.save(opened, tree_of(step), step, host=h, hosts=2, attempt=attempt) for h in hosts]
+        )
+
+    store = await saved(url, 2)
+    held, faults = await open_faulty(url)
+    gates = [faults.hold("create", "commits/*") for _ in range(2)]  # the other host takes over if this lasts
+    late = asyncio.create_task(group(held, 2))
+    await gates[0].reached()
+    await tstore.save(store, {"x": 1}, 3)
+    await store.collect(Keep(last=1))  # takes what step 2 is about to refer to
+    for gate in gates:
+        gate.release()
+    assert len(set(await late)) == 1  # each host wrote the frozen layer's part anew
+    assert len(set(await group(store, 4))) == 1
+    assert len(set(await group(store, 5))) == 1
+    await store.collect(Keep(last=1))
+    await check_step(store, 5)
+    await store.collect(Keep(last=1), abandoned=NOW)
+    await check_step(await tstore.open(url), 5)
+    assert (await (await tstore.open(url)).verify()).ok
+    owners = {key.split("/")[1] for key in await objects(url)}
+    assert owners <= {(await store.log.record(v)).transaction for v in range(1, 1 + await store.log.newest())}
+
+
+async def test_a_void_commit_hands_on_what_was_collected(url: str) -> None:
+    store, faults = await open_faulty(url)
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    await store.collect(Keep(last=2))  # version 4
+    faults.fail("create", "commits/*")
+    faults.fail("create", "commits/*", nth=2, error=Killed)
+    with pytest.raises(Killed):
+        await tstore.save(store, tree_of(3), 3)
+    other = await tstore.open(url)
+    assert (await other.log.record(5)).void
+    with pytest.raises(SnapshotExpired):
+        await other.snapshot(1)
+    await tstore.save(other, tree_of(4), 4)
+    assert (await other.collect(Keep(last=2), abandoned=NOW)).versions == [2]
+    with pytest.raises(SnapshotExpired):
+        await other.snapshot(1)
+    await check_whole(other)
+    assert await objects(url) == await needed(other)
+
+
+# ---- deaths
+
+
+async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> None:
+    keep, dead = Keep(last=2), 0
+    while True:
+        here = f"{url}{dead}"
+        store = await saved(here, 6)
+        dying, faults = await open_faulty(here)
+        operation, nth = ("create", 1) if dead == 0 else ("delete", 1 + dead)  # the first deletion is of nothing
+        faults.fail(operation, "*", nth=nth, times=1000, error=Killed)
+        try:
+            await dying.collect(keep)
+        except Killed:
+            await check_whole(store)
+            assert await tstore.steps(store) == ([*range(6)] if dead == 0 else [4, 5])
+            report = await store.collect(keep)
+            assert (report.version is None) == (dead > 0)
+            assert (report.objects > 0) or dead > 3
+        else:
+            break
+        assert await objects(here) == await needed(store)
+        await check_whole(store)
+        dead += 1
+    assert dead > 5
+
+
+async def test_what_a_dead_gc_left_is_condemned_again_by_the_next_one(url: str) -> None:
+    store = await saved(url, 6)
+    for keep in (Keep(last=4), Keep(last=3)):  # both die before they delete anything
+        dying, faults = await open_faulty(url)
+        faults.fail("delete", "*", nth=2, times=1000, error=Killed)
+        with pytest.raises(Killed):
+            await dying.collect(keep)
+    assert len(await objects(url)) == 6
+    assert (await store.collect()).version is None
+    assert await objects(url) == await needed(store)
+    await check_whole(store)
+
+
+async def test_a_gc_whose_record_was_not_acknowledged_deletes_nothing_it_may_not(url: str) -> None:
+    for action in ("lose_reply", "postpone", "fail"):
+        here = f"{url}-{action}"
+        await saved(here, 4)
+        store, faults = await open_faulty(here)
+        getattr(faults, action)("create", "commits/*")
+        report = await store.collect(Keep(last=2))
+        await faults.land()
+        assert report.versions == [1, 2]
+        assert report.version == (5 if action == "lose_reply" else 6)
+        await check_whole(store)
+
+
+async def test_nothing_is_deleted_before_the_record_stands(url: str) -> None:
+    await saved(url, 4)
+    store, faults = await open_faulty(url)
+    await store.collect(Keep(last=1))
+    trial, *calls = [c for c in faults.calls if c.operation in ("create", "delete")]
+    assert trial.key.startswith("txn/gc-")  # nobody made that
+    operations = [c.operation for c in calls]
+    assert operations[0] == "create"
+    assert operations.count("create") == 1
+    assert "delete" in operations
+
+
+@pytest.mark.parametrize("error", [Denied, Unavailable])
+async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
+    url: str, error: Callable[[str], TStoreError]
+) -> None:
+    await saved(url, 4)
+    store, faults = await open_faulty(url)
+    faults.fail("delete", times=1000, error=error)
+    with pytest.raises(error):
+        await store.collect(Keep(last=1))
+    assert await tstore.steps(store) == [0, 1, 2, 3]
+    store, faults = await open_faulty(url)
+    faults.fail("delete", nth=3, times=1000, error=error)
+    with pytest.raises(error, match="Version 5, the commit of this gc, stands"):
+        await store.collect(Keep(last=1))
+    assert await tstore.steps(store) == [3]
+    store = await tstore.open(url)
+    assert (await store.collect(Keep(last=1))).version is None
+    assert await objects(url) == await needed(store)
+
+
+def test_what_killed_creates_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    blocking.save(place, tree_of(0), 0)
+    old, new, locked = [place / "commits" / f".offer.{name}.tmp" for name in ("old", "new", "locked")]
+    marker = place / ".0123.tmp"
+    with locked.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for path in (old, new, locked, marker):
+            path.touch()
+        for path in (old, locked, marker):
+            os.utime(path, (0, 0))
+        with blocking.open(place) as store:
+            store.collect(dry_run=True)
+            assert old.exists()
+            store.collect()
+            assert store.verify().ok
+    assert [path.exists() for path in (old, marker, new, locked)] == [False, False, True, True]
+
+
+# ---- cost
+
+
+async def test_the_cost_does_not_grow_with_what_stays() -> None:
+    async def requests(steps: int) -> int:
+        url = f"memory://{uuid.uuid4()}"
+        await saved(url, steps)
+        await (await tstore.open(url)).collect(Keep(last=steps - 1))
+        await tstore.save(url, tree_of(steps), steps)
+        store, faults = await open_faulty(url)
+        assert len((await store.collect(Keep(last=steps - 1))).versions) == 1
+        return len(faults.calls)
+
+    assert await requests(40) <= await requests(10) + 4  # to find the newest version takes a few more
+
+
+# ---- blocking
+
+
+def test_blocking(tmp_path: Path) -> None:
+    for step in range(3):
+        blocking.save(tmp_path / "s", tree_of(step), step)
+    with blocking.open(tmp_path / "s") as store:
+        report = store.collect(blocking.Keep(last=1))
+        assert isinstance(report, blocking.CollectReport)
+        assert report.versions == [1, 2]
+        with pytest.raises(SnapshotExpired):
+            store.snapshot("step/1")
+    assert blocking.steps(tmp_path / "s") == [2]

@@ -1,0 +1,129 @@
+"""Garbage collection beside other programs' files, forged records and gcs that died: nothing else is deleted."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.forging import forged
+from tstore import Keep
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import Corrupt, Unavailable
+from tstore.format.records import Alive, Collection, Record
+from tstore.log.reader import commit_key
+from tstore.storage.base import Durability
+
+NOW = timedelta(0)
+
+
+def tree_of(step: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(step).random(2000)}
+
+
+async def saved(url: str, *steps: int) -> tstore.Store:
+    store = await tstore.open(url)
+    for step in steps:
+        await tstore.save(store, tree_of(step), step)
+    return store
+
+
+async def check_step(store: tstore.Store, step: int) -> None:
+    assert np.array_equal((await tstore.restore(store, step))["w"], tree_of(step)["w"])
+
+
+async def forge(store: tstore.Store, record: Record) -> None:
+    """Puts a record with a right checksum in the place of the next commit, as another program could."""
+    version = await store.log.newest() + 1
+    await store.log.backend.create(commit_key(version), forged(record), Durability.NONE)
+
+
+async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
+    """One has a name that no URL can hold; the remains of a transaction beside them go."""
+    store = await saved(str(tmp_path), 0)
+    tx = store.transaction()
+    await (await tx.create_array("x", (2000,), "f8", (2000,))).write(np.ones(2000))  # and its process dies
+    left = next(path for path in (tmp_path / "txn").iterdir() if path.name == tx.id)
+    foreign = [tmp_path / "txn/mine/notes.txt", tmp_path / "txn/my notes/a", tmp_path / "txn/caf\udce9/pack-0"]
+    for path in foreign:
+        path.parent.mkdir()
+        path.write_text("mine")
+        os.utime(path, (0, 0))
+    report = await store.collect(Keep(last=1), abandoned=NOW)
+    assert report.abandoned == [tx.id]
+    assert not left.exists()
+    assert [path.read_text() for path in foreign] == ["mine"] * 3
+    assert (await store.verify()).foreign == ["txn/caf\\udce9/pack-0", "txn/mine/notes.txt", "txn/my notes/a"]
+    await check_step(store, 0)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_path: Path) -> None:
+    store = await saved(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}", 0, 1, 2)
+    ids = [(await store.log.record(v)).transaction for v in (1, 2, 3)]
+    entries = tuple(Alive(v, ids[v - 1], 1.0, (f"step/{v - 1}",), True, {}, ()) for v in (1, 2, 3))
+    living = [key for key in await store.log.backend.list("txn/") if "/pack-" in key]
+    names = ("tstore.json", "latest", commit_key(1), "", "..", "../x", "txn", "txn//x", "a\0b", *living)
+    await forge(store, Record("forged", 3, 1.0, collection=Collection(entries, (), {}, ("", "..", "x/y"), names)))
+    store = await tstore.open(store.url)
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        await store.collect()
+    await (await tstore.open(store.url)).repair([4])
+    store = await tstore.open(store.url)
+    report = await store.collect()
+    assert (report.objects, report.bytes) == (0, 0)
+    await tstore.save(store, tree_of(3), 3)
+    await store.collect(Keep(last=2))
+    assert await tstore.steps(store) == [2, 3]
+    assert (await store.verify()).ok
+    for step in (2, 3):
+        await check_step(store, step)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("", 1, 1.0),
+        Record("../../..", 1, 1.0, replaces=True),
+        Record("a/b", 1, 1.0, reused=("x", "", "/", "txn/../y", "txn//")),
+        Record("t", 1, float("nan"), reused=("commits/00000000000000000001", "tstore.json")),
+        Record("t", 1, -1e300, message="\0", tags=("", "\n", "step/", "step/x"), deleted=("..",)),
+        Record("t", 1, 1e300, facts={"step": None, "x": [{"y": {}}]}, bytes_added=-1),
+    ],
+)
+async def test_absurd_records_stop_no_gc_once_they_are_voided(record: Record, tmp_path: Path) -> None:
+    store = await saved(str(tmp_path), 0)
+    await forge(store, record)
+    with pytest.raises(Corrupt, match=commit_key(2)):
+        await (await tstore.open(tmp_path)).collect(Keep(last=1), abandoned=NOW)
+    await (await tstore.open(tmp_path)).repair([2])
+    store = await tstore.open(tmp_path)
+    for step in (1, 2, 3):
+        await tstore.save(store, tree_of(step), step)
+        await store.collect(Keep(last=1), abandoned=NOW)
+        assert await tstore.steps(store) == [step]
+        await check_step(store, step)
+    assert (await (await tstore.open(tmp_path, "r")).verify()).ok
+
+
+async def test_what_a_gc_that_died_condemned_goes_only_once_its_record_is_durable() -> None:
+    """It died between the creation of its record and the fsync of the folder."""
+    store, faults = await open_faulty(f"memory://{uuid.uuid4()}")
+    for step in range(3):
+        await tstore.save(store, tree_of(step), step)
+    faults.fail("delete", "txn/*/pack-*", nth=2)  # the first is the trial
+    with pytest.raises(Unavailable):
+        await store.collect(Keep(last=1))
+    second = FaultyBackend(faults.inner)
+    report = await (await tstore.open(second)).collect()
+    assert report.version is None
+    assert report.objects > 0
+    operations = [call.operation for call in second.calls if call.operation == "delete" or call.key == "commits"]
+    assert operations[0] == "settle"
+    assert operations.count("delete") >= report.objects

@@ -1,0 +1,255 @@
+"""What `diff` tells of two versions: arrays, chunks by their references, and how far floats went."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import exmy
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore.cli import main
+from tstore.conformance.faulty import open_faulty
+from tstore.errors import NotFound
+from tstore.log.reader import ROOT_EVERY, root_key
+
+VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+async def first(url: str, **options: Any) -> tstore.Store:
+    """Version 1: "w" (8×8 float32 in chunks of 4×4), "ids" (int32), "old", and the group "g"."""
+    store = await tstore.open(url)
+    async with store.transaction(tag="one") as tx:
+        await (await tx.create_array("w", (8, 8), "float32", (4, 4), **options)).write(VALUES)
+        await (await tx.create_array("ids", (10,), "int32", (2,))).write(np.arange(10))
+        await (await tx.create_array("old", (3,), "int8", (2,))).write(1)
+        await tx.create_group("g", {"a": 1})
+    return store
+
+
+async def only(store: tstore.Store) -> tstore.ArrayDiff:
+    [found] = (await store.diff(1)).arrays
+    return found
+
+
+async def test_added_removed_and_changed_arrays(url: str) -> None:
+    store = await first(url)
+    async with store.transaction(tag="two") as tx:
+        await tx.delete("old")
+        await (await tx.create_array("new", (5,), "float64", (2,))).write(1)
+        await (await tx.array("ids"))[3:5].write(0)
+        await tx.create_group("g", {"a": 2})
+        await tx.create_group("h")
+    found = await store.diff("one", "two")
+    assert (found.before, found.after, found.groups) == (1, 2, ("g", "h"))
+    assert [(a.path, a.change, a.chunks, a.fields, a.distance) for a in found.arrays] == [
+        ("ids", "changed", 2, (), None),
+        ("new", "added", 3, (), None),
+        ("old", "removed", 2, (), None),
+    ]
+    ids, new, old = found.arrays
+    assert new.before is None
+    assert new.after is not None
+    assert new.after.shape == (5,)
+    assert old.after is None
+    assert old.before is not None
+    assert old.before.dtype == "int8"
+    assert ids.before is not None
+    assert ids.before.shape == (10,)
+    turned = await store.diff(2, 1)
+    assert [(a.path, a.change) for a in turned.arrays] == [
+        ("ids", "changed"),
+        ("new", "removed"),
+        ("old", "added"),
+    ]
+    assert (await store.diff(1, 1)).arrays == (await store.diff("two")).arrays == ()
+
+
+async def test_how_far_floats_went_is_that_of_the_chunks_that_differ(url: str) -> None:
+    store = await first(url)
+    later = VALUES.copy()
+    later[0, 0] += 0.5
+    later[5, 5:7] -= 2
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[...].write(later)
+    found = await only(store)
+    assert (found.path, found.chunks) == ("w", 2)
+    assert found.distance is not None
+    a, b = (np.stack([v[:4, :4], v[4:, 4:]]) for v in (VALUES, later))
+    assert found.distance.count == 32
+    assert found.distance.largest_error == np.abs(a.astype("f8") - b).max()
+    assert found.distance.sqnr == pytest.approx(exmy.sqnr(a, b))
+
+
+async def test_no_more_is_read_than_the_chunks_that_differ(url: str) -> None:
+    await first(url)
+    store = await tstore.open(url)
+    big = np.zeros((64, 1 << 14), "f4")
+    async with store.transaction() as tx:
+        await (await tx.create_array("big", big.shape, "float32", (1, 1 << 14))).write(big)
+        await (await tx.create_array("count", (1 << 16,), "int64", (1 << 14,))).write(0)
+    async with store.transaction() as tx:
+        await (await tx.array("big"))[7].write(1)
+        await (await tx.array("count")).write(1)
+    faulty, faults = await open_faulty(url, "r")
+    found = await faulty.diff(2, 3)
+    assert [(a.path, a.chunks) for a in found.arrays] == [("big", 1), ("count", 4)]
+    assert 2 << 16 <= faults.bytes_read < (2 << 16) + (1 << 14)  # the rest are records and manifests
+
+
+async def test_the_same_values_written_again_are_no_difference(url: str) -> None:
+    store = await first(url)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).write(VALUES)
+    assert (await store.diff(1)).arrays == ()
+
+
+async def test_a_quantized_copy_differs_by_its_noise(url: str) -> None:
+    store = await first(url)
+    report = await tstore.quantize(store, formats="e4m3", at=1)
+    found = {a.path: a for a in (await store.diff(1)).arrays}["w"]
+    assert "codecs" in found.fields
+    assert found.after is not None
+    assert found.after.codec.startswith("e4m3")
+    [measured] = [a for a in report.arrays if a.path == "w"]
+    assert found.distance is not None
+    assert found.distance.sqnr == pytest.approx(measured.sqnr)
+    assert found.distance.largest_error == measured.largest_error
+
+
+async def test_another_shape_keeps_the_chunks_in_their_places(url: str) -> None:
+    store = await first(url)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).resize((8, 12))
+    found = await only(store)
+    assert (found.fields, found.chunks, found.distance) == (("shape",), 0, None)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[:4, 8:].write(0)
+        await (await tx.array("w")).resize((4, 12))
+    found = await only(store)
+    assert (found.fields, found.chunks) == (("shape",), 3)  # two are gone, one is new
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str) -> None:
+    store = await first(url)
+    later = VALUES.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    async with store.transaction() as tx:
+        await tx.delete("w")
+        await (await tx.create_array("w", (8, 8), dtype, (3, 8))).write(later)
+    found = await only(store)
+    assert (found.fields, found.chunks) == (("dtype", "chunks"), 3)
+    assert found.distance is not None
+    assert found.distance.sqnr == pytest.approx(exmy.sqnr(VALUES, later.astype("f8")))
+    assert found.distance.count == 64
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+async def test_what_was_never_written(url: str, sparse: bool) -> None:
+    """In a sparse array it has the fill value, else nothing can be compared with it."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        w = await tx.create_array("w", (8,), "float32", (4,), fill_value=2, sparse=sparse)
+        await w[:4].write(1)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).write(5)
+    found = await only(store)
+    assert found.chunks == 2
+    assert found.distance is not None
+    assert (found.distance.count, found.distance.noise) == ((8, 4 * 16 + 4 * 9) if sparse else (4, 4 * 16))
+
+
+async def test_attributes_alone(url: str) -> None:
+    store = await first(url, fill_value=math.nan)
+    async with store.transaction() as tx:
+        await tx.delete("w")
+        w = await tx.create_array("w", (8, 8), "float32", (4, 4), fill_value=math.nan, attributes={"unit": "m"})
+        await w.write(VALUES)
+    found = await only(store)
+    assert (found.fields, found.chunks, found.distance) == (("attributes",), 0, None)
+
+
+async def test_versions_that_were_read_through_a_root(url: str) -> None:
+    store = await first(url)
+    for i in range(ROOT_EVERY):
+        async with store.transaction(durability="none") as tx:
+            await (await tx.array("ids"))[i % 10].write(100 + i)
+    cold = await tstore.open(url, "r")
+    assert await cold.log.backend.size(root_key(ROOT_EVERY))
+    assert [(a.path, a.chunks) for a in (await cold.diff(1)).arrays] == [("ids", 5)]
+
+
+async def test_an_unknown_version_is_named(url: str) -> None:
+    with pytest.raises(NotFound, match="'three'"):
+        await (await first(url)).diff("one", "three")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(-3, 3)), max_size=6),
+    st.sampled_from([(9, 9), (2, 5), (3, 3)]),
+)
+def test_chunks_and_distances_are_those_of_the_arrays(writes: list[tuple[int, int, int]], chunks: Any) -> None:
+    store = blocking.open(f"memory://{uuid.uuid4()}")
+    a = np.arange(81, dtype="f4").reshape(9, 9)
+    with store.transaction() as tx:
+        tx.create_array("w", a.shape, "float32", chunks).write(a)
+    b = a.copy()
+    with store.transaction() as tx:
+        w = tx.array("w")
+        for i, j, value in writes:
+            w[i, j].write(value)
+            b[i, j] = value
+    found = store.diff(1, 2).arrays
+    differing = {(i // chunks[0], j // chunks[1]) for i, j in np.argwhere(a != b).tolist()}
+    assert sum(d.chunks for d in found) == len(differing)
+    if differing:
+        [w_diff] = found
+        assert w_diff.distance is not None
+        assert w_diff.distance.noise == ((a.astype("f8") - b) ** 2).sum()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = blocking.open(tmp_path / "s")
+    with store.transaction(tag="one") as tx:
+        tx.create_array("w", (4, 4), "float32", (2, 4)).write(1)
+        tx.create_array("same", (4,), "float32", (2,)).write(np.nan)
+        tx.create_array("old", (4,), "float32", (2,)).write(1)
+    with store.transaction(tag="two") as tx:
+        tx.array("w")[0].write(3)
+        tx.array("w").resize((4, 4))
+        tx.delete("old")
+        tx.create_array("new", (4,), "int8", (2,)).write(1)
+        tx.array("same")[0].write(2)
+    assert main(["diff", str(tmp_path / "s"), "one", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["before"], found["after"]) == (1, 2)
+    by_path = {a["path"]: a for a in found["arrays"]}
+    assert by_path["w"]["chunks"] == 1
+    assert (by_path["w"]["largest"], by_path["w"]["values_compared"]) == (2.0, 8)
+    assert by_path["w"]["sqnr_db"] == pytest.approx(10 * math.log10(8 / 16))
+    assert (by_path["same"]["largest"], by_path["same"]["sqnr_db"]) == (None, None)
+    assert main(["diff", str(tmp_path / "s"), "one", "two"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "version 1 → version 2: 1 array added, 1 removed, 2 changed"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
+    assert rows["w"] == ["values", "1", "2", "-3.0", "dB"]
+    assert rows["same"] == ["values", "1", "not", "finite"]
+    assert rows["new"] == ["added:", "int8", "4,", "4", "B", "2"]
+    assert main(["diff", str(tmp_path / "s"), "one", "nine"]) == 1
+    assert "no tag 'nine'" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path / "s"), "one"]) == 2

@@ -1,0 +1,384 @@
+"""`tstore repair`: what it lists, what it puts in the place of a bad record, and what works afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.forging import forged
+from tstore import Keep
+from tstore.cli import main
+from tstore.errors import Corrupt, Denied, InvalidArgument, TimelineChanged, TStoreError
+from tstore.format.records import Collection, Record, decode
+from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.maintenance import repair
+from tstore.storage.base import Durability
+from tstore.storage.memory import MemoryBackend
+
+VALUES = np.arange(4000.0)
+
+
+async def filled(*steps: int, url: str = "") -> tstore.Store:
+    store = await tstore.open(url or f"memory://{uuid.uuid4()}")
+    for step in steps:
+        await tstore.save(store, {"w": VALUES + step, "b": np.arange(3)}, step)
+    return store
+
+
+async def damage(store: tstore.Store, version: int, data: bytes = b"garbage") -> bytes:
+    """Put other bytes in the place of a record, and return its own."""
+    before = await store.log.backend.get(commit_key(version))
+    await store.log.backend.hint(commit_key(version), data)
+    return before
+
+
+async def check_works(url: str) -> None:
+    """Readers, verify, gc and commits work."""
+    store = await tstore.open(url)
+    assert (await store.verify()).faults == []
+    assert (await store.repair()).damaged == []
+    assert [commit.version async for commit in store.history()]
+    await tstore.restore(store)
+    await tstore.save(store, {"w": VALUES}, 100)
+    await store.collect(Keep(last=1))
+    await tstore.save(store, {"w": VALUES}, 101)
+    assert np.array_equal((await tstore.restore(store))["w"], VALUES)
+    assert (await store.verify()).faults == []
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -> None:
+    store = await filled(0, 1, 2)
+    await damage(store, version)
+    store = await tstore.open(store.url)
+    before = {key: await store.log.backend.get(key) for key in await store.log.backend.list("")}
+    report = await store.repair()
+    assert [(found.version, found.readable) for found in report.damaged] == [(version, False)]
+    assert commit_key(version) in report.damaged[0].reason
+    assert not report.ok
+    assert {key: await store.log.backend.get(key) for key in await store.log.backend.list("")} == before
+    report = await store.repair([version])
+    assert (report.ok, report.voided) == (True, [version])
+    [kept] = report.kept
+    assert kept.startswith(f"damaged/{version:020d}-")
+    assert await store.log.backend.get(kept) == b"garbage"
+    store = await tstore.open(store.url)
+    assert sorted(await tstore.steps(store)) == sorted({0, 1, 2} - {version - 1})
+    await check_works(store.url)
+
+
+async def test_a_record_that_reads_well_needs_another_word() -> None:
+    store = await filled(0, 1)
+    with pytest.raises(InvalidArgument, match="--void-readable 2"):
+        await store.repair([2])
+    with pytest.raises(InvalidArgument, match="no version 3"):
+        await store.repair([3])
+    report = await store.repair(void_readable=[2])
+    assert (report.voided, report.version) == ([2], 3)
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == [0]
+    assert await anext(c.message async for c in store.history()) == "repair: voided version 2"
+    await check_works(store.url)
+
+
+async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
+    store = await filled(0)
+    async with store.transaction(tag="big") as tx:
+        for i in range(150):
+            await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+    backend = store.log.backend
+    [manifest] = [key for key in await backend.list("txn/") if "/manifest" in key]
+    await backend.delete(manifest)
+    store = await tstore.open(store.url)
+    [found] = (await store.repair()).damaged
+    assert (found.version, found.readable) == (2, True)
+    assert manifest in found.reason
+    await store.repair(void_readable=[2])
+    await check_works(store.url)
+
+
+async def test_a_pack_that_is_gone_is_listed() -> None:
+    store = await filled(0)
+    [pack] = [key for key in await store.log.backend.list("txn/") if "/pack-" in key]
+    await store.log.backend.delete(pack)
+    [found] = (await (await tstore.open(store.url)).repair()).damaged
+    assert pack in found.reason
+
+
+async def test_a_missing_record_is_filled() -> None:
+    store = await filled(0, 1, 2)
+    await store.log.backend.delete(commit_key(2))
+    store = await tstore.open(store.url)
+    assert [found.version for found in (await store.repair()).damaged] == [2]
+    assert (await store.repair([2])).kept == []
+    assert await tstore.steps(await tstore.open(store.url)) == [0, 2]
+    await check_works(store.url)
+
+
+@pytest.mark.parametrize("gone", [(3, 4), (2, 4), (3, 5), (2, 3, 4, 5)])
+async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) -> None:
+    store = await filled(*range(6))
+    for version in gone:
+        await store.log.backend.delete(commit_key(version))
+    store = await tstore.open(store.url)
+    found = await store.repair()
+    assert [one.version for one in found.damaged] == list(gone)
+    assert not found.ok
+    assert (await store.repair(gone)).ok
+    await check_works(store.url)
+
+
+async def test_nothing_is_voided_where_it_could_not_be_told() -> None:
+    """No commit can follow while later records lie behind a gap."""
+    store = await filled(*range(6))
+    for version in (3, 4):
+        await store.log.backend.delete(commit_key(version))
+    store = await tstore.open(store.url)
+    before = await store.log.backend.list("")
+    for void, readable in (((), (1,)), ((3,), ()), ((4,), (2,))):
+        with pytest.raises(InvalidArgument, match=r"nothing was voided; restore it from a copy, or void [34]"):
+            await store.repair(void, void_readable=readable)
+    assert await store.log.backend.list("") == before
+
+
+async def test_a_record_far_behind_the_others_is_not_counted_up_to() -> None:
+    store = await filled(0)
+    await store.log.backend.hint(commit_key(10**19), b"garbage")
+    assert len((await store.repair()).damaged) == 1000
+
+
+async def test_roots_that_may_hold_what_was_voided_go() -> None:
+    store = await filled(0)
+    for i in range(ROOT_EVERY):
+        async with store.transaction(tag=f"t{i}", durability="none") as tx:
+            await tx.create_group(f"g{i}", {"i": i})
+    assert await store.log.backend.size(root_key(ROOT_EVERY)) is not None
+    store = await tstore.open(store.url)
+    await store.repair(void_readable=[5])
+    assert await store.log.backend.size(root_key(ROOT_EVERY)) is None
+    store = await tstore.open(store.url)
+    assert "t3" not in await store.tags()
+    assert "t4" in await store.tags()
+    await check_works(store.url)
+
+
+async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the commit of the repair it does not know that a version which it built on was voided."""
+    store = await filled(0)
+    for i in range(ROOT_EVERY - 4):
+        async with store.transaction(tag=f"t{i}", durability="none") as tx:
+            await tx.create_group(f"g{i}", {"i": i})
+    tell, made = repair._tell, []
+
+    async def tell_late(*arguments: Any) -> int:
+        for _ in range(3):
+            async with store.transaction(durability="none"):
+                pass
+        made.append(await store.log.backend.size(root_key(ROOT_EVERY)))
+        return await tell(*arguments)
+
+    monkeypatch.setattr(repair, "_tell", tell_late)
+    await (await tstore.open(store.url)).repair(void_readable=[5])
+    assert made != [None]
+    assert "t3" not in await (await tstore.open(store.url)).tags()
+    await check_works(store.url)
+
+
+async def test_a_forged_garbage_collection_is_undone() -> None:
+    store = await filled(0, 1, 2)
+    gone = Collection((), (1, 2, 3), {}, (), ("txn/a/pack-0",))
+    await store.log.backend.create(
+        commit_key(4), forged(Record("gc-forged", 3, 1.0, collection=gone)), Durability.NONE
+    )
+    async with store.transaction():
+        pass
+    store = await tstore.open(store.url)
+    with pytest.raises(TStoreError):
+        await store.snapshot(2)
+    await store.repair(void_readable=[4])
+    store = await tstore.open(store.url)
+    assert (await store.snapshot(2)).version == 2
+    await check_works(store.url)
+
+
+async def test_a_version_that_the_last_gc_lists_does_not_live_on_in_its_ledger() -> None:
+    """Else Keep(last=1) would keep the void one for the newest step, and let a real one go."""
+    store = await filled(0, 1, 2)
+    await store.collect(Keep(last=2))
+    await damage(store, 3)
+    store = await tstore.open(store.url)
+    await store.repair([3])
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == [1]
+    await store.collect(Keep(last=1))
+    assert np.array_equal((await tstore.restore(store, 1))["w"], VALUES + 1)
+    assert (await store.verify()).faults == []
+
+
+async def test_what_later_versions_hold_of_the_voided_one_stays() -> None:
+    store = await filled(0)
+    await tstore.save(store, {"w": VALUES, "b": np.arange(3)}, 1)  # re-uses the pack of step 0
+    await store.collect(Keep(last=1))
+    async with store.transaction() as tx:
+        await (await tx.array("b"))[0:1].write(np.array([7]))
+    await store.collect()
+    store = await tstore.open(store.url)
+    await store.repair(void_readable=[2])
+    for _ in range(2):
+        store = await tstore.open(store.url)
+        await store.collect(abandoned=timedelta(0))
+        newest = await store.snapshot()
+        for path in newest.paths():
+            await (await newest.array(path))[0:1].read()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", range(12))
+async def test_a_repair_that_is_killed_is_finished_by_another(step: int, monkeypatch: Any) -> None:
+    store = await filled(0, 1, 2)
+    for _ in range(ROOT_EVERY):
+        async with store.transaction(durability="none"):
+            pass
+    await damage(store, 2)
+    calls = iter(range(100))
+
+    def killing(name: str) -> None:
+        real = getattr(MemoryBackend, name)
+
+        async def call(self: Any, *arguments: Any) -> Any:
+            if next(calls) == step:
+                raise Killed
+            return await real(self, *arguments)
+
+        monkeypatch.setattr(MemoryBackend, name, call)
+
+    with monkeypatch.context() as patched:
+        monkeypatch = patched
+        for name in ("create", "hint", "delete", "flush"):
+            killing(name)
+        try:
+            await (await tstore.open(store.url)).repair([2])
+        except Killed:
+            assert step < 11
+    report = await (await tstore.open(store.url)).repair([2])
+    assert report.ok
+    keys = await store.log.backend.list("damaged/")
+    assert [await store.log.backend.get(key) for key in keys] == [b"garbage"]
+    await check_works(store.url)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+async def test_an_open_store_says_that_the_timeline_changed(version: int) -> None:
+    store = await filled(0, 1, 2)
+    await store.snapshot()
+    other = await tstore.open(store.url)
+    await other.repair(void_readable=[version])
+    with contextlib.suppress(TimelineChanged):
+        await store.snapshot()  # may be the one that meets the commit of the repair
+    with pytest.raises(TimelineChanged):
+        await store.snapshot()
+
+
+async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None:
+    store = await filled(0, 1, 2)
+    cached = await tstore.open(store.log.backend, "r", cache=tmp_path)
+    assert await tstore.steps(cached) == [0, 1, 2]
+    await (await tstore.open(store.url)).repair(void_readable=[2])
+    for _ in range(2):
+        cached = await tstore.open((await tstore.open(store.url)).log.backend, "r", cache=tmp_path)
+        try:
+            assert await tstore.steps(cached) == [0, 2]
+        except TimelineChanged:
+            continue
+        break
+    else:
+        pytest.fail("it is never forgotten")
+
+
+async def test_a_commit_that_says_it_is_a_repair_harms_nobody() -> None:
+    store = await filled(0, 1)
+    await store.snapshot()
+    record = Record("repair-forged", 2, 1.0, facts={"voided": [1, 2, -5, "x", 10**9]})
+    await store.log.backend.create(commit_key(3), forged(record), Durability.NONE)
+    assert await tstore.steps(store) == [0, 1]
+    await check_works(store.url)
+
+
+async def test_a_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await filled(0)
+    monkeypatch.setattr(store.log.backend, "url", "https://example.org/store")
+    assert (await store.repair()).ok
+    with pytest.raises(Denied, match="run the repair where the store lies"):
+        await store.repair(void_readable=[1])
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    import tstore.sync
+
+    url = str(tmp_path / "store")
+    for step in range(2):
+        tstore.sync.save(url, {"w": VALUES}, step)
+    assert main(["repair", url]) == 0
+    Path(url, commit_key(2)).write_bytes(b"garbage")
+    assert main(["repair", url]) == 1
+    said = capsys.readouterr().out
+    assert "version 2 (damaged)" in said
+    assert said.endswith(f"\ntstore repair {url} --void 2\n")
+    assert main(["repair", url, "--void", "1"]) == 1
+    assert "--void-readable 1" in capsys.readouterr().err
+    assert main(["repair", url, "--void", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["voided"]) == (True, [2])
+    assert Path(url, document["kept"][0]).read_bytes() == b"garbage"
+    assert main(["verify", url]) == 0
+    assert "holds files" not in capsys.readouterr().out
+    assert tstore.sync.steps(url) == [0]
+
+
+async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
+    store = await filled(0, 1)
+    record = decode(await store.log.backend.get(commit_key(2)), Record)
+    await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
+    store = await tstore.open(store.url)
+    [fault] = (await store.verify()).faults
+    assert "commits/00000000000000000001 is named as the record of a garbage collection, and is none" in fault
+    with pytest.raises(Corrupt):
+        await store.snapshot(1)
+
+
+async def test_a_repair_far_below_the_newest_version_is_met_once() -> None:
+    """There is no root on the way, and more records than are kept in memory."""
+    store = await filled(0, 1)
+    await store.repair(void_readable=[2])
+    store = await tstore.open(store.url)
+    for _ in range(330):
+        async with store.transaction(durability="none"):
+            pass
+    backend = store.log.backend
+    for key in await backend.list("roots/"):
+        await backend.delete(key)
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == [0]
+    assert (await store.snapshot(300)).paths() == ["b", "w"]
+    assert (await store.snapshot()).paths() == ["b", "w"]
+
+
+async def test_a_transaction_of_a_user_may_be_named_like_a_repair() -> None:
+    async with await tstore.open("memory://named-like-a-repair") as store:
+        async with store.transaction(name="repair-1", host=0, hosts=1, attempt="a") as tx:
+            await (await tx.create_array("a", (4,), "f4", (4,))).write(np.ones(4))
+        with pytest.raises(InvalidArgument, match="reads well"):
+            await store.repair([1])
+        assert (await (await store.snapshot()).array("a")).shape == (4,)

@@ -1,0 +1,155 @@
+"""Memory beyond the caller's arrays stays below 300 MiB, and does not grow."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore.sync as blocking
+from tests.support import processes
+from tstore.runtime.pool import BUDGET, scratch
+
+LIMIT = 300 << 20
+
+MEASURE = """
+    import json, os, sys
+    import numpy as np
+    import tstore.sync as tstore
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
+
+    def now():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmRSS")).split()[1])
+
+    def reset():
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    url, kind, size = sys.argv[1], sys.argv[2], int(sys.argv[3]) << 20
+    codecs = None
+    values = np.arange(size // 4, dtype="f4")
+    store = tstore.open(url)
+    reset()
+    base = now()
+    if kind == "contiguous":
+        tree = {f"w{i}": part for i, part in enumerate(values.reshape(8, 1024, -1))}
+        save = lambda step: tstore.save(store, tree, step, durability="none")
+        def restore():
+            found = tstore.restore(store, target=tree)
+            return sum(v.nbytes for v in found.values()), found
+    elif kind == "one chunk e4m3":
+        tree = {"w": values.reshape(1024, -1)}
+        save = lambda step: tstore.save(store, tree, step, codecs="e4m3", durability="none")
+        def restore():
+            found = tstore.restore(store)
+            return found["w"].nbytes, found
+    else:
+        whole = values.reshape(8192, -1)
+        chunks = whole.shape if kind == "one long chunk" else (128, 128)
+        def save(step):
+            with store.transaction(durability="none") as tx:
+                if step:
+                    tx.delete("w")
+                tx.create_array("w", whole.shape, "f4", chunks).write(whole)
+        def restore():
+            found = store.snapshot().array("w").read()
+            return found.nbytes, found
+    save(0)
+    report = {"save": peak() - base}
+    reset()
+    before = now()
+    size, found = restore()
+    report["restore"] = peak() - before - size
+    del found
+    report["growth"] = []
+    for step in range(1, 1 + int(sys.argv[4])):
+        values += 1  # nothing can be re-used
+        save(step)
+        report["growth"].append(now())
+    print(json.dumps(report))
+"""
+
+
+def measure(url: Path, kind: str, mebibytes: int, repeats: int = 0) -> dict[str, object]:
+    import json
+
+    found: dict[str, object] = json.loads(processes.python(MEASURE, url, kind, mebibytes, repeats))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "small chunks", "one long chunk", "one chunk e4m3"])
+def test_a_large_save_and_restore_stay_below_the_limit(tmp_path: Path, kind: str) -> None:
+    report = measure(tmp_path / "s", kind, 512)
+    assert report["save"] < LIMIT  # type: ignore[operator]
+    assert report["restore"] < LIMIT  # type: ignore[operator]
+
+
+QUANTIZE = """
+    import json, sys
+    import numpy as np
+    import tstore.sync as tstore
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
+
+    url, options = sys.argv[1], json.loads(sys.argv[2])
+    tstore.quantize(url, "e2m1", tag="warm", at="small")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = peak()
+    report = tstore.quantize(url, at="large", tag="q", **options)
+    print(json.dumps({"peak": peak() - before, "bits": report.bits_per_value}))
+"""
+
+
+@pytest.mark.parametrize("options", ['{"formats": "e3m2"}', '{"bits": 5.0}', '{"min_sqnr": 25, "axis": 1}'])
+def test_a_large_quantization_stays_below_the_limit(tmp_path: Path, options: str) -> None:
+    import json
+
+    store = blocking.open(tmp_path / "s")
+    x = np.random.default_rng(0).standard_normal((4096, 4096), "f4")
+    for tag, repeats in (("small", 1), ("large", 6)):
+        with store.transaction(tag=tag) as tx:
+            for i in range(repeats):
+                part = x[: 1 << 10] if tag == "small" else x
+                tx.create_array(f"{tag}{i}", part.shape, "f4").write(part)
+    found = json.loads(processes.python(QUANTIZE, tmp_path / "s", options))
+    assert found["bits"] < 9
+    assert found["peak"] < LIMIT
+
+
+def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:
+    report = measure(tmp_path / "s", "contiguous", 32, 50)
+    growth = report["growth"]
+    assert isinstance(growth, list)
+    assert growth[-1] - growth[9] < 8 << 20, growth
+
+
+def test_scratch_of_many_threads_stays_within_the_budget() -> None:
+    together = threading.Barrier(32)
+
+    def work(seed: int) -> None:
+        together.wait()
+        sizes = np.random.default_rng(seed).integers(1, 40 << 20, 30)
+        for size in sizes.tolist():
+            with scratch(size) as buffer:
+                buffer[:1] = 1
+                del buffer  # a user lets go of it before the claim ends
+
+    tracemalloc.start()
+    try:
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(work, range(32)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= BUDGET + (8 << 20)

@@ -1,0 +1,308 @@
+"""Records and roots with right checksums that refer to themselves, to what is not theirs, or to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.forging import forged, sealed
+from tstore import Keep
+from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
+from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root, decode, encode
+from tstore.log.marker import read_marker
+from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.storage.base import Backend, Durability
+
+VALUES = np.arange(4000.0)
+
+
+async def filled(*steps: int) -> tstore.Store:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in steps:
+        await tstore.save(store, {"w": VALUES + step, "b": np.arange(3)}, step)
+    return store
+
+
+async def keys(backend: Backend) -> set[str]:
+    return set(await backend.list(""))
+
+
+async def test_a_gc_deletes_no_record_that_a_forged_one_holds() -> None:
+    """One that expires names a record as re-used, and one that stays another: a gc would take it for data."""
+    store = await filled(0)
+    backend = store.log.backend
+    for number in (1, 2):
+        record = Record(f"forged{number}", number, 0.0, tags=(f"step/{number}",), reused=(commit_key(number),))
+        await backend.create(commit_key(number + 1), forged(record), Durability.NONE)
+    store = await tstore.open(store.url)
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=r"commits/0000000000000000000[23]: .*the name of a pack"):
+            await store.collect(Keep(last=1), abandoned=timedelta(0))
+    assert {commit_key(v) for v in (1, 2, 3)} <= await keys(backend)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 1 << 61])
+async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
+    """Whoever looks for the gc that removed a version would go round and round."""
+    store = await filled(0, 1)
+    gone = Collection((), (), {}, (), ())
+    record = Record("forged", 2, 0.0, collected=3 + ahead, collection=gone)
+    await store.log.backend.create(commit_key(3), forged(record), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match="commits/00000000000000000003: it refers to version 3 or a later one"):
+        async with asyncio.timeout(10):
+            await store.snapshot(1)
+
+
+@pytest.mark.parametrize("named", [10**12, 0])
+async def test_a_root_whose_tag_names_no_version_is_passed_over(named: int) -> None:
+    store = await filled(0)
+    for _ in range(ROOT_EVERY - 1):
+        async with store.transaction(durability="none"):
+            pass
+    backend = store.log.backend
+    root = decode(await backend.get(root_key(ROOT_EVERY)), Root)
+    await backend.hint(root_key(ROOT_EVERY), forged(root, tags={"step/0": named}))
+    store = await tstore.open(store.url, "r")
+    assert await store.tags() == {"step/0": 1}
+    assert np.array_equal((await tstore.restore(store, 0))["w"], VALUES)
+    assert not (await store.verify()).ok
+
+
+@pytest.mark.parametrize("counts", [(-1, 3), (1 << 62, -(1 << 62) + 2)])
+async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int]) -> None:
+    """Their sum is right, modulo 2^64."""
+    store = await filled(0)
+    backend = store.log.backend
+    record = decode(await backend.get(commit_key(1)), Record)
+    [manifest] = await store.log.manifests(record)
+    assert len(manifest.paths) == 3  # with the root group
+    column = np.array([*counts, 0], "<i8").tobytes()
+    wrong = msgspec.structs.replace(manifest, count=column)
+    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match="columns of a manifest do not fit"):
+        await store.snapshot()
+
+
+@pytest.mark.parametrize(
+    "name", ["tstore.json", "commits/00000000000000000001", "nothing", "txn/../latest", "txn/a/b"]
+)
+async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
+    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .*the name of a pack"):
+        await store.snapshot()
+    with pytest.raises(TStoreError):
+        await tstore.copy(store, f"memory://{uuid.uuid4()}")
+
+
+async def test_a_fragment_of_a_base_below_zero_is_not_committed() -> None:
+    """The number of its commit would be counted from there."""
+    store = await filled(0, 1, 2)
+    first, second = (store.transaction(name="step/7", host=i, hosts=2, attempt="a") for i in range(2))
+    await (await first.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
+    with pytest.raises(DeadlineExceeded):
+        await first.commit(timeout=0.01)
+    backend = store.log.backend
+    [part] = [key for key in await backend.list("txn/") if "/part-" in key]
+    await backend.hint(part, forged(decode(await backend.get(part), Fragment), base=-5))
+    with pytest.raises(Corrupt):
+        await second.commit(timeout=5)
+    assert {key for key in await keys(backend) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
+
+
+async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
+    store = await filled(0)
+    for hosts in ("1000000", "99999999999"):
+        name = f"txn/n.a.{'0' * 32}-of-{hosts}"
+        await store.log.backend.hint(f"{name}/part-00000-of-{hosts}", b"")
+    async with asyncio.timeout(10):
+        assert [p.hosts for p in await store.transactions()] == [1, 1]
+        for transaction in await store.transactions():
+            with pytest.raises(TStoreError):
+                await store.finish(transaction.transaction)
+
+
+async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() -> None:
+    """The source's record of version 1 says another length of a manifest that the destination has."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction(tag="big") as tx:
+        for i in range(150):
+            await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
+    url = f"memory://{uuid.uuid4()}"
+    await tstore.copy(store, url)
+    await tstore.save(store, {"w": VALUES}, 1)
+    backend = store.log.backend
+    record = decode(await backend.get(commit_key(1)), Record)
+    [reference] = record.manifests
+    [manifest] = await store.log.manifests(record)
+    data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
+    await backend.hint(reference.key, data)
+    other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
+    changed = msgspec.structs.replace(record, manifests=(other,))
+    await backend.hint(commit_key(1), encode(changed))
+    async with store.transaction():  # the newest record of both is the same one
+        pass
+    there = (await tstore.open(url)).log.backend
+    await there.create(commit_key(2), await backend.get(commit_key(2)), Durability.NONE)
+    before = {key: await there.get(key) for key in await keys(there)}
+    with pytest.raises(Conflict, match="from version 1 on"):
+        await tstore.copy(await tstore.open(store.url), url)
+    assert {key: await there.get(key) for key in before} == before
+
+
+@pytest.mark.parametrize(
+    "own", [5, [], {"structure": 5}, {"structure": ["dict", [["str"]]]}, {"quantization": {}}]
+)
+async def test_attributes_under_the_name_of_tstore_may_hold_anything(own: Any) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        await tx.create_group("", {"tstore": own})
+        await (await tx.create_array("w", (4000,), "f4", (4000,))).write(VALUES)
+    with contextlib.suppress(Corrupt):  # its structure
+        assert np.array_equal((await tstore.restore(store))["w"], VALUES.astype("f4"))
+    with pytest.raises(TStoreError):
+        await tstore.quantize_report(store)
+
+
+async def test_a_marker_that_is_nested_deeply_is_damaged() -> None:
+    store = await filled(0)
+    await store.log.backend.hint("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
+    with pytest.raises(Corrupt):
+        await read_marker(store.log.backend)
+
+
+def test_what_readers_refuse_is_not_encoded() -> None:
+    for record in (Record("t", -1, 0.0), Record("t", 1 << 63, 0.0), Record("t", 0, 0.0, collected=1 << 62)):
+        with pytest.raises(InvalidArgument):
+            encode(record)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[" * 600 + b"]" * 600,
+        b"5",
+        b"{}",
+        b'{"node_type":"array"}',
+        b'{"zarr_format":3,"node_type":"group","attributes":5}',
+        b'{"zarr_format":3,"node_type":"group","attributes":{"tstore":{"structure":["dict",[5]]}}}',
+        b'{"zarr_format":3,"node_type":"group","attributes":{"tstore":{"structure":["int","x"]}}}',
+    ],
+)
+async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    at = manifest.paths.index("")
+    number = int.from_bytes(manifest.document[4 * at : 4 * at + 4], "little")
+    documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
+    wrong = msgspec.structs.replace(manifest, documents=documents)
+    record = Record("forged", 1, 0.0, replaces=True, manifests=(wrong,), reused=tuple(filter(None, wrong.packs)))
+    await backend.create(commit_key(2), forged(record), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    report = await store.verify()
+    assert (report.arrays, report.chunks) == (2, 2)
+    assert len(report.faults) == 1
+    with contextlib.suppress(TStoreError):
+        await tstore.restore(store)
+
+
+async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record() -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
+    wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
+    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    store = await tstore.open(store.url, "r")
+    with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .* levels of nesting"):
+        await store.snapshot()
+
+
+async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
+    store = await filled(0)
+    backend = store.log.backend
+    await backend.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
+    assert [p.heartbeats for p in await store.transactions()] == [{}]
+    await backend.hint("tstore.json", await backend.get("tstore.json") + b" " * 5000)
+    with pytest.raises(Corrupt, match="longer than 4096 bytes"):
+        await read_marker(backend)
+
+
+async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> None:
+    store = await filled(0)
+    with pytest.raises(InvalidArgument, match="expected at most 131072 values"):
+        store.transaction(facts={"a": [0] * (1 << 17)})
+    async with store.transaction() as tx:
+        with pytest.raises(InvalidArgument, match="more than 2,097,152 values"):
+            await tx.create_group("g", {"a": [0] * (1 << 21)})
+    assert (await store.snapshot()).version == 2
+
+
+async def test_a_gc_behind_void_records_is_found() -> None:
+    """A repair may have put one in the place of each gc that came after it."""
+    store = await filled(0, 1)
+    assert (await store.collect(Keep(last=1))).version == 3
+    for version in (4, 5):
+        void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
+        await store.log.backend.create(commit_key(version), encode(void), Durability.NONE)
+    store = await tstore.open(store.url)
+    assert await store.log.last_gc(5) == 3
+    with pytest.raises(SnapshotExpired):
+        await store.snapshot(1)
+    assert (await store.verify()).ok
+
+
+_NAMES = tuple(f"params/{i:06d}" for i in range(20_000))
+_ALIVE = tuple(
+    Alive(v, f"t{v}", float(v), (f"step/{v}",), True, {"loss": 1.5}, (f"txn/a{v}/pack-0",))
+    for v in range(1, 20_001)
+)
+_PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("t", 1, 1.0, deleted=_NAMES),
+        Record("t", 1, 1.0, tags=_NAMES),
+        Record("t", 1, 1.0, facts={"note": "x" * 200_000}),
+        Record("t", 1, 1.0, reused=tuple(f"txn/a{i}/pack-0" for i in range(20_000))),
+        Record("t", 1, 1.0, dropped=_NAMES),
+        Record("t", 1, 1.0, parts=(_PART,)),
+        Record("t", 20_001, 1.0, collection=Collection(_ALIVE, (), {}, (), ())),
+    ],
+    ids=["deleted", "tags", "facts", "reused", "dropped", "parts", "collection"],
+)
+def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
+    """Whatever it ends with: what is at its default is left out there."""
+    data = encode(record)
+    assert len(data) > 1 << 17
+    assert decode(data, Record) == record
+
+
+@pytest.mark.parametrize("fields", range(17))
+def test_a_long_record_of_empty_lists_is_corrupt_at_once(fields: int) -> None:
+    """Whichever of its fields they stand in, and whether it ends there or not."""
+    lists = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
+    good = [msgspec.msgpack.encode(value) for value in msgspec.structs.astuple(Record("t", 1, 1.0))]
+    values = [*good[:fields], b"\x81\xa1a" + lists if fields == 10 else lists]
+    for rest in ([], good[fields + 1 :]):
+        packed = b"\xdc" + len(values + rest).to_bytes(2, "big") + b"".join(values + rest)
+        with pytest.raises(Corrupt):
+            decode(sealed(b"R\1", packed), Record)

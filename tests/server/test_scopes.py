@@ -1,0 +1,150 @@
+"""The table of scopes in the README, line by line, against a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+
+import tstore
+from tstore import Keep
+from tstore.errors import Denied, TStoreError
+from tstore.format.records import Record, decode, encode
+from tstore.server import Access, Server
+
+TOKENS = {scope: f"{scope}-token-of-the-test" for scope in ("read", "write", "admin")}
+ACCESS = Access({token: scope for scope, token in TOKENS.items()})
+SCOPES = list(TOKENS)
+CREATE = {"If-None-Match": "*"}
+
+
+async def opened(server: Server, scope: str, mode: str = "r+") -> tstore.Store:
+    return await tstore.open(server.url, mode, storage_options={"token": TOKENS[scope]})  # type: ignore[arg-type]
+
+
+async def asked(server: Server, scope: str, method: str, key: str, body: bytes = b"", **more: str) -> int:
+    headers = {"Authorization": f"Bearer {TOKENS[scope]}", **more}
+    async with aiohttp.request(method, f"{server.url}/{key}", data=body or None, headers=headers) as response:
+        return response.status
+
+
+async def filled(folder: Path) -> list[str]:
+    """Save three steps, and return the names of the files."""
+    for step in range(3):
+        await tstore.save(folder, {"w": np.arange(2000.0) + step}, step)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_every_scope_reads_and_lists(scope: str, tmp_path: Path) -> None:
+    names = await filled(tmp_path)
+    (tmp_path / "txn/under-way").mkdir()
+    (tmp_path / "txn/under-way/pack-0").write_bytes(b"abc")
+    async with Server(tmp_path, access=ACCESS) as server:
+        assert [await asked(server, scope, "GET", name) for name in names] == [200] * len(names)
+        assert await asked(server, scope, "GET", "txn/under-way/pack-0") == 200
+        assert await asked(server, scope, "GET", "?list") == 200
+        async with await opened(server, scope) as store:
+            assert (await store.verify()).ok
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_write_commits_and_moves_tags_and_the_hint(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    async with Server(tmp_path, access=ACCESS) as server, await opened(server, scope) as store:
+        expected = 403 if scope == "read" else 204
+        assert await asked(server, scope, "PUT", "latest", b"2") == expected
+        assert await asked(server, scope, "PUT", "txn/of-another/alive-1", b"{}") in (expected, 422)
+        assert await asked(server, scope, "DELETE", "txn/of-another/alive-1") == expected
+        if scope == "read":
+            with pytest.raises(Denied):
+                await tstore.save(store, {"w": np.arange(3.0)}, 7)
+        else:
+            await tstore.save(store, {"w": np.arange(3.0)}, 7)
+            assert await tstore.steps(store) == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_write_makes_the_store_where_there_is_none(scope: str, tmp_path: Path) -> None:
+    async with Server(tmp_path, access=ACCESS) as server:
+        if scope == "read":
+            with pytest.raises(Denied):
+                await opened(server, scope, "a")
+        else:
+            await (await opened(server, scope, "a")).close()
+    assert (tmp_path / "tstore.json").exists() == (scope != "read")
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_no_scope_replaces_or_removes_what_is_committed(scope: str, tmp_path: Path) -> None:
+    names = [name for name in await filled(tmp_path) if name != "latest"]
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    async with Server(tmp_path, access=ACCESS) as server:
+        for name in names:
+            assert await asked(server, scope, "PUT", name, b"other") in (403, 428)
+            assert await asked(server, scope, "PUT", name, b"other", **CREATE) in (403, 412)
+            assert await asked(server, scope, "DELETE", name) == 403
+        with pytest.raises(Denied):
+            await (await opened(server, scope)).repair(void_readable=[2])
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_no_scope_stores_a_root_that_the_server_would_not_make(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    async with Server(tmp_path, access=ACCESS) as server:
+        status = await asked(server, scope, "PUT", f"roots/{64:020d}", b"forged", **CREATE)
+        assert status == (403 if scope == "read" else 422)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_admin_collects(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    async with Server(tmp_path, access=ACCESS) as server, await opened(server, scope) as store:
+        if scope != "admin":
+            with pytest.raises(Denied):
+                await store.collect(Keep(last=1))
+            assert await tstore.steps(tmp_path) == [0, 1, 2]
+        else:
+            await store.collect(Keep(last=1))
+            assert await tstore.steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_admin_copies_a_collected_store(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path / "source")
+    async with await tstore.open(tmp_path / "source") as store:
+        await store.collect(Keep(last=1))
+    async with Server(tmp_path / "copy", access=ACCESS) as server:
+        options = {"token": TOKENS[scope]}
+        if scope == "admin":
+            await tstore.copy(tmp_path / "source", server.url, storage_options=options)
+            assert await tstore.steps(tmp_path / "copy") == [2]
+        else:
+            with pytest.raises(Denied, match=r"needs the scope write|needs a token of the scope admin"):
+                await tstore.copy(tmp_path / "source", server.url, storage_options=options)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_only_admin_stores_a_record_that_names_what_is_not_here(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    record = decode((tmp_path / f"commits/{3:020d}").read_bytes(), Record)
+    for path in list(tmp_path.glob(f"txn/{record.transaction}/*")):
+        path.unlink()
+    (tmp_path / f"commits/{3:020d}").unlink()
+    (tmp_path / "latest").unlink(missing_ok=True)
+    data = encode(msgspec.structs.replace(record, message="again"))
+    async with Server(tmp_path, access=ACCESS) as server:
+        status = await asked(server, scope, "PUT", f"commits/{3:020d}", data, **CREATE)
+        assert status == (201 if scope == "admin" else 403)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_read_only_bounds_every_scope(scope: str, tmp_path: Path) -> None:
+    await filled(tmp_path)
+    async with Server(tmp_path, mode="r", access=ACCESS) as server, await opened(server, scope) as store:
+        with pytest.raises(TStoreError, match="for reading only"):
+            await tstore.save(store, {"w": np.arange(3.0)}, 7)

@@ -1,0 +1,709 @@
+"""A store over HTTP: what each request is answered, by a real server and over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import trustme
+import xxhash
+
+import tstore
+from tests.support.served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
+from tstore.cli import main
+from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.format.frame import sealed
+from tstore.format.records import Manifest, Record, Root, encode
+from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
+from tstore.storage.base import Durability
+
+NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
+
+
+def commit(version: int) -> str:
+    return f"/commits/{version:020d}"
+
+
+def record(base: int = 0, **more: object) -> bytes:
+    return encode(Record("abc", base, 1.0, **more))  # type: ignore[arg-type]
+
+
+def forged(made: Record) -> bytes:
+    """Return a record that `encode` refuses."""
+    return sealed(b"R", 1, msgspec.msgpack.encode(made))
+
+
+@pytest.fixture(params=["folder", "memory", "another server"])
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
+    async with contextlib.AsyncExitStack() as stack:
+        place, options = f"memory://{tmp_path}", None
+        if request.param != "memory":
+            place = str(tmp_path / "store")
+        if request.param == "another server":
+            behind = await stack.enter_async_context(Server(place, access=everybody()))
+            place, options = behind.url, {"token": ADMIN}
+        yield await stack.enter_async_context(Server(place, access=everybody(), storage_options=options))
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    async with client_of(server, WRITE) as client:
+        yield client
+
+
+async def test_an_object_is_created_once_and_read_in_parts(client: Client) -> None:
+    body = bytes(range(256)) * (20 << 10)  # 5 MiB, longer than a piece
+    assert (await client("GET", PACK)).status == (await client("HEAD", PACK)).status == 404
+    assert (await client.create(PACK, body)).status == 201
+    assert (await client.create(PACK, b"other")).status == 412
+    whole = await client("GET", PACK)
+    assert (whole.status, whole.body) == (200, body)
+    assert whole.headers["Server"].startswith("tstore/")
+    head = await client("HEAD", PACK)
+    assert head.headers["Content-Length"] == str(len(body))
+    assert head.headers["ETag"] == whole.headers["ETag"]
+    assert float(head.headers["X-TStore-Age"]) < 60
+    for asked, part in [
+        ("bytes=0-0", slice(0, 1)),
+        ("bytes=5-1000", slice(5, 1001)),
+        (f"bytes={len(body) - 3}-", slice(-3, None)),
+        ("bytes=-4", slice(-4, None)),
+        (f"bytes=-{len(body) + 9}", slice(0, None)),
+        (f"bytes=7-{len(body) + 9}", slice(7, None)),
+    ]:
+        answer = await client("GET", PACK, Range=asked)
+        assert (answer.status, answer.body) == (206, body[part])
+        start, stop, _ = part.indices(len(body))
+        assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(body)}"
+    for asked in (f"bytes={len(body)}-", "bytes=9-3", "bytes=-0"):
+        answer = await client("GET", PACK, Range=asked)
+        assert (answer.status, answer.headers["Content-Range"]) == (416, f"bytes */{len(body)}")
+    for asked in ("bytes=0-1,5-6", "lines=0-1", "bytes=a-b", "bytes=-"):
+        assert (await client("GET", PACK, Range=asked)).status == 200
+
+
+async def test_an_empty_object(client: Client) -> None:
+    assert (await client.create(PACK, b"")).status == 201
+    assert (await client("GET", PACK))[:2] == (200, b"")
+    assert (await client("GET", PACK, Range="bytes=0-")).status == 416
+
+
+async def test_conditions_of_a_read(client: Client) -> None:
+    await client.create(PACK, b"abc")
+    etag = (await client("GET", PACK)).headers["ETag"]
+    assert not etag.startswith("W/")
+    assert (await client("GET", PACK, If_None_Match=etag)).status == 304
+    assert (await client("GET", PACK, If_None_Match='"other"')).status == 200
+    assert (await client("GET", PACK, If_Match='"other"')).status == 412
+    assert (await client("GET", PACK, If_Match=etag, Range="bytes=1-")).body == b"bc"
+    assert (await client("GET", PACK, If_Range=etag, Range="bytes=1-")).status == 206
+    assert (await client("GET", PACK, If_Range='"other"', Range="bytes=1-")).body == b"abc"
+
+
+async def test_only_a_hint_or_a_heartbeat_is_replaced(client: Client) -> None:
+    beats = [b'{"name": "a", "time": %d}' % n for n in range(2)]
+    for path, bodies in (("/latest", [b"1", b"2"]), ("/txn/abc/alive-00000-of-00002", beats)):
+        etags = set()
+        for body in bodies:
+            assert (await client("PUT", path, body)).status == 204
+            answer = await client("GET", path)
+            assert answer.body == body
+            etags.add(answer.headers["ETag"])
+        assert len(etags) == 2
+    for path in ("/tstore.json", PACK, commit(1)):
+        assert (await client("PUT", path, MARKER)).status == 428
+        assert (await client("GET", path)).status == 404
+    assert (await client("PUT", PACK, b"x", If_None_Match='"abc"')).status == 400
+
+
+async def test_one_of_many_racing_creates_wins(client: Client) -> None:
+    bodies = [b"%d" % i * 300_000 for i in range(20)]
+    answers = await asyncio.gather(*[client.create(PACK, body) for body in bodies])
+    [winner] = [body for body, answer in zip(bodies, answers, strict=True) if answer.status == 201]
+    assert sorted({answer.status for answer in answers}) == [201, 412]
+    assert (await client("GET", PACK)).body == winner
+
+
+async def test_a_body_is_checked_against_its_checksum(client: Client) -> None:
+    assert (await client.create(PACK, b"abd", X_TStore_XXH3=xxhash.xxh3_128_hexdigest(b"abc"))).status == 409
+    assert (await client("GET", PACK)).status == 404
+    assert (await client.create(PACK, b"abc", X_TStore_XXH3=xxhash.xxh3_128_hexdigest(b"abc"))).status == 201
+
+
+async def test_a_refused_body_is_not_asked_for(server: Server, client: Client) -> None:
+    await client.create(PACK, b"abc")
+    for path, token, status in (
+        (PACK, WRITE, 412),
+        ("/txn/abc/pack-1", READ, 403),
+        ("/txn/abc/pack-1", WRITE, 201),
+    ):
+        async with wire(server) as raw:
+            await raw.send(
+                f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nIf-None-Match: *\r\n"
+                "Content-Length: 3\r\nExpect: 100-continue\r\n\r\n".encode()
+            )
+            if status == 201:
+                assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                await raw.send(b"abc")
+            assert (await raw.answer())[0] == status
+
+
+async def test_a_body_in_chunks(client: Client) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 100_000
+
+    answer = await client.create(PACK, body())
+    chunked = {201: b"x" * 500_000, 411: None}  # in memory only what comes with its length can be received
+    assert answer.status in chunked
+    assert answer.status == 411 or (await client("GET", PACK)).body == chunked[201]
+
+
+async def test_a_long_pack_for_a_storage_that_is_not_local() -> None:
+    async with Server("memory://a-long-pack") as server, wire(server) as raw:
+        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+        await raw.send(b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % (1 << 30))
+        assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+async def test_metadata_that_would_break_the_store_is_refused(client: Client) -> None:
+    whole = record()
+    for body in (
+        b"",
+        b"nonsense",
+        whole[:-1],
+        whole[:20] + bytes([whole[20] ^ 1]) + whole[21:],
+        encode(NO_CHUNKS),
+        record(base=1),
+        record(collected=9),
+        forged(Record("", 0, 1.0)),
+        forged(Record("../x", 0, 1.0)),
+        forged(Record("abc", 0, float("nan"))),
+        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),))),
+        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),))),
+    ):
+        answer = await client.create(commit(1), body)
+        assert answer.status == 422, answer
+        assert json.loads(answer.body)["error"].startswith("commits/0000")
+    assert (await client.create(commit(2), record())).status == 422  # there is no version 1
+    assert (await client.create(commit(1), whole)).status == 201
+    assert (await client.create(commit(1), record(message="other"))).status == 412
+    assert (await client("GET", commit(1))).body == whole
+    assert (await client.create(commit(2), encode(Record("abd", 1, 1.0)))).status == 201
+    for path, body in (
+        ("/tstore.json", b"{}"),
+        ("/tstore.json", MARKER[:-1] + b',"checksum":"0"}'),
+        ("/tstore.json", b'{"format":2}'),
+        ("/latest", b"../1"),
+        ("/roots/00000000000000000001", whole),
+        ("/txn/abc/manifest-1", whole),
+        ("/txn/abc/part-00000-of-00002", whole),
+        ("/txn/abc/alive-0", b"[1]"),
+        ("/txn/abc/alive-0", b"[" * 3000),
+        ("/txn/abc/alive-0", b'{"x":' + b"[" * 4000),
+        ("/txn/abc/merging-0-00000-of-00002", b"x"),
+    ):
+        assert (await client.create(path, body)).status == 422, path
+        assert (await client("GET", path)).status == 404
+
+
+async def test_a_root_of_another_record_is_refused(client: Client) -> None:
+    for version in range(1, 65):
+        data = encode(Record(f"t{version}", 0, 1.0))
+        assert (await client.create(commit(version), data)).status == 201
+    key = "/roots/00000000000000000064"
+    answer = await client.create(key, encode(Root(64, bytes(16), {}, NO_CHUNKS)))
+    assert answer.status == 422
+    assert "the root of another record" in json.loads(answer.body)["error"]
+    assert (await client.create(key, encode(Root(64, data[-16:], {"t": 1}, NO_CHUNKS)))).status == 422
+    assert (await client.create(key, encode(Root(64, data[-16:], {}, NO_CHUNKS)))).status == 201
+
+
+async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:
+    (tmp_path / "tstore.json").write_bytes(MARKER)
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "commits").mkdir()
+    (tmp_path / "commits" / "x").write_text("secret")
+    (tmp_path / "txn" / "empty").mkdir(parents=True)
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, ADMIN) as client:
+        for path in ("/secret.txt", "/commits/x", "/commits", "/txn", "/txn/abc/x", "/commits/1"):
+            assert (await client("GET", path)).status == 404
+            assert (await client.create(path, b"x")).status == 403
+            assert (await client("DELETE", path)).status == 403
+        listed = json.loads((await client("GET", "/?list")).body)
+        assert [e["key"] for e in listed["entries"]] == ["tstore.json"]
+        assert json.loads((await client("GET", "/?list&prefix=txn/&delimiter=/")).body)["folders"] == []
+    async with Server(tmp_path, access=everybody(), names="any") as server, client_of(server, ADMIN) as client:
+        assert (await client("GET", "/secret.txt")).body == b"secret"
+        for name in ("odd name", "Ünïcode", "per%cent", "q?u#e", "a+b&c=d"):
+            path = f"/x/{''.join(f'%{b:02X}' for b in name.encode())}"
+            assert (await client.create(path, name.encode())).status == 201
+            assert (await client("GET", path)).body == name.encode()
+            assert (tmp_path / "x" / name).exists()
+            assert (await client("DELETE", path)).status == 204
+
+
+async def test_a_list_comes_in_pages(client: Client) -> None:
+    names = [f"txn/{t}/pack-{i}" for t in ("a", "a-b", "b") for i in range(5)]
+    for name in [*names, "latest"]:
+        await client.create(f"/{name}", b"12345")
+
+    async def listed(query: str) -> tuple[list[str], list[str], int]:
+        keys: list[str] = []
+        folders: list[str] = []
+        after: str | None = ""
+        pages = 0
+        while after is not None:
+            document = json.loads((await client("GET", f"/?list{query}&after={after}")).body)
+            assert all(e["size"] == 5 for e in document["entries"])
+            keys += [e["key"] for e in document["entries"]]
+            folders += document["folders"]
+            after, pages = document["next"], pages + 1
+        return keys, folders, pages
+
+    everything = sorted([*names, "latest"])
+    assert await listed("") == (everything, [], 1)
+    for limit in (1, 2, 7):
+        assert await listed(f"&limit={limit}") == (everything, [], -(-len(everything) // limit))
+    assert await listed("&prefix=txn/a/") == (names[:5], [], 1)
+    assert await listed("&prefix=txn/a/pack-3&delimiter=/") == ([names[3]], [], 1)
+    assert await listed("&delimiter=/") == (["latest"], ["txn/"], 1)
+    for limit in (1, 2, 100):
+        found, folders, _ = await listed(f"&prefix=txn/&delimiter=/&limit={limit}")
+        assert (found, folders) == ([], ["txn/a-b/", "txn/a/", "txn/b/"])
+    assert await listed("&prefix=gone/") == ([], [], 1)
+    for query in ("&prefix=../", "&limit=0", "&limit=x", "&delimiter=-", "&what=1", "&prefix=%ff", "&list"):
+        assert (await client("GET", f"/?list{query}")).status == 400
+    assert (await client("GET", "/")).status == 404
+
+
+async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
+    """Its pages come from one listing; a new list sees what is new."""
+    names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
+    async with Server("memory://a-long-list") as server, client_of(server) as client:
+        backend = server._served.backend
+        for name in names:
+            await backend.create(name, b"x", Durability.NONE)
+        calls: list[str] = []
+        real = backend.list
+
+        async def counted(prefix: str) -> list[str]:
+            calls.append(prefix)
+            return await real(prefix)
+
+        backend.list = counted  # type: ignore[method-assign]
+
+        async def listed(query: str) -> list[str]:
+            found: list[str] = []
+            after: str | None = ""
+            while after is not None:
+                document = json.loads((await client("GET", f"/?list{query}&limit=100&after={after}")).body)
+                found += [e["key"] for e in document["entries"]] + document["folders"]
+                after = document["next"]
+            return found
+
+        assert await listed("") == names
+        assert await listed("&prefix=txn/&delimiter=/") == [name[:-6] for name in names]
+        assert calls == ["", "txn/"]
+        await client.create("/txn/t9/pack-0", b"x")
+        await backend.delete(names[-1])
+        assert await listed("") == [*names[:-1], "txn/t9/pack-0"]
+        assert calls == ["", "txn/", ""]
+
+
+async def test_only_what_a_gc_condemned_is_removed(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    await tstore.save(place, {"w": np.arange(300_000)}, 1)
+    await tstore.save(place, {"w": np.arange(300_000) + 1}, 2)
+    old, new = sorted(place.glob("txn/*/pack-*"), key=os.path.getmtime)
+    async with Server(place, access=everybody()) as server, client_of(server, WRITE) as client:
+        admin = client.with_token(ADMIN)
+        paths = [f"/{p.relative_to(place)}" for p in (old, new)]
+        for path in paths:
+            assert (await client("DELETE", path)).status == 403
+            assert (await admin("DELETE", path)).status == 403
+        for path in ("/tstore.json", commit(1), "/latest"):
+            assert (await admin("DELETE", path)).status == 403
+        data = old.read_bytes()
+        store = await tstore.open(place)
+        await store.collect(tstore.Keep(last=1))
+        old.parent.mkdir()
+        old.write_bytes(data)  # as a gc leaves it that died before it had removed all
+        assert (await client("DELETE", paths[0])).status == 403
+        for _ in range(2):
+            assert (await admin("DELETE", paths[0])).status == 204
+        assert not old.parent.exists()
+        assert (await admin("DELETE", paths[1])).status == 403
+        beat = "/txn/abc/alive-00000-of-00002"
+        await client("PUT", beat, b'{"name": "a", "time": 1.0}')
+        assert (await client("DELETE", beat)).status == 204
+        assert (await client("GET", beat)).status == 404
+
+
+async def test_scopes(server: Server, client: Client) -> None:
+    await client.create(PACK, b"abc")
+    for token, expected in (
+        (None, [401, 401, 401, 401]),
+        ("writer-0123456780", [401, 401, 401, 401]),
+        (f"{WRITE}=", [401, 401, 401, 401]),
+        ("", [401, 401, 401, 401]),
+        (READ, [200, 200, 403, 403]),
+        (WRITE, [200, 200, 204, 403]),
+        (ADMIN, [200, 200, 204, 204]),
+    ):
+        asking = client.with_token(token)
+        answers = [
+            await asking("GET", PACK),
+            await asking("GET", "/?list"),
+            await asking("PUT", "/latest", b"1"),
+            await asking("DELETE", "/txn/abc/pack-gone"),
+        ]
+        assert [a.status for a in answers] == expected
+        assert all("WWW-Authenticate" in a.headers for a in answers if a.status in (401, 403))
+        assert (await asking("GET", "/-/health")).status == 200
+    basic = await client.with_token(None)("GET", PACK, Authorization=f"Basic {READ}")
+    assert basic.status == 401
+
+
+async def test_a_store_that_is_served_for_reading(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore, match=r"tstore\.json"):
+        await Server(tmp_path, mode="r").__aenter__()
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(NotAStore, match="other files"):
+        await Server(tmp_path).__aenter__()
+    (tmp_path / "tstore.json").write_bytes(MARKER)
+    async with Server(tmp_path, mode="r", access=everybody()) as server, client_of(server, ADMIN) as client:
+        assert (await client("GET", "/tstore.json")).body == MARKER
+        assert (await client("PUT", "/latest", b"1")).status == 403
+        assert (await client("DELETE", PACK)).status == 403
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "tstore.json"]
+
+
+async def test_reading_without_a_token_where_that_is_permitted(tmp_path: Path) -> None:
+    access = Access({WRITE: "write"}, anonymous="read")
+    async with Server(tmp_path, access=access) as server, client_of(server) as client:
+        assert (await client("GET", "/latest")).status == 404
+        assert (await client("PUT", "/latest", b"1")).status == 403
+        assert (await client.with_token(WRITE)("PUT", "/latest", b"1")).status == 204
+
+
+async def test_without_tokens_a_page_of_another_name_gets_nothing(tmp_path: Path) -> None:
+    """A page in a browser whose name points to this machine names itself in the Host header."""
+    async with Server(tmp_path) as server, client_of(server) as client:
+        for host in ("127.0.0.1", "127.0.0.1:80", "localhost:1", "[::1]:8080", "[::1]"):
+            assert (await client("GET", "/latest", Host=host)).status == 404
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+            assert (await client("GET", "/latest", Host=host)).status in (400, 403)
+        assert (await client("DELETE", PACK)).status == 403
+
+
+async def test_tokens_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# of the cluster\n\nread {READ}\nwrite  {WRITE}\n")
+    for mode in (0o644, 0o640, 0o604, 0o660, 0o601):
+        file.chmod(mode)
+        with pytest.raises(Denied, match=f"mode {mode:04o}.*chmod 600.*Kubernetes.*defaultMode: 0400"):
+            Access.read(file)
+    file.chmod(0o600)
+    access = Access.read(file)
+    assert access.tokens == 2
+    assert READ not in repr(access)
+    file.write_bytes(b"\xef\xbb\xbfread " + READ.encode() + b"\r\n")  # as an editor may begin it
+    assert Access.read(file).tokens == 1
+    for text, said in ((f"{WRITE} write", "scope"), (f"none {WRITE}", "scope read, write or admin")):
+        with pytest.raises(InvalidArgument, match=said):
+            Access.parse(text, "tokens")
+    with pytest.raises(InvalidArgument, match="line 2: the same token has another scope above"):
+        Access.parse(f"read {WRITE}\nwrite {WRITE}", "tokens")
+    for text in (
+        f"write {WRITE} more",
+        WRITE,
+        f"owner {WRITE}",
+        "write short",
+        f"read {WRITE}\nwrite {WRITE}",
+        "#\n",
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            Access.parse(text, "tokens")
+        assert WRITE not in str(caught.value)
+    with pytest.raises(InvalidArgument):
+        Access({WRITE: "all"})
+
+
+async def test_only_with_tokens_it_listens_to_others(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
+        for access in (None, Access(anonymous="read")):
+            with pytest.raises(InvalidArgument, match="needs tokens"):
+                Server(tmp_path, host=host, access=access)
+    async with Server(tmp_path, host="0.0.0.0", access=everybody()) as server, client_of(server, READ) as client:
+        assert (await client("GET", "/latest")).status == 404
+
+
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async with Server(tmp_path) as server:
+        with pytest.raises(Unavailable, match="another port"):
+            await Server(tmp_path, port=int(server.url.rsplit(":", 1)[1])).__aenter__()
+
+
+async def test_clients_that_go_before_they_are_answered_are_no_faults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        async with client_of(server, WRITE) as client:
+            assert (await client.create(PACK, b"abc")).status == 201
+            asked = f"GET {PACK} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {READ}\r\n\r\n".encode()
+            for times in range(60):
+                async with wire(server) as gone:
+                    await gone.send(asked * (times % 3 + 1))
+                    gone.writer.transport.abort()
+            assert (await client("GET", PACK)).body == b"abc"
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made.private_key_pem.write_to_path(key)
+    for blob in made.cert_chain_pems:
+        blob.write_to_path(cert, append=True)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    body = np.random.default_rng(0).bytes(3_000_000)
+    certificate = Certificate(str(cert), str(key))
+    async with Server(tmp_path / "store", certificate=certificate) as server:
+        assert server.url.startswith("https://")
+        async with client_of(server) as client:
+            with pytest.raises(OSError, match="certificate"):
+                await client("GET", "/latest")
+        connector = aiohttp.TCPConnector(ssl=trusting)
+        async with client_of(server, connector=connector) as client:
+            assert (await client.create(PACK, body)).status == 201
+            assert (await client("GET", PACK, Range="bytes=7-")).body == body[7:]
+    with pytest.raises(InvalidArgument, match="PEM"):
+        Server(tmp_path, certificate=Certificate(str(key), str(cert)))
+    with pytest.raises(InvalidArgument, match=r"gone\.pem"):
+        Server(tmp_path, certificate=Certificate(str(cert), str(tmp_path / "gone.pem")))
+
+
+async def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tstore.server")
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, WRITE) as client:
+        await client.create(PACK, b"abc")
+        await client("GET", PACK)
+        await client.with_token("wrong-0123456789")("GET", "/?list&prefix=hidden")
+        await client("GET", "/%0a%1b")
+    lines = [JsonLines().format(r) for r in caplog.records if r.name == "tstore.server.access"]
+    assert all("\n" not in line and line.isascii() for line in lines)
+    logged = [json.loads(line) for line in lines]
+    assert [(e["method"], e["path"], e["status"], e["scope"]) for e in logged] == [
+        ("PUT", PACK, 201, "write"),
+        ("GET", PACK, 200, "write"),
+        ("GET", "/", 401, "none"),
+        ("GET", "/%0A%1B", 400, "write"),
+    ]
+    assert [(e["received"], e["sent"]) for e in logged[:2]] == [(3, 0), (0, 3)]
+    assert not any(secret in caplog.text + "".join(lines) for secret in (WRITE, "wrong-0123456789", "hidden"))
+
+
+async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> None:
+    async with Server(tmp_path) as server, wire(server) as raw, wire(server) as idle:
+        await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+        await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
+        await raw.reader.readuntil(b"\r\n\r\n")  # it is at work
+        await raw.send(b"abc")
+        ending = asyncio.ensure_future(server.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        await idle.send(b"GET /-/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await idle.answer())[0] == 503
+        await raw.send(b"def")
+        assert (await raw.answer())[0] == 201
+        await ending
+        assert await idle.rest() == b""
+    assert (tmp_path / PACK[1:]).read_bytes() == b"abcdef"
+
+
+async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with Server(tmp_path, limits=Limits(drain=0.05)) as server:
+            raw = await stack.enter_async_context(wire(server))
+            await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
+            await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
+            await raw.reader.readuntil(b"\r\n\r\n")
+        assert await raw.rest() == b""
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+async def test_the_command(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            client = Client(session)
+            assert (await client("GET", "/-/health")).status == 200
+            assert (await client("GET", PACK)).status == 401
+            assert (await client.with_token(WRITE).create(PACK, b"abc")).status == 201
+        logged = served.end()
+    assert [line["status"] for line in logged] == [200, 401, 201]
+    assert WRITE not in str(logged)
+    assert (tmp_path / "store" / PACK[1:]).read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--host", "0.0.0.0"], 1, "needs tokens"),
+        (["--token-file", "open.txt"], 1, "chmod 600 open.txt"),
+        (["--token-file", "gone.txt"], 1, "gone.txt"),
+        (["--tls-cert", "x.pem"], 2, "--tls-key"),
+        (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 1, "x.pem can't be read"),
+        ([], 1, "not a tstore store: it has no tstore.json; check the path, or pass --create"),
+        (["--read-only", "--create"], 1, "not a tstore store"),
+        (["--token", "abc"], 2, "--token"),
+    ],
+)
+def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    (tmp_path / "open.txt").write_text(f"write {WRITE}")
+    (tmp_path / "open.txt").chmod(0o644)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.chdir(tmp_path)
+        assert main(["serve", "store", *arguments]) == code
+    assert said in errors.getvalue()
+    assert errors.getvalue().count("\n") == 1
+    assert WRITE not in errors.getvalue()
+
+
+@pytest.mark.parametrize("text", ["", " ", "# no token"])
+def test_an_empty_variable_of_tokens_does_not_let_everybody_write(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TSTORE_SERVER_TOKENS", text)
+    assert main(["serve", str(tmp_path), "--create", "--port", "0"]) == 1
+    assert "TSTORE_SERVER_TOKENS holds no token" in capsys.readouterr().err
+
+
+async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with serving(tmp_path / "store", stderr=writing) as served:
+        os.close(writing)
+        async with aiohttp.ClientSession(served.url) as session:
+            client = Client(session, WRITE)
+            for _ in range(20):
+                answers = await asyncio.gather(*[client("GET", f"/{'x' * 900}") for _ in range(20)])
+                assert {answer.status for answer in answers} == {404}
+        served.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
+    os.close(reading)
+
+
+def test_ctrl_c_is_a_regular_end(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as served:
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 0
+        assert "Traceback" not in served.said()
+
+
+def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    total, log = 12_000, logging.getLogger("tstore.server.access")
+    with written(writing), (tmp_path / "log").open("wb") as file:
+        for number in range(total):
+            log.info("entry %d", number)
+        reader = subprocess.Popen(["cat"], stdin=reading, stdout=file)
+        os.close(reading)
+    os.close(writing)
+    assert reader.wait(60) == 0
+    lines = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    dropped = sum(int(line.split()[0]) for line in lines if "dropped" in line)
+    assert dropped > 0
+    assert dropped + sum("dropped" not in line for line in lines) == total
+    assert lines[0] == "entry 0"
+
+
+async def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        file.chmod(0o600)
+
+    write(f"read {READ}\n")
+    with serving(tmp_path / "store", "--token-file", str(file)) as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            client = Client(session)
+
+            async def status(token: str) -> int:
+                return (await client.with_token(token)("GET", PACK)).status
+
+            async def told(text: str) -> None:
+                served.process.send_signal(signal.SIGHUP)
+                async with asyncio.timeout(20):
+                    while text not in served.said():
+                        await status(READ)
+
+            assert [await status(READ), await status(WRITE)] == [404, 401]
+            write(f"write {WRITE}\n")
+            await told("the tokens were reloaded; there are now 1")
+            assert [await status(READ), await status(WRITE)] == [401, 404]
+            write("nonsense\n")
+            await told("the current tokens are kept")
+            assert [await status(READ), await status(WRITE)] == [401, 404]
+        assert WRITE not in str(served.end())
+
+
+async def test_health_and_methods(client: Client) -> None:
+    assert (await client("GET", "/-/health")).status == 200
+    for method in ("POST", "OPTIONS", "TRACE", "PATCH"):
+        assert (await client(method, PACK)).status == 405
+
+
+# ---- whole stores
+
+
+async def test_garbage_is_collected_with_the_permission_for_it(tmp_path: Path) -> None:
+    async with Server(tmp_path / "store", access=everybody()) as server:
+        async with await tstore.open(server.url, storage_options={"token": WRITE}) as store:
+            for step in range(4):
+                await tstore.save(store, {"w": np.full(300_000, step)}, step)
+            with pytest.raises(Denied, match=r"scope admin.*Nothing was collected"):
+                await store.collect(tstore.Keep(last=2))
+            assert await tstore.steps(store) == [0, 1, 2, 3]
+            assert len([c async for c in store.history()]) == 4
+        async with await tstore.open(server.url, storage_options={"token": ADMIN}) as store:
+            await store.collect(tstore.Keep(last=2))
+            assert await tstore.steps(store) == [2, 3]
+            assert (await store.verify()).faults == []
+    assert len(list(tmp_path.glob("store/txn/*"))) == 2
+
+
+async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
+    """Two servers of one folder, and a writer that is not a client of either."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(Server(tmp_path / "store")) for _ in range(2)]
+        places = [servers[0].url, servers[1].url, servers[0].url, str(tmp_path / "store")]
+        stores = [await stack.enter_async_context(await tstore.open(place)) for place in places]
+
+        async def write(number: int) -> None:
+            for i in range(5):
+                async with stores[number].transaction() as tx:
+                    array = await tx.create_array(f"w{number}.{i}", (40_000,), "float64")
+                    await array.write(np.full(40_000, float(number)))
+
+        await asyncio.gather(*[write(number) for number in range(4)])
+        snapshot = await stores[0].snapshot()
+        assert snapshot.version == 20
+        for number in range(4):
+            for i in range(5):
+                assert (await (await snapshot.array(f"w{number}.{i}")).read() == number).all()
+        assert (await stores[3].verify()).faults == []

@@ -1,0 +1,542 @@
+"""Google Cloud Storage, on fake-gcs-server and on an endpoint that errs as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+import tstore
+from tests.support import gcs
+from tests.support.gcs_endpoint import Endpoint, Fault, Wrong, at
+from tests.support.processes import python
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotAStore,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+)
+from tstore.storage.gcs.store import GcsObjects
+from tstore.storage.objects import Entry, PutMode, Span
+from tstore.storage.retry import Retry
+
+CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    made = Endpoint()
+    async with made.running():
+        yield made
+
+
+@pytest.fixture
+async def faulty(endpoint: Endpoint) -> AsyncIterator[GcsObjects]:
+    objects = GcsObjects(f"gs://{endpoint.new_bucket()}/s", endpoint_url=endpoint.url)
+    yield objects
+    await objects.close()
+
+
+@pytest.fixture(params=["fake-gcs-server", "endpoint"])
+def server(request: pytest.FixtureRequest, emulator: str, endpoint: Endpoint) -> str:
+    return emulator if request.param == "fake-gcs-server" else endpoint.url
+
+
+@pytest.fixture
+async def objects(server: str, endpoint: Endpoint) -> AsyncIterator[GcsObjects]:
+    bucket = endpoint.new_bucket() if server == endpoint.url else gcs.new_bucket(server)
+    made = GcsObjects(f"gs://{bucket}/path of/a store", endpoint_url=server)
+    yield made
+    await made.close()
+
+
+async def entries(objects: GcsObjects, prefix: str = "") -> list[Entry]:
+    return [entry async for page in objects.pages(prefix) for entry in page.entries]
+
+
+# ---- what is promised of every server of objects
+
+
+async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
+    with gcs.lying_server(tmp_path) as liar:
+        options = {"endpoint_url": liar}
+        url = f"gs://{gcs.new_bucket(liar)}/s"
+        for mode in ("x", "a"):
+            with pytest.raises(Denied, match="does not create exclusively"):
+                await tstore.open(url, mode, storage_options=options)
+        with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it was left
+            await tstore.open(url, "r", storage_options=options)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 1, 5 << 20])
+@pytest.mark.parametrize("mode", PutMode)
+async def test_what_was_put_is_read(objects: GcsObjects, size: int, mode: PutMode) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    cuts = [data[:7], bytearray(data[7:100]), np.frombuffer(data[100:], np.uint8)]
+    await objects.put("a/b", cuts, mode)
+    assert await objects.get("a/b") == data
+    entry = await objects.head("a/b")
+    assert entry is not None
+    assert (entry.key, entry.size) == ("a/b", size)
+    buffers = [bytearray(min(size, 3)), bytearray(max(0, size - 3))]
+    await objects.read("a/b", 0, buffers, size)
+    assert b"".join(buffers) == data
+
+
+@pytest.mark.parametrize(
+    "span",
+    [Span(2, 5), Span(4), Span(-3), Span(-99), Span(8, 99), Span(0, 10), Span(-5, -2), Span(1, -1), Span(5, 5)],
+)
+async def test_spans_are_slices(objects: GcsObjects, span: Span) -> None:
+    await objects.put("k", [b"0123456789"], CREATE)
+    assert await objects.get("k", span) == b"0123456789"[span.start : span.stop]
+
+
+async def test_nothing_lies_behind_the_end(faulty: GcsObjects) -> None:
+    await faulty.put("k", [b"0123456789"], CREATE)
+    assert await faulty.get("k", Span(10)) == await faulty.get("k", Span(12, 20)) == b""
+    for offset, size in [(8, 3), (10, 1), (99, 1)]:
+        with pytest.raises(Corrupt, match=rf"{faulty.url}: k: {size} bytes expected at {offset}"):
+            await faulty.read("k", offset, [bytearray(size)], size)
+
+
+async def test_one_of_many_creators_wins(objects: GcsObjects) -> None:
+    async def create(number: int) -> int | None:
+        try:
+            await objects.put("commits/1", [b"%d" % number], CREATE)
+        except AlreadyExists:
+            return None
+        return number
+
+    winners = [n for n in await asyncio.gather(*map(create, range(16))) if n is not None]
+    assert len(winners) == 1
+    assert await objects.get("commits/1") == b"%d" % winners[0]
+    await objects.put("commits/1", [b"replaced"], REPLACE)
+    assert await objects.get("commits/1") == b"replaced"
+
+
+async def test_lists(objects: GcsObjects, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.storage.gcs.store._PAGE", 10)
+    other = GcsObjects(f"{objects.url}-2", endpoint_url=server)
+    await other.put("not/ours", [b""], CREATE)
+    await other.close()
+    names = [*(f"many/{i}" for i in range(25)), *(f"at/{i}/x" for i in range(15)), "a/1", "a/b/2", "ab", "b%c d/é"]
+    await asyncio.gather(*[objects.put(name, [name.encode()], CREATE) for name in names])
+    for prefix in ("", "a", "a/", "many/", "at", "b%", "none"):
+        found = await entries(objects, prefix)
+        assert [(e.key, e.size) for e in found] == [
+            (n, len(n.encode())) for n in sorted(names) if n.startswith(prefix)
+        ]
+        assert all(e.age is not None and 0 <= e.age < 100 for e in found)
+    for prefix in ("", "many/", "at/"):
+        keys, folders = [], []
+        async for page in Retry(objects).pages(prefix, "/"):
+            keys += [entry.key for entry in page.entries]
+            folders += page.folders
+        rest = sorted(name[len(prefix) :] for name in names if name.startswith(prefix))
+        assert keys == [prefix + name for name in rest if "/" not in name]
+        assert folders == sorted({f"{prefix}{name.partition('/')[0]}/" for name in rest if "/" in name})
+
+
+@pytest.mark.parametrize("key", ["ünïcödé/日本", "a%2fb", "*?[x]#1", "x" * 200, "a:b&c=d+e", "new\nline", 'q"\\'])
+async def test_odd_names(objects: GcsObjects, key: str) -> None:
+    await objects.put(key, [key.encode()], CREATE)
+    assert await objects.get(key) == key.encode()
+    assert [e.key for e in await entries(objects)] == [key]
+    await objects.delete(key)
+    await objects.delete(key)
+    assert await objects.head(key) is None
+
+
+async def test_what_is_missing_is_not_found(objects: GcsObjects) -> None:
+    await objects.put("here", [b""], CREATE)
+    assert await objects.head("nothing") is None
+    await objects.delete("nothing")
+    for call in (objects.get("nothing"), objects.get("no", Span(3, 3)), objects.read("no", 0, [bytearray(1)], 1)):
+        with pytest.raises(NotFound, match=f"{objects.url}: "):
+            await call
+    for key in ("../x", "/x", "a//b", ".hidden", ""):
+        with pytest.raises(InvalidArgument, match="name of an object"):
+            await objects.get(key)
+
+
+async def test_a_missing_bucket_is_named_by_every_call(server: str) -> None:
+    objects = GcsObjects("gs://not-there/store", endpoint_url=server)
+    for call in (
+        objects.get("tstore.json"),
+        objects.head("latest"),
+        objects.read("pack", 0, [bytearray(1)], 1),
+        objects.put("tstore.json", [b"{}"], CREATE),
+        entries(objects),
+    ):
+        with pytest.raises(InvalidArgument, match="there is no bucket not-there; check the URL"):
+            await call
+    await objects.close()
+
+
+async def test_where_google_says_that_an_object_is_missing_nothing_more_is_asked(
+    endpoint: Endpoint, faulty: GcsObjects
+) -> None:
+    assert await faulty.head("k") is None
+    with pytest.raises(NotFound):
+        await faulty.get("k")
+    assert len(endpoint.asked) == 2
+
+
+async def test_who_may_not_list_is_told_that_the_object_is_missing(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    answers = iter([Fault(Wrong.REFUSED, 404, reason="notFound"), Fault(Wrong.REFUSED, 403, reason="forbidden")])
+    endpoint.faults = lambda request: next(answers)
+    with pytest.raises(NotFound, match="k: there is no such object"):
+        await faulty.get("k")
+
+
+async def test_a_listing_without_end_is_given_up(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    for name in "abc":
+        await faulty.put(name, [b""], CREATE)
+    endpoint.stuck = True
+    with pytest.raises(Corrupt, match="one page for ever"):
+        await entries(faulty)
+
+
+async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    await faulty.put("latest", [b"1"], REPLACE)
+    await faulty.put("commits/1", [b"1"], CREATE)
+    [objects] = endpoint.buckets.values()
+    assert {n: o.given.get("cacheControl") for n, o in objects.items()} == {
+        "s/latest": "no-store",
+        "s/commits/1": None,
+    }
+
+
+async def test_folders_that_a_console_made_are_no_objects(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    [bucket] = endpoint.buckets
+    await faulty.put("x", [b""], CREATE)
+    for name in ("s/", "s/empty/"):
+        endpoint.buckets[bucket][name] = endpoint.buckets[bucket]["s/x"]
+    assert [e.key for e in await entries(faulty)] == ["x"]
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "error"),
+    [
+        (400, "invalid", InvalidArgument),
+        (401, "authError", Denied),
+        (403, "forbidden", Denied),
+        (403, "rateLimitExceeded", Throttled),
+        (403, "quotaExceeded", StorageFull),
+        (408, "requestTimeout", Unavailable),
+        (409, "conflict", Unavailable),
+        (413, "uploadTooLarge", StorageFull),
+        (429, "rateLimitExceeded", Throttled),
+        (500, "backendError", Unavailable),
+        (502, "badGateway", Unavailable),
+        (503, "backendError", Unavailable),
+        (504, "gatewayTimeout", Unavailable),
+    ],
+)
+async def test_each_refusal_is_one_kind_of_error(
+    endpoint: Endpoint, faulty: GcsObjects, status: int, reason: str, error: type[TStoreError]
+) -> None:
+    fault = Fault(Wrong.REFUSED, status, {"Retry-After": "7"} if status in (403, 429) else {}, reason)
+    for method, call in [
+        ("GET", faulty.get("k")),
+        ("GET", faulty.head("k")),
+        ("GET", entries(faulty)),
+        ("POST", faulty.put("k", [b"x"], CREATE)),
+        ("DELETE", faulty.delete("k")),
+    ]:
+        endpoint.faults = at(fault, method)
+        with pytest.raises(error, match=faulty.url) as raised:
+            await call
+        assert type(raised.value) is error
+        if isinstance(raised.value, Throttled):
+            assert raised.value.retry_after == 7
+    assert len(endpoint.asked) == 5  # none is repeated here
+
+
+@pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT, Wrong.REFUSED_LATE])
+async def test_a_write_without_an_answer_is_unavailable(
+    endpoint: Endpoint, faulty: GcsObjects, wrong: Wrong
+) -> None:
+    endpoint.faults = at(Fault(wrong), "POST")
+    with pytest.raises(Unavailable):
+        await faulty.put("k", [b"x" * 100_000], CREATE)
+    assert (await faulty.head("k") is None) == (wrong is Wrong.REQUEST_LOST)
+
+
+async def test_a_create_that_the_server_repeats_has_won(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    endpoint.faults = at(Fault(Wrong.REPEATED), "POST")
+    await faulty.put("k", [b"x"], CREATE)
+    for mine in (b"x", b"y"):  # and equal bytes are another's all the same
+        with pytest.raises(AlreadyExists):
+            await faulty.put("k", [mine], CREATE)
+
+
+@pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT])
+async def test_a_read_without_an_answer_is_unavailable(
+    endpoint: Endpoint, faulty: GcsObjects, wrong: Wrong
+) -> None:
+    await faulty.put("k", [bytes(100_000)], CREATE)
+    # what closes a kept connection is asked once more: reading twice harms nobody
+    for call in (faulty.get("k"), faulty.read("k", 0, [bytearray(100_000)], 100_000), faulty.head("k")):
+        endpoint.faults = at(Fault(wrong), "GET", 2)
+        with pytest.raises(Unavailable):
+            await call
+    endpoint.faults = at(Fault(wrong), "GET", 2)
+    with pytest.raises(Unavailable):
+        await entries(faulty)
+
+
+async def test_bytes_that_change_on_the_way_are_noticed(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    endpoint.faults = at(Fault(Wrong.DAMAGED), "POST", 2)
+    with pytest.raises(Unavailable, match="crc32c"):  # sent again it may arrive
+        await faulty.put("k", [b"x" * 1000], CREATE)
+    assert await faulty.head("k") is None
+    endpoint.lax = True
+    with pytest.raises(Corrupt, match="what stands there is damaged"):
+        await faulty.put("k", [b"x" * 1000], CREATE)
+
+
+async def test_a_page_is_no_object(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    for method, call in [
+        ("GET", faulty.get("k")),
+        ("GET", faulty.head("k")),
+        ("GET", faulty.read("k", 0, [bytearray(20)], 20)),
+        ("GET", entries(faulty)),
+        ("POST", faulty.put("k", [b"x"], CREATE)),
+    ]:
+        endpoint.faults = at(Fault(Wrong.PAGE), method)
+        with pytest.raises(Corrupt, match=faulty.url):
+            await call
+
+
+async def test_a_silent_server_is_given_up(
+    endpoint: Endpoint, faulty: GcsObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tstore.storage.pace.IDLE_SECONDS", 0.1)
+    for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
+        endpoint.faults = at(Fault(Wrong.SILENT), method)
+        with pytest.raises(Unavailable, match="silent"):
+            await call
+
+
+async def test_a_cancelled_call_leaves_the_session_usable(endpoint: Endpoint, faulty: GcsObjects) -> None:
+    asked = asyncio.Event()
+
+    def draw(request: Any) -> Fault:
+        asked.set()
+        return Fault(Wrong.SILENT)
+
+    endpoint.faults = draw
+    put = asyncio.create_task(faulty.put("k", [bytes(1 << 20)], CREATE))
+    await asked.wait()
+    put.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await put
+    endpoint.faults = lambda request: None
+    await faulty.put("k", [b"x"], CREATE)
+    assert await faulty.get("k") == b"x"
+
+
+async def test_a_wrong_endpoint_fails_at_once() -> None:
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        objects = GcsObjects("gs://bucket/s", endpoint_url=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(Unavailable, match="no connection"):
+            await objects.get("tstore.json")
+        await objects.close()
+
+
+async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    endpoint = Endpoint()
+    async with endpoint.running(context):
+        url = f"gs://{endpoint.new_bucket()}/s"
+        objects = GcsObjects(url, endpoint_url=endpoint.url)
+        with pytest.raises(Denied, match=r"certificate.*ca_file"):
+            await objects.get("k")
+        await objects.close()
+        objects = GcsObjects(url, endpoint_url=endpoint.url, ca_file=tmp_path / "ca.pem")
+        await objects.put("k", [b"x"], CREATE)
+        assert await objects.get("k") == b"x"
+        await objects.close()
+
+
+# ---- credentials
+
+SECRET = "ya29.secret-access-token"
+
+
+async def refused(endpoint: Endpoint, token: object) -> str:
+    """What `Denied` says to a request with that token."""
+    objects = GcsObjects(f"gs://{endpoint.new_bucket()}/s", token=token, endpoint_url=endpoint.url)
+    with pytest.raises(Denied) as raised:
+        await objects.get("k")
+    await objects.close()
+    assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r} {objects!r}"
+    return str(raised.value)
+
+
+async def test_an_access_token_is_shown_with_each_request(endpoint: Endpoint) -> None:
+    endpoint.token = SECRET
+    objects = GcsObjects(f"gs://{endpoint.new_bucket()}", token=SECRET, endpoint_url=endpoint.url)
+    await objects.put("k", [b"x"], CREATE)
+    assert await objects.get("k") == b"x"
+    assert [e.key for e in await entries(objects)] == ["k"]
+    await objects.delete("k")
+    assert endpoint.shown == [f"Bearer {SECRET}"] * 4
+    await objects.close()
+
+
+async def test_a_token_that_expired_is_denied_with_what_to_do(endpoint: Endpoint) -> None:
+    endpoint.token = "another"
+    assert "refused the credentials, as wrong or expired: Invalid Credentials; log in again" in await refused(
+        endpoint, SECRET
+    )
+    assert "wants credentials: Invalid Credentials; log in (gcloud" in await refused(endpoint, None)
+
+
+async def test_a_token_does_not_follow_a_redirect(endpoint: Endpoint) -> None:
+    other = Endpoint()
+    async with other.running():
+        endpoint.faults = at(Fault(Wrong.REFUSED, 302, {"Location": f"{other.url}/x"}), "GET")
+        objects = GcsObjects(f"gs://{endpoint.new_bucket()}", token=SECRET, endpoint_url=endpoint.url)
+        with pytest.raises(TStoreError):
+            await objects.get("k")
+        assert other.shown == [None]
+        await objects.close()
+
+
+def service_account(folder: Path, token_url: str) -> Path:
+    """A file of credentials whose access tokens that URL gives."""
+    key = rsa.generate_private_key(65537, 2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    told = {
+        "type": "service_account",
+        "project_id": "p",
+        "client_email": "writer@p.iam.gserviceaccount.com",
+        "token_uri": token_url,
+        "private_key": key.decode(),
+    }
+    path = folder / "service-account.json"
+    path.write_text(json.dumps(told))
+    return path
+
+
+async def test_a_service_account_renews_its_token(endpoint: Endpoint, tmp_path: Path) -> None:
+    path = service_account(tmp_path, f"{endpoint.url}/token")
+    endpoint.token = "first"
+    objects = GcsObjects(f"gs://{endpoint.new_bucket()}", token=str(path), endpoint_url=endpoint.url)
+    await objects.put("k", [b"x"], CREATE)
+    endpoint.token = "second"  # the first is revoked
+    assert await asyncio.gather(*[objects.get("k") for _ in range(5)]) == [b"x"] * 5
+    assert [asked for asked in endpoint.asked if asked == "POST /token"] == ["POST /token"] * 2
+    await objects.close()
+
+
+async def test_an_emulator_learns_no_credentials(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = service_account(tmp_path, f"{endpoint.url}/token")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint.url.removeprefix("http://"))
+    objects = GcsObjects(f"gs://{endpoint.new_bucket()}")
+    await objects.put("k", [b"x"], CREATE)
+    await objects.close()
+    assert endpoint.shown == [None]
+
+
+@pytest.mark.parametrize("given", ["missing", "no json", "not credentials"])
+async def test_bad_credentials_of_the_environment_are_named(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "login.json"
+    if given != "missing":
+        path.write_text("{" if given == "no json" else "{}")
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    with pytest.raises(Denied, match=r"gs://bucket/s: there are no usable credentials .* mend GOOGLE_APPL"):
+        await GcsObjects("gs://bucket/s").get("k")
+    if given != "missing":
+        with pytest.raises(Denied, match="there are no usable credentials"):
+            await GcsObjects("gs://bucket/s", token=str(path)).get("k")
+    else:
+        with pytest.raises(InvalidArgument, match=r"there is no file .*login\.json"):
+            await GcsObjects("gs://bucket/s", token=str(path)).get("k")
+
+
+async def test_the_project_that_pays_is_named(endpoint: Endpoint) -> None:
+    seen: list[str] = []
+    endpoint.faults = lambda request: seen.append(request.query.get("userProject"))  # type: ignore[func-returns-value]
+    for options in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}, {"project": "p"}):
+        objects = GcsObjects(f"gs://{endpoint.new_bucket()}", endpoint_url=endpoint.url, **options)  # type: ignore[arg-type]
+        await objects.put("k", [b"x"], CREATE)
+        await objects.close()
+    assert seen == ["payer", "payer", None]
+    with pytest.raises(InvalidArgument, match="project=… says who pays"):
+        GcsObjects("gs://bucket", requester_pays=True)
+
+
+@pytest.mark.parametrize("endpoint_url", ["nonsense", "http://", "http://user:secret@host", "http://host/?secret"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint_url: str) -> None:
+    with pytest.raises(InvalidArgument, match="gs://bucket/s: endpoint_url: ") as raised:
+        GcsObjects("gs://bucket/s", endpoint_url=endpoint_url)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://", "gs:///x", "gs://user:secret@bucket/x", "gs://b?x", "gs://bucket/a/../b"]
+)
+def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        GcsObjects(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_gcsfs_is_loaded_only_for_gs() -> None:
+    loaded = python("""
+        import sys, tstore, tstore.sync
+        tstore.sync.open("memory://x")
+        print([name for name in ("gcsfs", "google.auth", "requests") if name in sys.modules])
+    """)
+    assert loaded == "[]\n"
+
+
+@pytest.mark.parametrize("missing", ["gcsfs", "google_crc32c"])
+def test_a_missing_package_is_named_with_the_command(missing: str) -> None:
+    said = python(
+        """
+        import sys
+        sys.modules[sys.argv[1]] = None
+        import tstore.sync
+        try:
+            tstore.sync.open("gs://bucket/store")
+        except tstore.errors.InvalidArgument as error:
+            print(error)
+        """,
+        missing,
+    )
+    assert f"the package {missing} is not installed" in said
+    assert "pip install 'tstore[gcs]'" in said

@@ -1,0 +1,318 @@
+"""Long bodies of answers: they go into the caller's memory as they come, whatever the server does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import trustme
+
+from tests.support.answers import Answer, Request, Server, close, hang, ok, part, reset, serving, then
+from tstore.errors import Corrupt, TStoreError, Unavailable
+from tstore.storage import pace
+from tstore.storage.http.body import fill
+from tstore.storage.http.responses import Sink
+from tstore.storage.http.session import trusting
+from tstore.storage.http.store import HttpObjects
+from tstore.storage.pace import Pace
+from tstore.storage.remote import served
+
+SIZE = 3 << 20
+BODY = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8).tobytes()  # no byte is what a room holds before
+SPAN = f"0-{SIZE - 1}/{SIZE}"
+WHOLE = part(BODY, SPAN)
+HALF = WHOLE[: len(WHOLE) - SIZE // 2]
+
+
+class Place:
+    """A server, a client of it, and how many bytes one read has."""
+
+    def __init__(self, server: Server, store: HttpObjects, trusted: ssl.SSLContext | None) -> None:
+        self.server = server
+        self.store = store
+        self._trusted = trusted
+
+    def client(self) -> aiohttp.ClientSession:
+        """The HTTP library alone, which trusts the server."""
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._trusted or True))
+
+    async def read(self, *sizes: int) -> bytes:
+        """What a read of the whole fills into buffers of these sizes."""
+        buffers = [bytearray(size) for size in sizes or (SIZE,)]
+        await self.store.read("k", 0, buffers, sum(map(len, buffers)))
+        return b"".join(buffers)
+
+
+class Places:
+    """Servers that speak plainly, or all of them TLS."""
+
+    def __init__(self, folder: Path, secure: bool) -> None:
+        self._server: ssl.SSLContext | None = None
+        self._options: dict[str, Any] = {}
+        self._trusted: ssl.SSLContext | None = None
+        if secure:
+            authority = trustme.CA()
+            self._server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            authority.issue_cert("127.0.0.1").configure_cert(self._server)
+            authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+            self._options["ca_file"] = folder / "ca.pem"
+            self._trusted = trusting(folder / "ca.pem")
+
+    @contextlib.asynccontextmanager
+    async def serving(self, *answers: Answer) -> AsyncIterator[Place]:
+        async with serving(*answers, tls=self._server) as server:
+            store = HttpObjects(server.url, **self._options)
+            try:
+                yield Place(server, store, self._trusted)
+            finally:
+                await store.close()
+
+
+@pytest.fixture(params=["http", "https"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
+    return Places(tmp_path, request.param == "https")
+
+
+# ---- it comes whole
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (SIZE,),
+        (1, SIZE - 1),
+        (SIZE - 1, 1),
+        (1 << 20, 1 << 20, 0, 1 << 20),
+        (1 << 20, 5, (1 << 20) - 10, 5, 1 << 20),
+        (1024,) * (SIZE >> 10),
+    ],
+)
+async def test_a_body_fills_its_buffers_and_its_connection_is_used_again(
+    places: Places, sizes: tuple[int, ...]
+) -> None:
+    async with places.serving(WHOLE) as place:
+        for _ in range(3):
+            assert await place.read(*sizes) == BODY
+        assert place.server.connections == 1
+
+
+async def test_many_bodies_at_once_come_each_to_its_place(places: Places) -> None:
+    def answer(request: Request) -> bytes:
+        number = int(request.path[2:])
+        return part(BODY[number:] + BODY[:number], SPAN)
+
+    async with places.serving(answer) as place:
+        rooms = [bytearray(SIZE) for _ in range(9)]
+        await asyncio.gather(*[place.store.read(f"k{i}", 0, [room], SIZE) for i, room in enumerate(rooms)])
+        assert [bytes(room) for room in rooms] == [BODY[i:] + BODY[:i] for i in range(9)]
+
+
+def in_chunks(body: bytes) -> bytes:
+    pieces = [body[i : i + 50_000] for i in range(0, len(body), 50_000)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        (WHOLE, True),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: </>; rel=preload\r\n\r\n" + WHOLE, True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE, True),
+        (part(BODY, SPAN, "Connection: close"), False),
+        (WHOLE.replace(b"HTTP/1.1", b"HTTP/1.0"), False),
+        (
+            f"HTTP/1.1 206 OK\r\nContent-Range: bytes {SPAN}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            + in_chunks(BODY),
+            True,
+        ),
+        (then(f"HTTP/1.1 206 OK\r\nContent-Range: bytes {SPAN}\r\n\r\n".encode() + BODY, close), False),
+    ],
+)
+async def test_a_body_comes_in_any_way_that_http_has(places: Places, answer: Answer, kept: bool) -> None:
+    async with places.serving(answer) as place:
+        assert await place.read() == BODY
+        assert await place.read() == BODY
+        assert place.server.connections == (1 if kept else 2)
+
+
+async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.8)
+    size = 1 << 20
+    answer = part(BODY[:size], f"0-{size - 1}/{size}")
+
+    async def drip(request: Request) -> bytes:
+        step = len(answer) // 8
+        for at in range(0, len(answer), step):
+            request.writer.write(answer[at : at + step])
+            await asyncio.sleep(0.12)
+        return b""
+
+    async with places.serving(drip, answer) as place:
+        assert await place.read(size) == BODY[:size]
+        assert await place.read(size) == BODY[:size]
+        assert place.server.connections == 1
+
+
+async def test_a_long_body_takes_no_memory_of_its_own(places: Places) -> None:
+    async def piecewise(request: Request) -> bytes:
+        for at in range(0, len(WHOLE), 1 << 16):
+            request.writer.write(WHOLE[at : at + (1 << 16)])
+            await request.writer.drain()
+        return b""
+
+    async with places.serving(piecewise) as place:
+        room = bytearray(SIZE)
+        await place.store.read("k", 0, [room], SIZE)
+        tracemalloc.start()
+        try:
+            await place.store.read("k", 0, [room], SIZE)
+            assert tracemalloc.get_traced_memory()[1] < SIZE // 2  # with what the server holds
+        finally:
+            tracemalloc.stop()
+    room.append(0)  # nobody holds it any more
+
+
+# ---- it does not
+
+
+@pytest.mark.parametrize(("behave", "match"), [(close, "broke"), (hang, r"silent for 0\.2 s"), (reset, "broke")])
+@pytest.mark.parametrize("begun", [HALF, WHOLE[:-1]])
+async def test_a_body_that_breaks_off_is_unavailable(
+    places: Places, begun: bytes, behave: Any, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.2)
+    async with places.serving(then(begun, behave), WHOLE) as place:
+        with pytest.raises(Unavailable, match=match) as caught:
+            await place.read()
+        assert f"{place.server.url}: k" in str(caught.value)
+        assert await place.read() == BODY
+        assert place.server.connections == 2
+
+
+async def test_a_body_that_broke_off_is_asked_for_again(places: Places) -> None:
+    async with places.serving(then(HALF, close), WHOLE) as place:
+        room = bytearray(SIZE)
+        await served(place.store).objects.read("k", 0, [room], SIZE)
+        assert room == BODY
+
+
+@pytest.mark.parametrize("sent", [HALF, WHOLE[:-1], WHOLE])
+async def test_nothing_is_written_once_a_read_was_cancelled(places: Places, sent: bytes) -> None:
+    go_on = asyncio.Event()
+
+    async def halt(request: Request) -> None:
+        await go_on.wait()
+        with contextlib.suppress(ConnectionError):
+            request.writer.write(WHOLE[len(sent) :])
+            await request.writer.drain()
+
+    async with places.serving(then(sent, halt), WHOLE) as place:
+        room = bytearray(SIZE)
+        reading = asyncio.ensure_future(place.store.read("k", 0, [room], SIZE))
+        while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        room[:] = bytes(SIZE)  # the caller's again
+        go_on.set()
+        assert await place.read() == BODY  # by then whatever still could come has come
+        assert not any(room)
+
+
+async def filled(room: bytearray, response: aiohttp.ClientResponse) -> bool:
+    async with Pace(20) as within:
+        return await fill(Sink([room]), response, within)
+
+
+async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: Places) -> None:
+    go_on, gone = asyncio.Event(), asyncio.Event()
+
+    async def halt(request: Request) -> None:
+        await go_on.wait()
+        with contextlib.suppress(ConnectionError):
+            request.writer.write(WHOLE[len(HALF) :])
+            await request.writer.drain()
+        gone.set()
+
+    async with places.serving(then(HALF, halt)) as place, place.client() as client:
+        async with client.get(place.server.url) as response:  # held on to: that closes nothing
+            room = bytearray(SIZE)
+            reading = asyncio.ensure_future(filled(room, response))
+            while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            room[:] = bytes(SIZE)
+            go_on.set()
+            await gone.wait()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert room.count(0) == SIZE
+            assert response.connection is None or not response.connection.transport
+
+
+async def test_nothing_is_written_once_a_server_was_silent_for_too_long(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+
+    async def halt(request: Request) -> None:
+        await go_on.wait()
+        with contextlib.suppress(ConnectionError):
+            request.writer.write(WHOLE[len(HALF) :])
+            await request.writer.drain()
+
+    async with places.serving(then(HALF, halt), WHOLE) as place:
+        room = bytearray(SIZE)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(pace, "IDLE_SECONDS", 0.2)
+            with pytest.raises(Unavailable, match="silent"):
+                await place.store.read("k", 0, [room], SIZE)
+        room[:] = bytes(SIZE)
+        go_on.set()
+        assert await place.read() == BODY
+        assert not any(room)
+
+
+@pytest.mark.parametrize("more", [b"x", b"x" * (1 << 20), WHOLE])
+async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: Places, more: bytes) -> None:
+    async with places.serving(WHOLE + more, part(BODY[::-1], SPAN)) as place:
+        assert await place.read() == BODY
+        try:
+            found = await place.read()
+        except (Corrupt, Unavailable):
+            found = await place.read()
+        assert found == BODY[::-1]
+        assert place.server.connections == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        part(BODY[:-1], SPAN),  # another length than the range
+        part(BODY + b"x", SPAN),
+        part(BODY, f"1-{SIZE}/{SIZE + 1}"),
+        part(BODY, SPAN, "Content-Encoding: gzip"),
+        part(BODY, SPAN, "Content-Type: text/html"),
+        part(BODY, SPAN, f"Content-Length: {SIZE - 1}"),  # told twice
+        part(BODY, SPAN, "Transfer-Encoding: chunked"),
+        part(BODY, SPAN, *[f"X-{i}: {'x' * 5000}" for i in range(300)]),
+        ok(BODY[:-1]),  # no part, and too short
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
+async def test_another_body_than_the_part_is_refused(places: Places, answer: bytes) -> None:
+    async with places.serving(answer) as place:
+        with pytest.raises(TStoreError) as caught:
+            await place.read()
+        assert type(caught.value) in (Corrupt, Unavailable)

@@ -1,0 +1,205 @@
+"""Stores in folders that lack something: links, the right to write, a disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support import processes
+from tstore import conformance
+from tstore.errors import AlreadyExists, Denied, InvalidArgument
+from tstore.storage.base import Durability
+from tstore.storage.local.store import LocalBackend
+
+TREE = {"a": np.arange(1000.0), "b": {"c": np.ones((3, 4), np.float32)}}
+IN_PROCESS = [check for check in conformance.CHECKS if check.name != "one_winner_among_processes"]
+
+
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(1, "no links on this file system", target)
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.fixture
+def no_safe_rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        """A libc that knows nothing newer than rename(2)."""
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Old())
+
+
+@pytest.mark.usefixtures("no_links")
+@pytest.mark.parametrize("check", IN_PROCESS, ids=str)
+async def test_without_links_it_conforms_as_well(check: conformance.Check, tmp_path: Path) -> None:
+    await check(conformance.Subject.of(str(tmp_path)))
+
+
+@pytest.mark.usefixtures("no_links", "no_safe_rename")
+@pytest.mark.parametrize("mode", ["x", "a"])
+async def test_without_links_and_safe_renames_it_is_refused(tmp_path: Path, mode: tstore.Mode) -> None:
+    with pytest.raises(Denied, match=r"neither link\(2\) nor rename without replacing.*another file system"):
+        await tstore.open(tmp_path / "s", mode)
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder that lies in memory (tmpfs)."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no /dev/shm to write to")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_in_memory(shm: Path) -> None:
+    findings = await conformance.judge(conformance.Subject.of(str(shm / "s")))
+    assert [f for f in findings if f.outcome == "fails"] == []
+    await tstore.save(shm / "s", TREE, step=1)
+    assert np.array_equal((await tstore.restore(shm / "s"))["a"], TREE["a"])
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder below which every user may read."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_a_folder_that_may_only_be_read(public: Path) -> None:
+    await tstore.save(public / "s", TREE, step=1)
+    await tstore.save(public / "s", TREE, step=2)
+    for path in [public / "s", *(public / "s").rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    public.chmod(0o555)
+    code = """
+        import os, sys
+        import numpy as np
+        import tstore.sync as tstore
+        from tstore.cli import main
+        from tstore import conformance  # what nobody may read is read before
+        if os.getuid() == 0:
+            os.setuid(65534)  # who may do anything is never denied
+        where = sys.argv[1]
+        for mode in ("r", "a"):
+            with tstore.open(where, mode) as store:
+                assert store.verify().ok
+                assert tstore.steps(store) == [1, 2]
+                assert tstore.restore(store, step=1)["a"].sum() == 499500
+        for save in (lambda: tstore.save(where, {"a": np.ones(3)}, step=3), lambda: tstore.open(where + "2", "x")):
+            try:
+                save()
+            except tstore.errors.Denied as error:
+                print(error)
+        print(main(["probe", where]))
+    """
+    said = processes.python(code, public / "s").splitlines()
+    assert f"can't create {public}/s/commits/" in said[0]
+    assert "check the owner, the permissions" in said[0]
+    assert f"can't create {public}/s2" in said[1]
+    assert "it can be read but not written" in said[-2]
+    assert said[-1] == "0"
+    public.chmod(0o755)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a/\udcff"], ids=ascii)
+async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None:
+    backend = LocalBackend(tmp_path)
+    for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
+        with pytest.raises(InvalidArgument, match="UTF-8"):
+            await call
+
+
+@pytest.mark.parametrize("key", ["x" * 300, "x/" * 3000 + "x"], ids=len)
+async def test_names_that_are_too_long(tmp_path: Path, key: str) -> None:
+    backend = LocalBackend(tmp_path)
+    for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
+        with pytest.raises(InvalidArgument, match="too long"):
+            await call
+    assert await backend.empty()
+
+
+async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
+    """A name that is taken by a link, also by one that leads nowhere, is taken."""
+    (tmp_path / "elsewhere").write_bytes(b"keep")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "s" / "b").symlink_to(tmp_path / "nowhere")
+    backend = LocalBackend(tmp_path / "s")
+    for key in ("a", "b"):
+        with pytest.raises(AlreadyExists):
+            await backend.create(key, b"mine", Durability.FSYNC)
+        with pytest.raises(AlreadyExists):
+            backend.writer(key, Durability.FSYNC)
+    await backend.hint("a", b"hint")
+    await backend.delete("b")
+    assert (tmp_path / "elsewhere").read_bytes() == b"keep"
+    assert not (tmp_path / "nowhere").exists()
+
+
+# ---- copies at once
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*.tmp") if p.name.startswith(".")]
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    if request.param == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return request.param == "locks"
+
+
+@pytest.mark.usefixtures("locks")
+def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path) -> None:
+    backends = [LocalBackend(tmp_path / "s") for _ in range(2)]
+    first, second = [b.upload("txn/a/pack-0", 4, Durability.FSYNC) for b in backends]
+    for writer in (second, first):
+        writer.append([b"data"], 4)
+    first.finish()
+    with pytest.raises(AlreadyExists):
+        second.finish()
+    assert (tmp_path / "s/txn/a/pack-0").read_bytes() == b"data"
+    assert unfinished(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path, locks: bool) -> None:
+    code = """
+import os, sys
+from tstore.storage.base import Durability
+from tstore.storage.local.store import LocalBackend
+LocalBackend(sys.argv[1]).upload("txn/a/pack-0", 4, Durability.FSYNC)
+os.kill(os.getpid(), 9)
+"""
+    died = subprocess.run([sys.executable, "-c", code, tmp_path / "s"], check=False)
+    assert died.returncode == -signal.SIGKILL
+    [left] = unfinished(tmp_path)
+    writer = LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC)
+    assert left.exists() != locks
+    writer.discard()
+    if not locks:
+        os.utime(left, (0, 0))
+        LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC).discard()
+    assert unfinished(tmp_path) == []

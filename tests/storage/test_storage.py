@@ -1,0 +1,388 @@
+"""What every backend must do, for each backend that there is."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import processes
+from tstore.conformance.faulty import FaultyBackend
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
+from tstore.storage.base import Backend, Durability
+from tstore.storage.connect import connect
+from tstore.storage.local.store import LocalBackend
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.remote import RemoteBackend
+
+FSYNC, NONE = Durability.FSYNC, Durability.NONE
+MARKS = [b"", b"x", bytes(range(256)) * 100]
+
+
+@pytest.fixture(params=["local", "memory", "faulty", "remote"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    if request.param == "local":
+        return connect(tmp_path / "new" / "store")
+    if request.param == "remote":
+        return RemoteBackend(MemoryObjects(str(uuid.uuid4())))
+    memory = connect(f"memory://{uuid.uuid4()}")
+    return memory if request.param == "memory" else FaultyBackend(memory)
+
+
+@pytest.mark.parametrize("data", MARKS, ids=len)
+@pytest.mark.parametrize("durability", Durability)
+async def test_what_was_created_is_read(backend: Backend, data: bytes, durability: Durability) -> None:
+    await backend.create("a/b/c", data, durability)
+    assert await backend.get("a/b/c") == data
+    assert await backend.size("a/b/c") == len(data)
+
+
+async def test_create_never_replaces(backend: Backend) -> None:
+    await backend.create("k", b"first", FSYNC)
+    for data in (b"second", b"first", b""):
+        with pytest.raises(AlreadyExists, match="k"):
+            await backend.create("k", data, FSYNC)
+    assert await backend.get("k") == b"first"
+
+
+async def test_what_is_missing_is_not_found(backend: Backend) -> None:
+    assert await backend.size("nothing/here") is None
+    with pytest.raises(NotFound, match="here"):
+        await backend.get("nothing/here")
+    with pytest.raises(NotFound, match="here"):
+        backend.reader("nothing/here").read_into(0, [bytearray(1)], 1)
+    await backend.delete("nothing/here")
+    assert await backend.list("nothing/") == []
+    assert await backend.list("") == []
+
+
+async def test_empty_until_something_is_there(backend: Backend) -> None:
+    assert await backend.empty()
+    await backend.create("a", b"", FSYNC)
+    assert not await backend.empty()
+
+
+async def test_list_gives_the_keys_with_a_prefix_in_order(backend: Backend) -> None:
+    keys = ["a/1", "a/10", "a/2", "ab", "b/a/1", "b/a/2/3", "a0/x"]
+    for key in keys:
+        await backend.create(key, key.encode(), NONE)
+    for prefix in ("", "a", "a/", "a/1", "b/a", "b/a/", "c", "c/d/"):
+        assert await backend.list(prefix) == sorted(k for k in keys if k.startswith(prefix)), prefix
+
+
+async def test_deleted_is_gone_and_can_be_created_again(backend: Backend) -> None:
+    await backend.create("a/b", b"1", FSYNC)
+    await backend.create("a/c", b"2", FSYNC)
+    await backend.delete("a/b")
+    await backend.delete("a/b")
+    assert await backend.size("a/b") is None
+    assert await backend.list("") == ["a/c"]
+    await backend.create("a/b", b"3", FSYNC)
+    assert await backend.get("a/b") == b"3"
+
+
+async def test_a_hint_replaces(backend: Backend) -> None:
+    await backend.create("any", b"", FSYNC)
+    for data in (b"1", b"22222", b"", b"3"):
+        await backend.hint("latest", data)
+        assert await backend.get("latest") == data
+    assert await backend.list("") == ["any", "latest"]
+
+
+@pytest.mark.parametrize(
+    "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "new\nline"]
+)
+async def test_odd_names(backend: Backend, key: str) -> None:
+    await backend.create(key, key.encode(), FSYNC)
+    assert await backend.get(key) == key.encode()
+    assert await backend.list("") == [key]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "./a", "a/./b", "a/.tmp", "a\0b"],
+)
+async def test_names_that_lead_outside_or_have_two_spellings_are_refused(backend: Backend, key: str) -> None:
+    with pytest.raises(InvalidArgument):
+        await backend.create(key, b"x", FSYNC)
+    for call in (backend.get, backend.size, backend.delete):
+        with pytest.raises(InvalidArgument):
+            await call(key)
+    with pytest.raises(InvalidArgument):
+        backend.writer(key, FSYNC)
+    with pytest.raises(InvalidArgument):
+        backend.reader(key)
+    assert await backend.empty()
+
+
+@pytest.mark.parametrize("durability", Durability)
+async def test_packs_are_written_in_pieces_and_read_anywhere(backend: Backend, durability: Durability) -> None:
+    rng = np.random.default_rng(0)
+    pieces = [rng.bytes(n) for n in (1, 0, 1000, 3, 70_000)] + [rng.bytes(7) for _ in range(3000)]
+    pack = backend.writer("txn/1/pack", durability)
+    pack.reserve(100)
+    offsets = [pack.append([p], len(p)) for p in pieces[:5]]
+    offsets.append(pack.append(pieces[5:], sum(map(len, pieces[5:]))))  # more buffers than one call takes
+    pack.finish()
+    await backend.settle("txn/1", durability)
+    whole = b"".join(pieces)
+    assert offsets == [0, 1, 1, 1001, 1004, 71004]
+    assert await backend.size("txn/1/pack") == len(whole)
+    assert await backend.get("txn/1/pack") == whole
+    reader = backend.reader("txn/1/pack")
+    for offset, sizes in [(0, [len(whole)]), (5, [1, 2, 3]), (len(whole) - 1, [1]), (17, [9] * 3000)]:
+        buffers = [bytearray(n) for n in sizes]
+        reader.read_into(offset, buffers, sum(sizes))
+        assert b"".join(buffers) == whole[offset : offset + sum(sizes)]
+
+
+async def test_a_pack_can_be_read_before_it_is_finished(backend: Backend) -> None:
+    pack = backend.writer("p", FSYNC)
+    pack.append([b"abc"], 3)
+    buffer = bytearray(2)
+    backend.reader("p").read_into(1, [buffer], 2)
+    assert buffer == b"bc"
+    pack.append([b"d"], 1)
+    backend.reader("p").read_into(2, [buffer], 2)
+    assert buffer == b"cd"
+    pack.finish()
+
+
+@pytest.mark.parametrize(("offset", "sizes"), [(0, [5]), (3, [1, 1]), (4, [1]), (100, [1]), (0, [1] * 2000)])
+async def test_a_pack_that_is_too_short_is_corrupt(backend: Backend, offset: int, sizes: list[int]) -> None:
+    pack = backend.writer("t/p", FSYNC)
+    pack.append([b"abcd"], 4)
+    pack.finish()
+    await backend.settle("t", FSYNC)
+    with pytest.raises(Corrupt):
+        backend.reader("t/p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
+
+
+async def test_a_discarded_pack_is_gone(backend: Backend) -> None:
+    pack = backend.writer("a/p", FSYNC)
+    pack.append([b"abc"], 3)
+    pack.discard()
+    assert await backend.list("") == []
+
+
+async def test_a_second_writer_of_a_pack_is_refused(backend: Backend) -> None:
+    pack = backend.writer("t/p", FSYNC)
+    pack.append([b"abc"], 3)
+    with pytest.raises(AlreadyExists):
+        backend.writer("t/p", FSYNC)
+    pack.finish()
+    await backend.settle("t", FSYNC)
+    assert await backend.get("t/p") == b"abc"
+
+
+async def test_a_create_has_one_winner_among_threads(backend: Backend) -> None:
+    start = threading.Barrier(8)
+
+    def race(number: int) -> list[bool]:
+        async def one(turn: int) -> bool:
+            try:
+                await backend.create(f"r/{turn}", bytes([number]), NONE)
+            except AlreadyExists:
+                return False
+            return True
+
+        async def turns() -> list[bool]:
+            return [await one(i) for i in range(25)]
+
+        start.wait()
+        return asyncio.run(turns())
+
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(race, range(8)))
+    assert [sum(w[i] for w in won) for i in range(25)] == [1] * 25
+    for turn in range(25):
+        winner = next(i for i, w in enumerate(won) if w[turn])
+        assert await backend.get(f"r/{turn}") == bytes([winner])
+
+
+def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
+    code = """
+        import asyncio, sys
+        from tstore.errors import AlreadyExists
+        from tstore.storage.base import Durability
+        from tstore.storage.connect import connect
+        async def main():
+            backend = connect(sys.argv[1])
+            print("ready", flush=True)
+            sys.stdin.readline()
+            won = ""
+            for turn in range(100):
+                try:
+                    await backend.create(f"r/{turn}", sys.argv[2].encode() * 1000, Durability.NONE)
+                    won += "1"
+                except AlreadyExists:
+                    assert len(await backend.get(f"r/{turn}")) == 1000
+                    won += "0"
+            print(won)
+        asyncio.run(main())
+    """
+    racers = [processes.start(code, tmp_path, i) for i in range(8)]
+    with processes.running(*racers):
+        for racer in racers:
+            assert processes.line(racer) == "ready"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        won = [processes.result(r).strip() for r in racers]
+    assert [sum(int(w[i]) for w in won) for i in range(100)] == [1] * 100
+    for turn in range(100):
+        winner = next(i for i, w in enumerate(won) if w[turn] == "1")
+        assert (tmp_path / "r" / str(turn)).read_bytes() == str(winner).encode() * 1000
+    assert {p.name for p in (tmp_path / "r").iterdir()} == {str(i) for i in range(100)}  # no temporary files
+
+
+# ---- what only local files have
+
+
+async def test_a_lost_reply_to_link_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def lossy(source: str, target: str) -> None:
+        link(source, target)
+        raise FileExistsError(17, "the server did it, the answer to the first try was lost", target)
+
+    monkeypatch.setattr(os, "link", lossy)
+    await LocalBackend(tmp_path).create("k", b"mine", FSYNC)
+    assert (tmp_path / "k").read_bytes() == b"mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["k"]
+
+
+@pytest.mark.parametrize("number", [1, 95])
+async def test_without_links_a_rename_that_replaces_nothing_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(number, "no links on this file system", target)
+
+    monkeypatch.setattr(os, "link", refuse)
+    backend = LocalBackend(tmp_path)
+    await backend.create("k", b"first", FSYNC)
+    with pytest.raises(AlreadyExists):
+        await backend.create("k", b"second", FSYNC)
+    assert await backend.get("k") == b"first"
+    assert [p.name for p in tmp_path.iterdir()] == ["k"]
+
+
+async def test_what_a_crash_leaves_is_not_listed(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    (tmp_path / ".0123456789abcdef.tmp").write_bytes(b"half")
+    assert await backend.list("") == []
+    assert await backend.empty()
+
+
+def test_the_last_room_on_a_disk_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    fallocate = os.posix_fallocate
+
+    def small_disk(fd: int, offset: int, size: int) -> None:
+        if offset + size > 1 << 20:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        fallocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", small_disk)
+    pack = LocalBackend(tmp_path).writer("p", FSYNC)
+    pack.append([bytes(900_000)], 900_000)
+    with pytest.raises(StorageFull):
+        pack.append([bytes(900_000)], 900_000)
+    pack.append([b"x" * 1000], 1000)
+    pack.finish()
+    assert (tmp_path / "p").stat().st_size == 901_000
+
+
+def test_urls(tmp_path: Path) -> None:
+    assert connect(tmp_path).url == connect(f"file://{tmp_path}").url == connect(str(tmp_path) + "/").url
+    assert connect(f"file://localhost{tmp_path}/a%20b").url == f"{tmp_path}/a b"
+    assert connect("memory://x/y/").url == "memory://x/y"
+    for url in ("", "gopher://x", "file://otherhost/x"):
+        with pytest.raises(InvalidArgument):
+            connect(url)
+    assert connect("http://localhost:1/s", {"token": "secret"}).url == "http://localhost:1/s"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("http://localhost:1/s", "expected token"), ("memory://x", "takes no"), ("/x", "takes no")]
+)
+def test_an_option_that_is_not_known_is_refused_by_name(url: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        connect(url, {"tokn": "secret"})
+    assert "tokn" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["get", "size", "list"])
+async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    backend = LocalBackend(tmp_path)
+    (tmp_path / "d").mkdir()
+    monkeypatch.setattr(os, "open", closed)
+    monkeypatch.setattr(os, "stat", closed)
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(Denied, match="permission"):
+        await getattr(backend, call)("d/x")
+
+
+async def test_folders_and_what_is_in_them(backend: Backend) -> None:
+    assert await backend.folders("txn/") == []
+    for key in ("txn/b/pack", "txn/a/one", "txn/a/two", "txn/plain", "other/c/x"):
+        await backend.create(key, b"x", NONE)
+    assert await backend.folders("txn/") == ["a", "b"]
+    age = await backend.age("txn/a")
+    assert age is not None
+    assert -1 < age < 100
+    assert await backend.age("txn/nothing") is None
+    for key in ("txn/a/one", "txn/a", "txn/a/two"):
+        await backend.delete(key)
+        assert await backend.list("txn/b") == ["txn/b/pack"]
+    assert await backend.list("txn/a/") == []
+    await backend.delete("txn/a")
+    assert await backend.folders("txn/") == ["b"]
+
+
+async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> None:
+    backend = connect(tmp_path)
+    await backend.create("txn/a/one", b"x", NONE)
+    (tmp_path / "txn/a/.left.tmp").write_bytes(b"")  # by a create that was killed
+    os.utime(tmp_path / "txn/a/one", (0, 0))
+    await backend.delete("txn/a")
+    assert await backend.get("txn/a/one") == b"x"
+    await backend.delete("txn/a/one")
+    await backend.delete("txn/a")
+    assert os.listdir(tmp_path / "txn") == []
+    await backend.create("txn/a/one", b"y", FSYNC)
+    assert await backend.get("txn/a/one") == b"y"
+
+
+async def test_packs_are_discarded_in_a_thread_while_others_list() -> None:
+    """A transaction is aborted while a gc looks at what there is."""
+    backend = connect(f"memory://{uuid.uuid4()}")
+    for i in range(5000):
+        await backend.create(f"txn/{i}/pack", b"", NONE)
+    ended = threading.Event()
+
+    def abort() -> None:
+        while not ended.is_set():
+            backend.writer("txn/aborted/pack", NONE).discard()
+
+    with ThreadPoolExecutor(1) as threads:
+        aborting = threads.submit(abort)
+        try:
+            for _ in range(100):
+                assert len(await backend.folders("txn/")) >= 5000
+        finally:
+            ended.set()
+        aborting.result()

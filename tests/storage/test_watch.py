@@ -1,0 +1,70 @@
+"""Waiting for what others create: ended early where the system tells of it, and never missed where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+
+from tstore.storage.base import Durability
+from tstore.storage.local.store import LocalBackend
+from tstore.storage.memory import MemoryBackend
+from tstore.storage.watch import Watch
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what appears in a folder")
+
+
+@linux
+async def test_a_wait_ends_when_an_object_appears(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    await backend.create("commits/1", b"", Durability.NONE)
+    for number in "23":  # the second watch has the descriptor of the first
+        async with Watch(backend, "commits") as watch:
+            assert watch.told
+            waiting = asyncio.create_task(watch.wait(3600))
+            await backend.create(f"commits/{number}", b"", Durability.NONE)
+            await asyncio.wait_for(waiting, 60)
+
+
+@linux
+async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    await backend.create("commits/1", b"", Durability.NONE)
+    async with Watch(backend, "commits") as watch:
+        await watch.wait(0)
+        await backend.create("commits/2", b"", Durability.NONE)
+        await asyncio.wait_for(watch.wait(3600), 60)
+
+
+@linux
+async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    await backend.create("commits/1", b"", Durability.NONE)
+    async with Watch(backend, "commits") as watch:
+        waiting = asyncio.create_task(watch.wait(3600))
+        (tmp_path / "commits" / ".x.tmp").touch()
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        for _ in range(3):  # each turn of the loop hears all that was told before
+            await loop.run_in_executor(None, lambda: None)
+        assert not waiting.done()
+        await backend.create("commits/2", b"", Durability.NONE)
+        await asyncio.wait_for(waiting, 60)
+
+
+async def test_other_storage_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Watch(MemoryBackend("m"), "commits") as watch:
+        assert not watch.told
+        await watch.wait(0.001)
+    async with Watch(LocalBackend(tmp_path), "missing") as watch:
+        assert not watch.told
+
+    class Other:
+        """The libc of another system."""
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Other())
+    async with Watch(LocalBackend(tmp_path), ".") as watch:
+        assert not watch.told

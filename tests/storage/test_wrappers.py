@@ -1,0 +1,449 @@
+"""What stands between a backend and a server: retries, limits, counting, prefixes, read-only, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tstore.conformance.faults import LATE, Chances, Faults
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Throttled,
+    TStoreError,
+    Unavailable,
+    Unreachable,
+)
+from tstore.runtime import world
+from tstore.simulation.virtual import VirtualLoop
+from tstore.storage.concurrency import Limits
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.objects import Objects, Page, PutMode, Request, Span, Wrapper
+from tstore.storage.prefix import Prefix
+from tstore.storage.readonly import ReadOnly
+from tstore.storage.retry import PATIENCE, Retry
+from tstore.storage.trace import Trace
+
+CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
+
+
+def memory() -> MemoryObjects:
+    return MemoryObjects(str(uuid.uuid4()))
+
+
+class Seeded(world.World):
+    """Pauses are drawn alike in each run."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def uniform(self, low: float, high: float) -> float:
+        return self._random.uniform(low, high)
+
+
+def on_virtual_time(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs the test on a loop whose time passes at once."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, world.inhabited(Seeded()):
+        runner.run(call())
+
+
+class Scripted(Wrapper):
+    """Fails the next requests as told: an error instead of it ("before"), or after it was done."""
+
+    def __init__(self, inner: Objects, *faults: tuple[str, Exception]) -> None:
+        super().__init__(inner)
+        self.faults = list(faults)
+        self.times: list[float] = []
+        self.asked: list[str] = []
+
+    async def around(self, request: Request, call: Any) -> Any:
+        self.times.append(asyncio.get_running_loop().time())
+        self.asked.append(request.operation)
+        if not self.faults:
+            return await call()
+        when, error = self.faults.pop(0)
+        if when == "after":
+            await call()
+        raise error
+
+
+async def keys(objects: Objects, prefix: str = "", delimiter: str = "") -> list[str]:
+    return [
+        key
+        async for page in objects.pages(prefix, delimiter)
+        for key in (*(e.key for e in page.entries), *page.folders)
+    ]
+
+
+# ---- retry
+
+
+@pytest.mark.parametrize("operation", ["get", "read", "head", "put", "delete", "list", "create"])
+def test_what_was_not_answered_is_asked_again(operation: str) -> None:
+    async def test() -> None:
+        inner = memory()
+        await inner.put("a/b", [b"123"], REPLACE)
+        scripted = Scripted(
+            inner, ("before", Unavailable("1")), ("before", Throttled("2")), ("before", Unavailable("3"))
+        )
+        objects, buffer = Retry(scripted), bytearray(3)
+        match operation:
+            case "get":
+                assert await objects.get("a/b", Span(1)) == b"23"
+            case "read":
+                await objects.read("a/b", 0, [buffer], 3)
+                assert buffer == b"123"
+            case "head":
+                found = await objects.head("a/b")
+                assert found is not None
+                assert found.size == 3
+            case "put":
+                await objects.put("a/b", [b"new"], REPLACE)
+                assert await inner.get("a/b") == b"new"
+            case "create":
+                await objects.put("c", [b"x", b"yz"], CREATE)
+                assert await inner.get("c") == b"xyz"
+            case "delete":
+                await objects.delete("a/b")
+                assert await inner.head("a/b") is None
+            case "list":
+                assert await keys(objects) == ["a/b"]
+        assert len(scripted.times) >= 4
+        pauses = [b - a for a, b in zip(scripted.times, scripted.times[1:], strict=False)][:3]
+        assert all(0 < p <= PATIENCE.longest for p in pauses)
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("error", [NotFound("x"), Denied("x"), InvalidArgument("x"), AlreadyExists("x")])
+def test_an_answer_is_no_reason_to_ask_again(error: Exception) -> None:
+    async def test() -> None:
+        scripted = Scripted(memory(), ("before", error))
+        with pytest.raises(type(error)):
+            await Retry(scripted).put("k", [b""], CREATE)
+        assert len(scripted.times) == 1
+
+    on_virtual_time(test)
+
+
+def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
+    async def test() -> None:
+        inner = memory()
+        lost = Scripted(inner, ("after", Unavailable("lost")))
+        await Retry(lost).put("mine", [b"ab", b"c"], CREATE)
+        assert lost.asked == ["put", "put", "head", "get", "get"]
+        await inner.put("theirs", [b"xyz"], CREATE)
+        with pytest.raises(AlreadyExists, match="something else"):
+            await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"abc"], CREATE)
+        with pytest.raises(AlreadyExists, match="something else"):
+            await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"ab"], CREATE)
+        with pytest.raises(AlreadyExists):  # an answer to the first try, whatever the bytes are
+            await Retry(Scripted(inner)).put("theirs", [b"xyz"], CREATE)
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("error", [Denied("no"), StorageFull("full"), InvalidArgument("bad"), Corrupt("a page")])
+def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TStoreError) -> None:
+    async def test() -> None:
+        inner = memory()
+        scripted = Scripted(inner, ("before", Unavailable("lost")), ("before", error))
+        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+            await Retry(scripted).put("k", [b"1"], CREATE)
+        unreadable = Scripted(
+            inner, ("after", Unavailable("lost")), ("before", AlreadyExists("there")), ("before", error)
+        )
+        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+            await Retry(unreadable).put("k", [b"1"], CREATE)
+        with pytest.raises(type(error)):  # what may be done twice may be refused
+            await Retry(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
+                "k", [b""], REPLACE
+            )
+
+    on_virtual_time(test)
+
+
+def test_a_server_names_the_time_to_wait() -> None:
+    async def test() -> None:
+        scripted = Scripted(memory(), ("before", Throttled("later", 7.5)), ("before", Throttled("later", 0.0)))
+        await Retry(scripted).put("k", [b""], REPLACE)
+        first, second, third = scripted.times
+        assert first + 7.5 <= second < third < second + PATIENCE.longest
+
+    on_virtual_time(test)
+
+
+def test_asking_again_ends() -> None:
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        dead = Scripted(memory(), *[("before", Unavailable("down"))] * 10_000)
+        objects = Retry(dead)
+        with pytest.raises(Unavailable, match="down"):
+            await objects.head("k")
+        assert clock() <= PATIENCE.first_deadline  # it never answered: perhaps a wrong address
+        dead.faults.clear()
+        await objects.head("k")
+        dead.faults = [("before", Unavailable("down"))] * 10_000
+        began, tries = clock(), len(dead.times)
+        with pytest.raises(Unavailable, match="down"):
+            await objects.head("k")
+        assert PATIENCE.first_deadline < clock() - began <= PATIENCE.deadline
+        assert 6 < len(dead.times) - tries < 100
+
+    on_virtual_time(test)
+
+
+def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server_is_waited_for() -> None:
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        scripted = Scripted(memory(), *[("before", Unreachable("refused"))] * 10_000)
+        objects = Retry(scripted)
+        with pytest.raises(Unreachable):
+            await objects.head("k")
+        assert clock() <= PATIENCE.connect_deadline < PATIENCE.first_deadline
+        assert len(scripted.times) > 1
+        scripted.faults.clear()
+        await objects.head("k")
+        scripted.faults = [("before", Unreachable("refused"))] * 10_000
+        began = clock()
+        with pytest.raises(Unreachable):
+            await objects.head("k")
+        assert clock() - began > PATIENCE.first_deadline
+
+    on_virtual_time(test)
+
+
+def test_pauses_are_drawn_anew_and_grow() -> None:
+    class Loaded(world.World):
+        def uniform(self, low: float, high: float) -> float:
+            return high
+
+    async def test() -> None:
+        scripted = Scripted(memory(), *[("before", Unavailable(""))] * 3)
+        with world.inhabited(Loaded()):
+            await Retry(scripted).head("k")
+        pauses = [round(b - a, 6) for a, b in zip(scripted.times, scripted.times[1:], strict=False)]
+        assert pauses == [0.3, 0.9, 2.7, PATIENCE.longest if PATIENCE.longest < 8.1 else 8.1][: len(pauses)]
+
+    on_virtual_time(test)
+
+
+def test_a_listing_that_broke_off_is_taken_up_without_doubles() -> None:
+    class Breaking(Wrapper):
+        listings = 0
+
+        async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+            self.listings += 1
+            count = 0
+            async for page in self.inner.pages(prefix, delimiter):
+                if count == self.listings:
+                    raise Unavailable("cut off")
+                count += 1
+                yield page
+
+    async def test() -> None:
+        inner = memory()
+        names = [f"k/{i:04d}" for i in range(3500)]
+        for name in names:
+            await inner.put(name, [b""], CREATE)
+        breaking = Breaking(inner)
+        assert await keys(Retry(breaking)) == names
+        assert breaking.listings > 2
+
+    on_virtual_time(test)
+
+
+# ---- limits
+
+
+async def test_no_more_requests_and_bytes_are_under_way_than_allowed() -> None:
+    class Gauge(Wrapper):
+        now = most = size = most_bytes = 0
+
+        async def around(self, request: Request, call: Any) -> Any:
+            self.now, self.size = self.now + 1, self.size + request.size
+            self.most, self.most_bytes = max(self.most, self.now), max(self.most_bytes, self.size)
+            await asyncio.sleep(0)
+            self.now, self.size = self.now - 1, self.size - request.size
+            return await call()
+
+    gauge = Gauge(memory())
+    objects = Limits(gauge, 4, 1000)
+    await asyncio.gather(*[objects.head("x") for _ in range(50)])
+    assert gauge.most == 4
+    await asyncio.gather(*[objects.put(f"k{i}", [bytes(400)], CREATE) for i in range(20)])
+    assert gauge.most_bytes == 800
+    await asyncio.gather(*[objects.put(f"l{i}", [bytes(5000)], CREATE) for i in range(3)])
+    assert gauge.most_bytes == 5000
+
+
+async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None:
+    gate = asyncio.Event()
+
+    class Slow(Wrapper):
+        async def around(self, request: Request, call: Any) -> Any:
+            await gate.wait()
+            return await call()
+
+    objects = Limits(Slow(memory()), 1, 100)
+    tasks = [asyncio.create_task(objects.head("x")) for _ in range(4)]
+    await asyncio.sleep(0)
+    for task in tasks[:3]:  # one that is under way, two that wait
+        task.cancel()
+    gate.set()
+    assert await tasks[3] is None
+    assert await objects.head("x") is None
+
+
+async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> None:
+    gate = asyncio.Event()
+
+    class Slow(Wrapper):
+        async def around(self, request: Request, call: Any) -> Any:
+            await gate.wait()
+            return await call()
+
+    objects = Limits(Slow(memory()), 1, 100)
+
+    async def first() -> None:
+        await objects.head("x")
+        second.cancel()  # whose turn it is since this moment
+
+    one = asyncio.create_task(first())
+    second = asyncio.create_task(objects.head("x"))
+    third = asyncio.create_task(objects.head("x"))
+    await asyncio.sleep(0)
+    gate.set()
+    await one
+    assert await third is None
+    assert second.cancelled()
+
+
+# ---- trace
+
+
+async def test_requests_and_bytes_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    scripted = Scripted(memory())
+    objects = Trace(scripted)
+    with caplog.at_level(logging.DEBUG, "tstore.storage"):
+        await objects.put("a", [b"12", b"345"], CREATE)
+        with pytest.raises(AlreadyExists):
+            await objects.put("a", [b"1"], CREATE)
+        assert await objects.get("a", Span(-2)) == b"45"
+        await objects.read("a", 1, [bytearray(3)], 3)
+        await objects.head("a")
+        await keys(objects)
+        scripted.faults = [("before", Unavailable("down"))]
+        with pytest.raises(Unavailable):
+            await objects.delete("a")
+    assert objects.traffic.requests == {"put": 2, "get": 1, "read": 1, "head": 1, "list": 1, "delete": 1}
+    assert objects.traffic.failed == {"delete": 1}
+    assert (objects.traffic.bytes_read, objects.traffic.bytes_written) == (5, 5)
+    assert "put a (5 bytes): done" in caplog.text
+    assert "delete a (0 bytes): Unavailable: down" in caplog.text
+
+
+# ---- prefix and read-only
+
+
+async def test_a_prefix_is_objects_of_its_own() -> None:
+    whole = memory()
+    part = Prefix(whole, "some/where")
+    assert part.url == f"{whole.url}/some/where"
+    for key in ("a", "b/c", "b/d"):
+        await part.put(key, [key.encode()], CREATE)
+    await whole.put("some/wherever", [b""], CREATE)
+    assert await keys(part) == ["a", "b/c", "b/d"]
+    assert await keys(part, "b") == ["b/c", "b/d"]
+    assert await keys(part, "", "/") == ["a", "b/"]
+    assert await whole.get("some/where/b/c") == await part.get("b/c") == b"b/c"
+    found = await part.head("b/c")
+    assert found is not None
+    assert found.key == "b/c"
+    buffer = bytearray(1)
+    await part.read("b/c", 2, [buffer], 1)
+    assert buffer == b"c"
+    await part.delete("a")
+    assert await keys(whole) == ["some/where/b/c", "some/where/b/d", "some/wherever"]
+    for key in ("../wherever", "", "a//b"):
+        with pytest.raises(InvalidArgument):
+            await part.get(key)
+
+
+async def test_read_only_refuses_what_changes() -> None:
+    inner = memory()
+    await inner.put("a", [b"1"], CREATE)
+    objects = ReadOnly(inner)
+    assert await objects.get("a") == b"1"
+    assert await keys(objects) == ["a"]
+    for call in (objects.put("b", [b""], CREATE), objects.put("a", [b""], REPLACE), objects.delete("a")):
+        with pytest.raises(Denied, match="read only"):
+            await call
+    assert not objects.capabilities.conditional_create
+    assert await inner.get("a") == b"1"
+
+
+# ---- faults
+
+
+def test_faults_are_the_same_for_a_seed_and_do_what_they_say() -> None:
+    async def story(seed: int) -> list[tuple[str, bool, bool]]:
+        """For each put: its outcome, whether the object is there at once, and whether in the end."""
+        inner = memory()
+        objects = Faults(inner, Chances(0.1, 0.1, 0.1, 0.1, 0.1), latency=0.05, jitter=0.01, seed=seed)
+        lines = []
+        for i in range(100):
+            try:
+                await objects.put(f"{i:03d}", [b"x"], CREATE)
+                outcome = "done"
+            except Unavailable as error:
+                outcome = str(error).partition(": put")[2].partition(": ")[2]
+            lines.append((outcome, await inner.head(f"{i:03d}") is not None))
+        assert asyncio.get_running_loop().time() >= 5
+        await asyncio.sleep(LATE)
+        return [(*line, await inner.head(f"{i:03d}") is not None) for i, line in enumerate(lines)]
+
+    async def test() -> None:
+        found = await story(1)
+        assert found == await story(1) != await story(2)
+        assert set(found) == {
+            ("done", True, True),
+            ("too many requests; try again later", False, False),
+            ("the request was lost; try again", False, False),
+            ("the answer was lost; try again", True, True),
+            ("no answer came; try again", False, True),
+        }
+
+    on_virtual_time(test)
+
+
+def test_every_object_is_created_once_through_faults_and_retries() -> None:
+    async def test() -> None:
+        inner = memory()
+        chances = Chances(0.05, 0.05, 0.05, 0.05, 0.05)
+        hosts = [Retry(Faults(inner, chances, jitter=0.05, seed=seed)) for seed in range(4)]
+
+        async def race(objects: Objects, number: int, key: str) -> bool:
+            try:
+                await objects.put(key, [b"%d" % number], CREATE)
+            except AlreadyExists:
+                return False
+            return True
+
+        for turn in range(100):
+            key = f"r/{turn}"
+            won = await asyncio.gather(*[race(host, i, key) for i, host in enumerate(hosts)])
+            assert sum(won) == 1
+            assert await inner.get(key) == b"%d" % won.index(True)
+
+    on_virtual_time(test)

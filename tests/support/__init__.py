@@ -1,0 +1,1 @@
+"""What the tests share: servers that misbehave, processes, emulators, mutations and fuzzing."""

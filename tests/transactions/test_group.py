@@ -1,0 +1,549 @@
+"""Cooperative transactions: many hosts, one commit or none."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support import processes
+from tstore.conformance.faulty import open_faulty
+from tstore.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    Inconsistent,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    TStoreError,
+)
+from tstore.transactions.group import detected_attempt
+
+HOSTS = 8
+ROWS = 16
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def tree(host: int, value: int = 0, hosts: int = HOSTS, rows: int = ROWS) -> dict[str, Any]:
+    """A host's part: its rows of "w", and "b" and "step", which are the same everywhere."""
+    lines = rows // hosts
+    mine = slice(host * lines, (host + 1) * lines)
+    part = np.full((lines, 6), value * 100 + host, "i4")
+    w = tstore.Shards((rows, 6), "int32", [((mine, slice(0, 6)), part)])
+    return {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.full(2, value / 2)}}}
+
+
+def whole(value: int = 0, hosts: int = HOSTS) -> Any:
+    return np.repeat(value * 100 + np.arange(hosts), ROWS // hosts)[:, None] * np.ones(6, int)
+
+
+async def save(store: Any, host: int, value: int = 0, *, step: int = 1, attempt: str = "a", **more: Any) -> int:
+    given = more.pop("tree", None)
+    options = {"hosts": HOSTS, "attempt": attempt, "timeout": 30, **more}
+    return await tstore.save(store, given or tree(host, value, options["hosts"]), step, host=host, **options)
+
+
+async def check(url: str, value: int, step: int = 1) -> None:
+    restored = await tstore.restore(url, step)
+    assert (restored["w"] == whole(value)).all()
+    assert (restored["b"] == value).all()
+    assert restored["step"] == value
+    assert restored["layers"][3]["x"].tolist() == [value / 2] * 2
+    assert (await (await tstore.open(url, "r")).verify()).ok
+
+
+async def outcomes(calls: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def raised(found: Sequence[Any], kind: type[TStoreError]) -> TStoreError:
+    """The error that all of the calls raised."""
+    assert {type(e) for e in found} == {kind}, found
+    return found[0]  # type: ignore[no-any-return]
+
+
+def absent(found: Sequence[Any]) -> set[int]:
+    """The hosts that all of the errors name; who gave up early may also name one that came late."""
+    assert {type(e) for e in found} == {DeadlineExceeded}, found
+    assert all(str(e.absent) in str(e) for e in found)
+    return set.intersection(*[set(e.absent) for e in found])
+
+
+async def test_eight_hosts_make_one_commit(url: str) -> None:
+    stores = [await tstore.open(url) for _ in range(HOSTS)]
+    assert await asyncio.gather(*[save(s, h, 5) for h, s in enumerate(stores)]) == [1] * HOSTS
+    assert [(c.version, c.tag) async for c in stores[0].history()] == [(1, "step/1")]
+    await check(url, 5)
+    assert await asyncio.gather(*[save(s, h, 6, step=2) for h, s in enumerate(stores)]) == [2] * HOSTS
+    await check(url, 6, 2)
+    await check(url, 5, 1)
+
+
+async def test_nothing_is_visible_before_the_last_host(url: str) -> None:
+    waiting = [asyncio.create_task(save(url, h)) for h in range(1, HOSTS)]
+    store = await tstore.open(url)
+    while len([k for k in await store.log.backend.list("txn/") if "/part-" in k]) < HOSTS - 1:
+        await asyncio.wait(waiting, timeout=0.01)
+    assert (await store.snapshot()).version == 0
+    assert await tstore.steps(store) == []
+    with pytest.raises(NotFound):
+        await tstore.restore(store)
+    assert await save(url, 0) == 1
+    assert await asyncio.gather(*waiting) == [1] * (HOSTS - 1)
+
+
+async def test_an_absent_host_is_named(url: str) -> None:
+    found = await outcomes([save(url, h, timeout=0.3) for h in range(HOSTS) if h not in (2, 5)])
+    assert absent(found) == {2, 5}
+    assert await tstore.steps(url) == []
+    # the hosts may come after all: whoever completes the set commits it
+    assert await outcomes([save(url, h) for h in (2, 5)]) == [1, 1]
+    await check(url, 0)
+    assert await save(url, 3) == 1  # and a host that asks again learns it
+
+
+async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
+    waiting = asyncio.create_task(save(url, 1, timeout=300))
+    store = await tstore.open(url)
+    while not await store.log.backend.list("txn/"):
+        await asyncio.wait([waiting], timeout=0.01)
+    waiting.cancel()
+    done, _ = await asyncio.wait([waiting], timeout=5)
+    assert done
+    assert waiting.cancelled()
+
+
+async def test_two_attempts_of_one_step_never_mix(url: str) -> None:
+    """Four hosts of the first start and four of the second are no checkpoint."""
+    first = await outcomes([save(url, h, 1, attempt="job.0", timeout=0.2) for h in range(4)])
+    second = await outcomes([save(url, h, 2, attempt="job.1", timeout=0.2) for h in range(4, HOSTS)])
+    assert absent(first) == {4, 5, 6, 7}
+    assert absent(second) == {0, 1, 2, 3}
+    assert await tstore.steps(url) == []
+    rest = [save(url, h, 2, attempt="job.1") for h in range(4)]
+    assert await outcomes(rest) == [1] * 4
+    await check(url, 2)
+    late = await outcomes([save(url, h, 1, attempt="job.0", timeout=5) for h in range(4, HOSTS)])
+    raised(late, AlreadyExists)
+    await check(url, 2)
+
+
+async def test_of_two_complete_attempts_one_wins(url: str) -> None:
+    await tstore.open(url)
+    calls = [save(url, h, a, attempt=f"job.{a}") for h in range(HOSTS) for a in (1, 2)]
+    found = await outcomes(calls)
+    won = [f for f in found if f == 1]
+    assert len(won) == HOSTS
+    assert {type(f) for f in found if not isinstance(f, int)} <= {tstore.errors.Conflict, AlreadyExists}
+    winner = {i % 2 for i, f in enumerate(found) if f == 1}
+    assert len(winner) == 1
+    await check(url, winner.pop() + 1)
+    assert len([c async for c in (await tstore.open(url)).history()]) == 1
+
+
+async def test_a_preempted_host_that_wakes_up_late_cannot_damage_the_next_attempt(url: str) -> None:
+    """The old attempt is complete but for its record when the new one commits."""
+    store, faults = await open_faulty(url)
+    others = await outcomes([save(url, h, 1, attempt="old", timeout=0.1) for h in range(1, HOSTS)])
+    raised(others, DeadlineExceeded)
+    gate = faults.hold("create", "commits/*")
+    late = asyncio.create_task(save(store, 0, 1, attempt="old"))
+    await gate.reached()
+    assert await asyncio.gather(*[save(url, h, 2, attempt="new") for h in range(HOSTS)]) == [1] * HOSTS
+    gate.release()
+    with pytest.raises(tstore.errors.AlreadyExists, match="step 1 is saved already, as version 1"):
+        await late
+    await check(url, 2)
+    assert len([c async for c in (await tstore.open(url)).history()]) == 1
+
+
+async def test_the_same_host_twice_is_refused_unless_it_says_the_same(url: str) -> None:
+    store = await tstore.open(url)
+
+    async def part(value: int, *, end: bool = True) -> Any:
+        tx = store.transaction(name="n", host=0, hosts=2, attempt="a")
+        w = await tx.create_array("w", (2,), "int8", (1,))
+        await w[0].write(value)
+        return await tx.commit(timeout=0.05)
+
+    with pytest.raises(DeadlineExceeded):
+        await part(1)
+    with pytest.raises(Inconsistent, match="twice"):
+        await part(2)
+    with pytest.raises((DeadlineExceeded, Inconsistent)):
+        await part(1)
+
+
+async def test_another_number_of_hosts_is_refused(url: str) -> None:
+    raised(await outcomes([save(url, 0, timeout=0.1)]), DeadlineExceeded)
+    with pytest.raises(Inconsistent, match="another number of hosts than 4"):
+        await save(url, 1, hosts=4)
+
+
+@pytest.mark.parametrize(("host", "hosts"), [(8, 8), (-1, 8), (0, 0), (1, 1), (0, -2)])
+async def test_a_host_out_of_range_is_refused(url: str, host: int, hosts: int) -> None:
+    with pytest.raises(InvalidArgument, match="hosts"):
+        await tstore.save(url, {"x": np.zeros(3)}, 1, host=host, hosts=hosts, attempt="a")
+
+
+async def test_an_attempt_must_be_given_or_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attempt in (None, ""):
+        with pytest.raises(InvalidArgument, match="attempt="):
+            await tstore.save(url, {"x": np.zeros(3)}, 1, host=0, hosts=2, attempt=attempt)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    calls = [tstore.save(url, {"x": np.zeros(3)}, 1, host=h, hosts=2) for h in range(2)]
+    assert await asyncio.gather(*calls) == [1, 1]
+
+
+async def test_attempts_and_names_that_look_alike_are_not_one(url: str) -> None:
+    """The folder of a group has a readable name, but is not made of that alone."""
+    store = await tstore.open(url)
+    long = "x" * 60
+    alike = [("n", "a/0"), ("n", "a.0"), ("n", long), ("n", long + "y"), ("n/a", "0"), ("n-a", "0"), ("n.a", "0")]
+    ids = {store.transaction(name=n, host=0, hosts=2, attempt=a).id for n, a in alike}
+    assert len(ids) == len(alike)
+    assert ids == {store.transaction(name=n, host=1, hosts=2, attempt=a).id for n, a in alike}
+
+
+def test_the_attempt_is_found_in_the_environment() -> None:
+    slurm = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
+    elastic = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
+    incarnations = [
+        slurm,
+        {**slurm, "SLURM_RESTART_COUNT": "1"},
+        {**slurm, "SLURM_STEP_ID": "4"},
+        {**slurm, "SLURM_JOB_ID": "13"},
+        elastic,
+        {**elastic, "TORCHELASTIC_RESTART_COUNT": "1"},
+        {**elastic, "TORCHELASTIC_RUN_ID": "other"},
+        {**slurm, **elastic},
+        {**slurm, **elastic, "TORCHELASTIC_RESTART_COUNT": "1"},  # restarted within one SLURM job
+        {**slurm, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
+    ]
+    tokens = [detected_attempt(i) for i in incarnations]
+    assert None not in tokens
+    assert len(set(tokens)) == len(tokens)
+    assert tokens == [detected_attempt(i) for i in incarnations]
+    for nothing in (
+        {},
+        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"SLURM_STEP_ID": "1"},
+    ):
+        assert detected_attempt(nothing) is None
+
+
+# ---- hosts that disagree
+
+
+def odd_one(**change: Any) -> list[dict[str, Any]]:
+    """The trees of all hosts, of which host 3 has another."""
+    trees = [tree(h) for h in range(HOSTS)]
+    trees[3].update(change)
+    return trees
+
+
+def other_rows(rows: int) -> dict[str, Any]:
+    found: tstore.Shards = tree(3, rows=rows)["w"]
+    return {"w": found}
+
+
+DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": (other_rows(32), "w: host 0 has int32[16, 6]"),
+    "dtype": (
+        {"w": tstore.Shards((16, 6), "int64", [((slice(6, 8), slice(0, 6)), np.zeros((2, 6), "i8"))])},
+        "host 3 has int64[16, 6]",
+    ),
+    "chunks": (
+        {
+            "w": tstore.Shards(
+                (16, 6), "int32", [((slice(6, 8), slice(0, 6)), np.zeros((2, 6), "i4"))], shard_shape=(1, 6)
+            )
+        },
+        "chunks=[1, 6]",
+    ),
+    "shape of what is the same everywhere": ({"b": np.zeros(4, int)}, "b: host 0 has int64[3]"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) -> None:
+    change, text = DISAGREE[what]
+    calls = [save(url, h, tree=t, timeout=5) for h, t in enumerate(odd_one(**change))]
+    error = raised(await outcomes(calls), Inconsistent)
+    assert isinstance(error, Inconsistent)
+    assert text in str(error)
+    assert "host 3" in str(error)
+    assert error.paths
+    assert await tstore.steps(url) == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": 4}, {"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str
+)
+async def test_hosts_with_another_structure_are_named(url: str, change: dict[str, Any]) -> None:
+    calls = [save(url, h, tree=t, timeout=5) for h, t in enumerate(odd_one(**change))]
+    error = raised(await outcomes(calls), Inconsistent)
+    assert "hosts [3]" in str(error)
+    assert "structure" in str(error)
+    assert await tstore.steps(url) == []
+
+
+async def test_hosts_of_another_durability_are_named(url: str) -> None:
+    calls = [save(url, h, timeout=5, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
+    error = raised(await outcomes(calls), Inconsistent)
+    assert "hosts [3]" in str(error)
+    assert "durability" in str(error)
+    assert await tstore.steps(url) == []
+
+
+def rows_of(*ranges: tuple[int, int]) -> tstore.Shards:
+    parts = [((slice(a, b), slice(0, 6)), np.zeros((b - a, 6), "i4")) for a, b in ranges]
+    return tstore.Shards((16, 6), "int32", parts, shard_shape=(2, 6))
+
+
+async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
+    trees = odd_one(w=rows_of((6, 8), (14, 16)))
+    error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
+    assert "w: chunks [(7, 0)]" in str(error)
+    assert await tstore.steps(url) == []
+
+
+async def test_a_chunk_of_no_host_is_refused(url: str) -> None:
+    trees = odd_one(w=rows_of())
+    error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
+    assert "w: 1 of 8 chunks" in str(error)
+    assert await tstore.steps(url) == []
+
+
+async def test_tags_that_differ_are_refused(url: str) -> None:
+    store = await tstore.open(url)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=2, attempt="a", tag=f"tag{number}")
+        await (await tx.create_array(f"x{number}", (2,), "int8")).write(1)
+        return await tx.commit(timeout=5)
+
+    raised(await outcomes([host(0), host(1)]), Inconsistent)
+    assert await store.tags() == {}
+
+
+# ---- finishing
+
+
+async def test_a_late_finisher_meets_the_commit_and_makes_no_second(url: str) -> None:
+    slow, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    others = [asyncio.create_task(save(url, h, 4)) for h in range(1, HOSTS)]
+    late = asyncio.create_task(save(slow, 0, 4))
+    assert await asyncio.gather(*others) == [1] * (HOSTS - 1)
+    store = await tstore.open(url)
+    async with store.transaction("between") as tx:
+        await (await tx.create_array("z", (1,), "int8")).write(1)
+    gate.release()
+    assert await late == 1
+    assert [c.message async for c in store.history()] == ["between", ""]
+
+
+async def test_every_host_may_try_to_finish(url: str) -> None:
+    """All see the full set at once, since each one's look at it is held back until all are there."""
+    opened = [await open_faulty(url) for _ in range(HOSTS)]
+    gates = [faults.hold("list", "*part-000") for _, faults in opened]
+    calls = [asyncio.create_task(save(s, h, 4)) for h, (s, _) in enumerate(opened)]
+    creates = [faults.hold("create", "commits/*") for _, faults in opened]
+    for some in (gates, creates):
+        for gate in some:
+            await gate.reached()
+        for gate in some:
+            gate.release()
+    assert await asyncio.gather(*calls) == [1] * HOSTS
+    assert len([c async for c in opened[0][0].history()]) == 1
+    await check(url, 4)
+
+
+async def test_a_lost_reply_to_a_fragment_can_be_repeated(url: str) -> None:
+    store, faults = await open_faulty(url)
+    others = [asyncio.create_task(save(url, h, 4)) for h in range(1, HOSTS)]
+    faults.lose_reply("create", "*/part-*")
+    [first] = await outcomes([save(store, 0, 4)])
+    assert first == 1 or isinstance(first, tstore.errors.Unavailable)
+    assert await asyncio.gather(*others) == [1] * (HOSTS - 1)
+    assert await save(store, 0, 4) == 1
+    await check(url, 4)
+
+
+async def test_a_host_that_fails_leaves_nothing_visible(url: str) -> None:
+    store, faults = await open_faulty(url)
+    faults.fail("create", "*/part-00000-*", error=StorageFull)
+    found = await outcomes([save(store if h == 0 else url, h, timeout=0.5) for h in range(HOSTS)])
+    assert isinstance(found[0], StorageFull)
+    assert absent(found[1:]) == {0}
+    assert await tstore.steps(url) == []
+
+
+async def test_hosts_of_a_group_may_write_regions_of_an_array_that_is_there(url: str) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (8,), "int8", (2,))).write(0)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="update", host=number, hosts=4, attempt="a")
+        await (await tx.array("w"))[2 * number : 2 * number + 2 - number % 2].write(number + 1)
+        return await tx.commit(timeout=10)
+
+    assert await asyncio.gather(*[host(h) for h in range(4)]) == [2] * 4
+    values = await (await (await store.snapshot()).array("w")).read()
+    assert values.tolist() == [1, 1, 2, 0, 3, 3, 4, 0]
+
+
+async def test_a_commit_between_the_bases_of_two_hosts_is_a_conflict(url: str) -> None:
+    """Host 0 saw the array before it, host 1 after it."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (8,), "int8", (4,))).write(0)
+
+    async def host(number: int, timeout: float) -> int:
+        tx = store.transaction(name="update", host=number, hosts=2, attempt="a")
+        await (await tx.array("w"))[4 * number + 1].write(number + 1)
+        return await tx.commit(timeout=timeout)
+
+    with pytest.raises(DeadlineExceeded):
+        await host(0, 0.05)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[0].write(9)
+    with pytest.raises(tstore.errors.Conflict) as caught:
+        await host(1, 10)
+    assert caught.value.paths == ["w"]
+    values = await (await (await store.snapshot()).array("w")).read()
+    assert values.tolist() == [9, 0, 0, 0, 0, 0, 0, 0]
+
+
+# ---- real processes
+
+HOST = """
+    import os, signal, sys
+    import numpy as np
+    import tstore.sync as tstore
+    url, host, hosts, value, attempt, timeout, kill = sys.argv[1:]
+    host, hosts, value = int(host), int(hosts), int(value)
+    lines = 16 // hosts
+    mine = slice(host * lines, (host + 1) * lines)
+    w = tstore.Shards((16, 6), "int32", [((mine, slice(0, 6)), np.full((lines, 6), value * 100 + host, "i4"))])
+    tree = {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.full(2, value / 2)}}}
+    if kill == "after the fragment":
+        async def die(log, member, level, group):
+            os.kill(os.getpid(), signal.SIGKILL)
+        from tstore.transactions import group
+        group._there = die
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        print(tstore.save(url, tree, 1, host=host, hosts=hosts, attempt=attempt, timeout=float(timeout)))
+    except tstore.errors.TStoreError as error:
+        print(type(error).__name__, *getattr(error, "absent", []))
+"""
+
+
+def launch(url: Path, value: int, attempt: str, *, timeout: float = 30, without: int = -1, kill: int = -1) -> Any:
+    return {
+        h: processes.start(HOST, url, h, HOSTS, value, attempt, timeout, "after the fragment" if h == kill else "")
+        for h in range(HOSTS)
+        if h != without
+    }
+
+
+def finish(hosts: dict[int, Any], killed: int = -1) -> dict[int, str]:
+    for process in hosts.values():
+        assert processes.line(process) == "ready"
+    for process in hosts.values():
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return {h: processes.result(p, -signal.SIGKILL if h == killed else 0).strip() for h, p in hosts.items()}
+
+
+def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    hosts = launch(url, 1, "job.0", timeout=1.5, without=6)
+    with processes.running(*hosts.values()):
+        found = finish(hosts)
+    assert {f.split()[0] for f in found.values()} == {"DeadlineExceeded"}
+    assert set.intersection(*[set(f.split()[1:]) for f in found.values()]) == {"6"}
+    assert asyncio.run(tstore.steps(url)) == []
+    # a restarted job; one host dies by SIGKILL once its fragment is there, the others finish without it
+    hosts = launch(url, 2, "job.1", kill=4)
+    with processes.running(*hosts.values()):
+        found = finish(hosts, killed=4)
+    assert {h: f for h, f in found.items() if h != 4} == {h: "1" for h in range(HOSTS) if h != 4}
+    asyncio.run(check(str(url), 2))
+
+
+@pytest.mark.parametrize("kept", range(3))
+async def test_what_any_host_deletes_is_gone(url: str, kept: int) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        for path in ("old/0", "old/1", "old/2", "stays"):
+            await (await tx.create_array(path, (1,), "i4")).write(1)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=3, attempt="a")
+        await (await tx.create_array(f"new/{number}", (1,), "i4")).write(2)
+        if number != kept:
+            await tx.delete(f"old/{number}")
+        return await tx.commit(20)
+
+    assert await asyncio.gather(*[host(i) for i in range(3)]) == [2] * 3
+    assert (await store.snapshot()).paths() == ["new/0", "new/1", "new/2", f"old/{kept}", "stays"]
+
+
+DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the error says
+    "one created anew what the other wrote into": ("anew", "created or resized it, host {writer} did not"),
+    "one deleted what the other wrote into": ("delete old/w", "deleted old/w, host {writer} wrote into it"),
+    "one deleted a group that the other wrote into": ("delete old", "deleted old, host {writer} wrote into it"),
+    "one created an array below that of the other": ("array", "below new, an array of host {writer}"),
+    "one created a group below an array of the other": ("group", "below new, an array of host {writer}"),
+}
+
+
+@pytest.mark.parametrize(("hosts", "other", "writer"), [(2, 0, 1), (2, 1, 0), (101, 100, 0)])
+@pytest.mark.parametrize("what", DISAGREEING)
+async def test_hosts_that_stand_in_each_others_way_are_refused(
+    url: str, what: str, hosts: int, other: int, writer: int
+) -> None:
+    """Whichever of them has the lower number, and also where they meet only when merged fragments are merged."""
+    act, text = DISAGREEING[what]
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("old/w", (8,), "f8", (2,))).write(np.arange(8) + 100)
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="n", host=number, hosts=hosts, attempt="a", durability="none")
+        if number == other:
+            if act.startswith("delete"):
+                await tx.delete(act.removeprefix("delete "))
+            elif act == "anew":
+                await tx.delete("old/w")
+                await (await tx.create_array("old/w", (8,), "f8", (2,)))[:2].write(1)
+            elif act == "array":
+                await (await tx.create_array("new/below", (1,), "f8")).write(1)
+            else:
+                await tx.create_group("new/below", {"a": 1})
+        elif number == writer:
+            if act in ("array", "group"):
+                await (await tx.create_array("new", (1,), "f8")).write(1)
+            else:
+                await (await tx.array("old/w"))[3].write(7)
+        return await tx.commit(20)
+
+    error = raised(await outcomes([host(i) for i in range(hosts)]), Inconsistent)
+    assert text.format(writer=writer) in str(error)
+    assert (await store.snapshot()).version == 1

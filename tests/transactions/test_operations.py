@@ -1,0 +1,381 @@
+"""Operations of one transaction that run at the same time, and handles from before a change."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.conformance.faults import Faults
+from tstore.conformance.faulty import open_faulty
+from tstore.errors import Misuse, NotFound, StorageFull
+from tstore.storage.base import BufferStream, Durability, PackWriter
+from tstore.storage.memory import MemoryBackend, MemoryObjects
+from tstore.storage.remote import served
+
+BIG = 200_000
+"""Values of an array that takes several threads and more than one request."""
+
+
+@pytest.fixture(params=["local", "memory", "remote"])
+async def store(request: pytest.FixtureRequest, tmp_path: Any) -> tstore.Store:
+    """An empty store; the remote one is on a server that takes some time."""
+    if request.param == "remote":
+        return await tstore.open(served(Faults(MemoryObjects(uuid.uuid4().hex), latency=0.005)))
+    return await tstore.open(tmp_path / "store" if request.param == "local" else f"memory://{uuid.uuid4()}")
+
+
+async def begun(work: Awaitable[Any]) -> asyncio.Task[Any]:
+    """Return the task of an operation that has begun."""
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0)
+    return task
+
+
+async def read(store: tstore.Store, path: str) -> Any:
+    return await (await (await store.snapshot()).array(path)).read()
+
+
+# ---- a commit and the operations before it
+
+
+async def test_a_commit_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+    tx = store.transaction()
+    arrays = [await tx.create_array(f"a{i}", (BIG,), "f8", (BIG // 4,)) for i in range(4)]
+    writes = [await begun(a.write(np.full(BIG, float(i)))) for i, a in enumerate(arrays)]
+    await tx.commit()
+    assert all(w.done() and w.exception() is None for w in writes)
+    for i in range(4):
+        assert (await read(store, f"a{i}") == i).all()
+    assert (await store.verify()).ok
+
+
+async def test_the_end_of_a_block_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+        write = await begun(a.write(np.ones(BIG)))
+    await write
+    assert (await read(store, "a") == 1).all()
+
+
+async def test_a_first_operation_under_way_is_part_of_the_commit(store: tstore.Store) -> None:
+    """Neither had looked at the newest version yet."""
+    tx = store.transaction()
+    create = await begun(tx.create_array("a", (4,), "i4"))
+    await tx.commit()
+    await create
+    assert (await store.snapshot()).paths() == ["a"]
+
+
+async def test_of_two_commits_at_once_one_is_misuse(store: tstore.Store) -> None:
+    tx = store.transaction()
+    found = await asyncio.gather(tx.commit(), tx.commit(), return_exceptions=True)
+    assert found[0] == 1
+    assert isinstance(found[1], Misuse)
+    assert (await store.snapshot()).version == 1
+
+
+async def test_an_operation_that_begins_after_the_commit_is_misuse(url: str) -> None:
+    store, faults = await open_faulty(url)
+    tx = store.transaction()
+    a = await tx.create_array("a", (4,), "i4", (2,))
+    await a.write(1)
+    gate = faults.hold("create", "commits/*")
+    commit = asyncio.create_task(tx.commit())
+    await gate.reached()
+    calls: list[Callable[[], Awaitable[Any]]] = [
+        lambda: a.write(2),
+        lambda: a[1].write(2),
+        a.read,
+        lambda: a.resize((8,)),
+        lambda: tx.array("a"),
+        lambda: tx.create_array("b", (1,), "i4"),
+        lambda: tx.create_group("g"),
+        lambda: tx.delete("a"),
+        tx.paths,
+        tx.base,
+        tx.abort,
+        tx.commit,
+        lambda: tx.__aexit__(None, None, None),
+    ]
+    for call in calls:
+        with pytest.raises(Misuse, match="committing"):
+            await call()
+    gate.release()
+    assert await commit == 1
+    await tx.abort()  # harmless, as ever after the end
+    assert (await read(store, "a")).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("operation", ["append", "finish"])
+async def test_a_write_that_fails_under_a_commit_fails_it(url: str, operation: str) -> None:
+    store, faults = await open_faulty(url)
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+    faults.fail(operation, "*/pack-*", error=StorageFull)
+    write = await begun(a.write(np.ones(BIG)))
+    with pytest.raises(Misuse if operation == "append" else StorageFull, match="fault that was asked for"):
+        await tx.commit()
+    assert isinstance((await asyncio.gather(write, return_exceptions=True))[0], StorageFull | None)
+    assert (await store.snapshot()).version == 0
+    assert await store.log.backend.list("txn/") == []
+
+
+async def test_a_cancelled_write_leaves_nothing_half_done(store: tstore.Store) -> None:
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,), sparse=True)
+    write = await begun(a.write(np.ones(BIG)))
+    write.cancel()  # its threads still run
+    await tx.commit()
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    assert (await read(store, "a") == 0).all()
+    assert (await store.verify()).ok
+
+
+async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+    write = await begun(a.write(np.ones(BIG)))
+    await tx.abort()
+    assert write.done()
+    assert await store.log.backend.list("txn/") == []
+    with pytest.raises(Misuse, match="aborted"):
+        await a.write(1)
+
+
+class HeldPacks(MemoryBackend):
+    """What is written to a pack waits until `released`, which nobody does before it is `reached`."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid.uuid4().hex)
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def writer(self, key: str, durability: Durability) -> PackWriter:
+        pack = super().writer(key, durability)
+        append = pack.append
+
+        def held(buffers: BufferStream, size: int) -> int:
+            self.reached.set()
+            self.released.wait(20)
+            return append(buffers, size)
+
+        pack.append = held  # type: ignore[method-assign]
+        return pack
+
+
+@pytest.mark.parametrize("how", ["abort", "commit that is cancelled"])
+async def test_no_pack_is_discarded_while_a_thread_writes_it(how: str) -> None:
+    backend = HeldPacks()
+    store = await tstore.open(backend)
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+    write = await begun(a.write(np.ones(BIG)))
+    await asyncio.to_thread(backend.reached.wait, 20)
+    end = await begun(tx.abort() if how == "abort" else tx.commit())
+    if how != "abort":
+        end.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not end.done()
+    assert await backend.list("txn/") != []
+    backend.released.set()
+    await asyncio.wait([end])
+    await write
+    assert tx.ended
+    assert await backend.list("txn/") == []
+    assert (await store.snapshot()).version == 0
+
+
+async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.Store) -> None:
+    tx = store.transaction()
+    a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
+    write = await begun(a.write(np.ones(BIG)))
+    commit = await begun(tx.commit())
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    assert write.done()
+    assert tx.ended
+    assert await store.log.backend.list("txn/") == []
+    assert (await store.snapshot()).version == 0
+
+
+# ---- other operations at once
+
+
+async def test_parts_that_are_written_while_others_are_read_are_kept(store: tstore.Store) -> None:
+    """A read puts parts over their chunks, and meanwhile there are more of them."""
+    count, size = 64, 1000
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (count * size,), "f8", (size,))).write(0)
+    async with store.transaction() as tx:
+        a = await tx.array("a")
+        for chunk in range(count):
+            await a[chunk * size].write(1)
+        reading, chunk = asyncio.create_task(a.read()), 0
+        while not reading.done():
+            await a[chunk % count * size + 1 + chunk // count].write(chunk + 2)
+            chunk += 1
+            await asyncio.sleep(0)
+        await reading
+        expected = np.zeros((count, size))
+        expected[:, 0] = 1
+        for i in range(chunk):
+            expected[i % count, 1 + i // count] = i + 2
+        assert (await a.read() == expected.reshape(-1)).all()
+    assert (await read(store, "a") == expected.reshape(-1)).all()
+
+
+async def test_whole_chunks_that_are_written_while_parts_are_read_win(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (BIG,), "f8", (BIG // 8,))).write(0)
+    async with store.transaction() as tx:
+        a = await tx.array("a")
+        await a[1:-1].write(1)
+        found = await asyncio.gather(a.read(), a.write(np.full(BIG, 2.0)), a.read())
+        assert found[1] is None
+        assert (await a.read() == 2).all()
+    assert (await read(store, "a") == 2).all()
+
+
+async def test_a_resize_under_a_write_makes_it_misuse(store: tstore.Store) -> None:
+    """Its chunks were numbered in the old grid."""
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (400, 500), "f8", (100, 100), sparse=True)
+        write = await begun(a.write(np.ones((400, 500))))
+        await a.resize((400, 1000))
+        with pytest.raises(Misuse, match="resized while"):
+            await write
+        await a[:, 500:].write(2)
+    assert (await read(store, "a") == np.repeat([0, 2], 500)).all()
+
+
+async def test_a_resize_under_a_read_makes_it_misuse(store: tstore.Store) -> None:
+    """The read puts parts over their chunks first."""
+    expected = np.ones((400, 1000))
+    expected[1:399, 1:499] = 2
+    expected[:, 500:] = 3
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (400, 500), "f8", (100, 100))
+        await a.write(1)
+        await a[1:399, 1:499].write(2)
+        reading = await begun(a.read())
+        other = await tx.array("a")
+        await other.resize((400, 1000))
+        with pytest.raises(Misuse, match="resized"):
+            await reading
+        await other[:, 500:].write(3)
+        assert (await other.read() == expected).all()
+    assert (await read(store, "a") == expected).all()
+
+
+async def test_writes_of_one_array_at_once(store: tstore.Store) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.random((64, 5000))
+    async with store.transaction() as tx:
+        a = await tx.create_array("a", (64, 5000), "f8", (4, 1000))
+        order = rng.permutation(64)
+        await asyncio.gather(*[a[i].write(values[i]) for i in order])
+    assert (await read(store, "a") == values).all()
+
+
+# ---- handles from before a change
+
+
+async def handles(tx: tstore.Transaction) -> dict[str, tstore.Array]:
+    """Every kind of handle of one array of 8 elements in chunks of 4."""
+    whole = await tx.array("a")
+    return {
+        "another": await tx.array("a"),
+        "a view of all": whole[:],
+        "a view of a view": whole[2:][1:],
+        "an element": whole[5],
+        "backwards": whole[::-1],
+    }
+
+
+KINDS = ["another", "a view of all", "a view of a view", "an element", "backwards"]
+
+
+@pytest.fixture
+async def eight(url: str) -> tstore.Store:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (8,), "i4", (4,))).write(np.arange(8))
+    return store
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [3, 12])
+async def test_a_handle_from_before_a_resize_is_misuse(eight: tstore.Store, kind: str, shape: int) -> None:
+    async with eight.transaction() as tx:
+        old = (await handles(tx))[kind]
+        await old.read()
+        await old.write(old.size)
+        a = await tx.array("a")
+        expected = (await a.read())[:3]
+        await a.resize((shape,))
+        for call in (old.read, lambda: old.write(7), old[...].read):
+            with pytest.raises(Misuse, match="'a' was resized"):
+                await call()
+        if kind in ("another", "a view of all"):
+            with pytest.raises(Misuse, match="'a' was resized"):
+                await old.resize((5,))
+        assert (await a[:3].read() == expected).all()  # the handle that was resized
+        await a[1:2].write(9)
+        assert int(await (await tx.array("a"))[1].read()) == 9
+        assert (await a[:3].read()).tolist() == [expected[0], 9, expected[2]]
+
+
+async def test_a_resize_to_the_same_shape_changes_nothing(eight: tstore.Store) -> None:
+    async with eight.transaction() as tx:
+        a = await tx.array("a")
+        view = a[2:4]
+        await a.resize((8,))
+        assert (await view.read()).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["f4", "i8", "i2"])
+async def test_a_handle_of_an_array_that_was_created_anew_is_misuse(
+    eight: tstore.Store, kind: str, dtype: str
+) -> None:
+    async with eight.transaction() as tx:
+        old = (await handles(tx))[kind]
+        await tx.delete("a")
+        for call in (old.read, lambda: old.write(7)):
+            with pytest.raises(NotFound, match="deleted"):
+                await call()
+        await (await tx.create_array("a", (8,), dtype, (4,))).write(1)
+        for call in (old.read, lambda: old.write(7)):
+            with pytest.raises(Misuse, match="created anew"):
+                await call()
+    assert (await read(eight, "a")).tolist() == [1] * 8
+
+
+async def test_a_handle_of_a_created_array_that_was_deleted_finds_nothing(eight: tstore.Store) -> None:
+    async with eight.transaction() as tx:
+        b = await tx.create_array("b", (8,), "i4", (4,))
+        await b.write(1)
+        await tx.delete("b")
+        for call in (b.read, lambda: b.write(7), lambda: b.resize((3,))):
+            with pytest.raises(NotFound):
+                await call()
+    assert (await eight.snapshot()).paths() == ["a"]
+
+
+async def test_a_snapshot_is_not_concerned(eight: tstore.Store) -> None:
+    old = await (await eight.snapshot()).array("a")
+    view = old[2:4]
+    async with eight.transaction() as tx:
+        await (await tx.array("a")).resize((3,))
+    assert (await view.read()).tolist() == [2, 3]
+    assert (await old.read()).tolist() == list(range(8))

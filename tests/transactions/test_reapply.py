@@ -1,0 +1,152 @@
+"""Parts of chunks are written again over the newest version that others made of them, or the commit fails."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import Corrupt, SnapshotExpired
+from tstore.storage.memory import MemoryObjects
+from tstore.storage.remote import served
+from tstore.store import Store
+
+CHUNK = 2000  # float64, so that a chunk lies in a pack and not in its manifest
+
+
+async def two_chunks(url: str) -> tstore.Store:
+    """Version 1, tagged "first", has the array "w" of two chunks of zeros."""
+    store = await tstore.open(url)
+    async with store.transaction(tag="first") as tx:
+        await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
+    return store
+
+
+async def write_both(store: tstore.Store, values: tuple[float, float], new_arrays: int = 0) -> int:
+    """Write each chunk whole from a host of its own, so that one version has two packs.
+
+    So many new arrays give it a manifest that is an object of its own.
+    """
+
+    async def host(number: int) -> int:
+        tx = store.transaction(name="both", host=number, hosts=2, attempt=str(values))
+        w = await tx.array("w")
+        await w[number * CHUNK : (number + 1) * CHUNK].write(values[number])
+        for i in range(new_arrays if number == 0 else 0):
+            await (await tx.create_array(f"new/{i}", (1,), "i1")).write(1)
+        return await tx.commit()
+
+    [version] = set(await asyncio.gather(host(0), host(1)))
+    return version
+
+
+async def overwrite(store: tstore.Store, chunk: int, value: float) -> None:
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[chunk * CHUNK : (chunk + 1) * CHUNK].write(value)
+
+
+async def newest(store: tstore.Store) -> np.ndarray:
+    snapshot = await (await tstore.open(store.url, "r")).snapshot()
+    return await (await snapshot.array("w")).read()
+
+
+async def test_an_expired_version_in_between_loses_no_update(url: str) -> None:
+    """A version of two packs expires after one of its chunks was overwritten; the other chunk still counts."""
+    store = await two_chunks(url)
+    tx = store.transaction()
+    w = await tx.array("w")
+    await w[1].write(-1)
+    await w[CHUNK + 1].write(-2)
+    assert await write_both(store, (2, 3)) == 2
+    await overwrite(store, 0, 4)
+    assert (await store.collect(tstore.Keep(tags=("first",)))).versions == [2]
+    assert await tx.commit() == 5
+    expected = np.repeat([4.0, 3.0], CHUNK)
+    expected[1], expected[CHUNK + 1] = -1, -2
+    assert np.array_equal(await newest(store), expected)
+    assert (await store.verify()).ok
+    assert [retry.version for retry in tx.retries] == [4]  # over the newest alone
+
+
+async def test_a_gc_during_the_validation_loses_no_update(url: str) -> None:
+    """The version over which chunks are about to be patched expires once its record was read."""
+    store = await two_chunks(url)
+    faulty, faults = await open_faulty(url)
+    tx = faulty.transaction()
+    w = await tx.array("w")
+    await w[1].write(-1)
+    await w[CHUNK + 1].write(-2)
+    await write_both(store, (2, 3), new_arrays=400)
+    gate = faults.hold("get", "*/manifest")
+    commit = asyncio.create_task(tx.commit())
+    await gate.reached()
+    await overwrite(store, 0, 4)
+    assert (await store.collect(tstore.Keep(tags=("first",)))).versions == [2]
+    gate.release()
+    assert await commit == 5
+    expected = np.repeat([4.0, 3.0], CHUNK)
+    expected[1], expected[CHUNK + 1] = -1, -2
+    assert np.array_equal(await newest(store), expected)
+    assert (await store.verify()).ok
+
+
+async def test_a_flipped_bit_under_a_part_is_told(tmp_path: Path) -> None:
+    """Also where the version that holds it has expired for another of its chunks."""
+    store = await two_chunks(str(tmp_path / "store"))
+    tx = store.transaction()
+    w = await tx.array("w")
+    await w[1].write(-1)
+    await w[CHUNK + 1].write(-2)
+    await write_both(store, (2, 3))
+    await overwrite(store, 0, 4)
+    row = (await store.snapshot()).tree.nodes["w"].row(1)
+    assert row is not None
+    assert isinstance(row.pack, str)
+    pack = tmp_path / "store" / row.pack
+    data = bytearray(pack.read_bytes())
+    data[row.offset + 77] ^= 1
+    pack.chmod(0o644)
+    pack.write_bytes(data)
+    await store.collect(tstore.Keep(tags=("first",)))
+    with pytest.raises(Corrupt, match="w \\(chunk number 1\\)"):
+        await tx.commit()
+    assert (await store.snapshot()).version == 4
+
+
+async def test_a_base_that_expired_is_told(url: str) -> None:
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
+    tx = store.transaction()
+    await (await tx.array("w"))[1].write(-1)
+    await write_both(store, (2, 3))
+    await store.collect(tstore.Keep(tags=(), last=1))
+    with pytest.raises(SnapshotExpired):
+        await tx.commit()
+
+
+async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path) -> None:
+    """On a server a pack appears when it is finished, on a disk it is durable only then."""
+    name = uuid.uuid4().hex
+    for store in (await tstore.open(served(MemoryObjects(name))), await tstore.open(tmp_path / "store")):
+        async with store.transaction() as tx:
+            await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
+        faults = FaultyBackend(store.log.backend)
+        tx = Store(faults, store.uuid, "r+").transaction()
+        await (await tx.array("w"))[1].write(-1)
+        await overwrite(store, 0, 4)
+        assert await tx.commit() == 3
+        assert tx.retries
+        acts = [call for call in faults.calls if call.operation in ("finish", "settle", "create")]
+        record = next(i for i, call in enumerate(acts) if call.key == f"commits/{3:020d}")
+        assert [call.operation for call in acts[:record]] == ["finish", "settle"] * 2
+        snapshot = await store.snapshot()
+        expected = np.repeat([4.0, 0.0], CHUNK)
+        expected[1] = -1
+        assert np.array_equal(await (await snapshot.array("w")).read(), expected)
+        assert (await store.verify()).ok

@@ -1,0 +1,279 @@
+"""Large groups, hosts that die, others that finish for them, and who is shown as missing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.errors import (
+    DeadlineExceeded,
+    Denied,
+    Inconsistent,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+
+MANY = 230
+"""Hosts of a group that is merged as a tree: two full hundreds and a part of one."""
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+async def host(
+    store: tstore.Store, number: int, hosts: int, *, attempt: str = "a", timeout: float = 20, writes: int = -1
+) -> int:
+    """A host that creates the array "w" with all others and writes one chunk, by default that of its number."""
+    tx = store.transaction(
+        name="n", host=number, hosts=hosts, attempt=attempt, tag=f"t/{hosts}", durability="none"
+    )
+    w = await tx.create_array("w", (hosts,), "int32", (1,))
+    at = number if writes < 0 else writes
+    await w[at].write(at + 1)
+    return await tx.commit(timeout)
+
+
+async def check(store: tstore.Store, hosts: int) -> None:
+    assert (await store.tags()) == {f"t/{hosts}": 1}
+    values = await (await (await store.snapshot()).array("w")).read()
+    assert values.tolist() == list(range(1, hosts + 1))
+    assert (await store.verify()).ok
+
+
+async def outcomes(*calls: Any) -> list[Any]:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+# ---- large groups
+
+
+async def test_a_large_group_merges_as_a_tree(url: str) -> None:
+    opened = [await open_faulty(url) for _ in range(MANY)]
+    assert await asyncio.gather(*[host(s, h, MANY) for h, (s, _) in enumerate(opened)]) == [1] * MANY
+    await check(opened[0][0], MANY)
+    merges = await opened[0][0].log.backend.list(
+        f"txn/{opened[0][0].transaction(name='n', host=0, hosts=MANY, attempt='a').id}/merge-"
+    )
+    assert [k.rpartition("/")[2] for k in merges] == [f"merge-1-{i:05d}-of-{MANY:05d}" for i in range(3)]
+    read = [faults.count("get", "*/part-*") for _, faults in opened]
+    assert max(read) <= 100
+    assert max(faults.count("get", "*/merge-*") for _, faults in opened) <= 3
+
+
+async def test_a_host_of_a_large_group_that_dies_after_its_fragment(url: str) -> None:
+    """It was the one to merge its hundred, so another does."""
+    store, faults = await open_faulty(url)
+    others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 150]
+    while len([k for k in await store.log.backend.list("txn/") if "/part-" in k]) < MANY - 1:
+        await asyncio.wait(others, timeout=0.05)
+    faults.fail("list", "*/part-001*")
+    with pytest.raises(Unavailable):
+        await host(store, 150, MANY)
+    assert await asyncio.gather(*others) == [1] * (MANY - 1)
+    await check(store, MANY)
+
+
+async def test_the_absent_hosts_of_a_large_group_are_named(url: str) -> None:
+    store = await tstore.open(url)
+    found = await outcomes(*[host(store, h, MANY, timeout=1.5) for h in range(MANY) if h not in (7, 150, 151)])
+    assert {type(e) for e in found} == {DeadlineExceeded}
+    assert [7, 150, 151] in [e.absent for e in found]
+    assert set.intersection(*[set(e.absent) for e in found]) == {7, 150, 151}
+    assert await outcomes(*[host(store, h, MANY) for h in (7, 150, 151)]) == [1] * 3
+    await check(store, MANY)
+
+
+@pytest.mark.parametrize("twin", [105, 5], ids=["of its hundred", "of another hundred"])
+async def test_two_hosts_of_a_large_group_that_wrote_one_chunk(url: str, twin: int) -> None:
+    store = await tstore.open(url)
+    calls = [host(store, h, MANY, timeout=30, writes=twin if h == 106 else -1) for h in range(MANY)]
+    found = await outcomes(*calls)
+    assert {type(e) for e in found} == {Inconsistent}
+    assert f"w: chunks [({twin},)]" in str(found[0])
+    assert (await store.snapshot()).version == 0
+
+
+# ---- the finisher dies
+
+
+class Dead(BaseException):
+    """The process is no more: nothing handles this."""
+
+
+class Dying:
+    """A backend whose user dies at the n-th call from a host's fragment on, before or after it is done."""
+
+    def __init__(self, backend: Any, nth: int, *, done: bool) -> None:
+        self._backend = backend
+        self._nth = nth
+        self._done = done
+        self._seen = -1
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        return self._mortal(found) if asyncio.iscoroutinefunction(found) else found
+
+    def _mortal(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        async def mortal(*arguments: Any) -> Any:
+            part = bool(arguments) and "/part-" in arguments[0]
+            if call.__name__ == "get" and part:
+                return await call(*arguments)  # a hundred of them are one step
+            if self._seen >= 0 or part:
+                self._seen += 1
+            fatal = self._seen == self._nth
+            if fatal and not self._done:
+                raise Dead
+            try:
+                return await call(*arguments)
+            finally:
+                if fatal:
+                    raise Dead
+
+        return mortal
+
+
+@pytest.mark.parametrize("hosts", [3, 101])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: bool) -> None:
+    """All others have delivered and gone. Whoever comes later finishes; there is one commit and it is whole."""
+    last = hosts // 2
+    before = await tstore.open(tmp_path / "before")
+    found = await outcomes(*[host(before, h, hosts, timeout=0.01) for h in range(hosts) if h != last])
+    assert {type(e) for e in found} == {DeadlineExceeded}
+    steps = 0
+    while True:
+        shutil.copytree(tmp_path / "before", tmp_path / "store")
+        store = await tstore.open(tmp_path / "store")
+        mortal = tstore.Store(Dying(store.log.backend, steps, done=done), store.uuid, "a")  # type: ignore[arg-type]
+        try:
+            await host(mortal, last, hosts)
+        except Dead:
+            delivered = steps > 0 or done
+            [state] = await store.transactions() or [None]
+            if state is None:
+                assert done
+            else:
+                assert state.absent == (() if delivered else (last,))
+            if not delivered:
+                with pytest.raises(DeadlineExceeded) as caught:
+                    await store.finish("n")
+                assert caught.value.absent == [last]
+                assert await host(store, last, hosts) == 1
+            elif state is not None:
+                assert await store.finish("n") == 1
+                assert await store.finish(state.transaction) == 1
+            await check(store, hosts)
+            assert await store.transactions() == []
+        else:
+            break
+        shutil.rmtree(tmp_path / "store")
+        steps += 1
+    assert steps > (4 if hosts < 100 else 6)
+
+
+# ---- finishing for others
+
+
+async def test_a_checkpoint_is_finished_by_its_name(url: str) -> None:
+    store = await tstore.open(url)
+    faulty, faults = await open_faulty(url)
+    faults.fail("create", "commits/*", times=99)
+    calls = [tstore.save(faulty, {"w": np.arange(9)}, 5, host=h, hosts=2, attempt="a/b c") for h in range(2)]
+    await outcomes(*calls)
+    [state] = await store.transactions()
+    assert (state.name, state.absent) == ("step/5", ())
+    assert await store.finish("step/5") == 1
+    assert await tstore.steps(store) == [5]
+
+
+async def test_finishing_a_group_that_is_not_complete_or_not_there(url: str) -> None:
+    store = await tstore.open(url)
+    with pytest.raises(NotFound, match="under way"):
+        await store.finish("n")
+    with pytest.raises(DeadlineExceeded):
+        await host(store, 1, 3, timeout=0.01)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await store.finish("n")
+    assert caught.value.absent == [0, 2]
+    assert "[0, 2]" in str(caught.value)
+    with pytest.raises(DeadlineExceeded):
+        await host(store, 1, 3, attempt="b", timeout=0.01)
+    with pytest.raises(InvalidArgument, match="several attempts"):
+        await store.finish("n")
+    with pytest.raises(NotFound, match="no host"):
+        await store.finish(f"n.c.{'0' * 32}-of-00003")
+    with pytest.raises(Denied, match="mode='r'"):
+        await (await tstore.open(url, "r")).finish("n")
+    assert (await store.snapshot()).version == 0
+
+
+async def test_two_sizes_of_one_attempt_never_both_commit(url: str) -> None:
+    """Both groups are complete, and looked for the other before either began."""
+    opened = [await open_faulty(url) for _ in range(5)]
+    gates = [faults.hold("create", "*/part-*") for _, faults in opened]
+    calls = [asyncio.create_task(host(opened[h][0], h, 2, timeout=5)) for h in range(2)]
+    calls += [asyncio.create_task(host(opened[2 + h][0], h, 3, timeout=5)) for h in range(3)]
+    for gate in gates:
+        await gate.reached()
+    for gate in gates:
+        gate.release()
+    found = await outcomes(*calls)
+    assert {type(e) for e in found} == {Inconsistent}
+    assert (await opened[0][0].snapshot()).version == 0
+
+
+async def test_the_next_attempt_may_have_another_size(url: str) -> None:
+    store = await tstore.open(url)
+    found = await outcomes(*[host(store, h, 4, timeout=0.05) for h in range(3)])
+    assert {type(e) for e in found} == {DeadlineExceeded}
+    assert await outcomes(*[host(store, h, 3, attempt="b") for h in range(3)]) == [1] * 3
+    await check(store, 3)
+    [left] = await store.transactions()
+    assert (left.hosts, left.absent) == (4, (3,))
+
+
+# ---- who is shown
+
+
+async def test_a_host_that_waits_is_seen_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.transactions.pending._FIRST", 0.0)
+    monkeypatch.setattr("tstore.transactions.pending._EVERY", 0.02)
+    store = await tstore.open(url)
+    waiting = asyncio.create_task(host(store, 1, 3))
+    while not (states := await store.transactions()) or not states[0].heartbeats or not states[0].delivered:
+        await asyncio.wait([waiting], timeout=0.01)
+    [state] = states
+    assert (state.name, state.hosts, state.delivered, state.absent) == ("n", 3, (1,), (0, 2))
+    assert state.heartbeats.keys() == {1}
+    assert 0 <= state.heartbeats[1] < 30
+    assert await outcomes(host(store, 0, 3), host(store, 2, 3), waiting) == [1] * 3
+    assert await store.transactions() == []
+    assert not [k for k in await store.log.backend.list("txn/") if "/alive-" in k]
+
+
+async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.transactions.pending._FIRST", 0.0)
+    store, faults = await open_faulty(url)
+    faults.fail("hint", "*/alive-*", times=100)
+    faults.fail("delete", "*/alive-*", times=100)
+    assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
+    assert isinstance(store.log.backend, FaultyBackend)
+    await check(store, 3)
+
+
+async def test_a_quick_save_costs_no_heartbeat(url: str) -> None:
+    store, faults = await open_faulty(url)
+    assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
+    assert faults.count("hint", "*/alive-*") == faults.count("delete", "*/alive-*") == 0

@@ -1,0 +1,122 @@
+"""Processes that race to create the same objects.
+
+1. One process starts, imports what is needed, and forks: so a race of eight costs one start.
+2. Each racer connects, asks for a name that does not exist, and says that it is ready.
+3. When all are, they are let go at once; each tries to create every key with bytes of its own, and tells which it
+   has made.
+
+Where the place is, and the options with their secrets, come on standard input, never on the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tstore.errors import AlreadyExists, Unavailable
+from tstore.storage.base import Durability
+from tstore.storage.connect import connect
+
+__all__ = ["Turn", "race_of_processes", "serve"]
+
+_START = (
+    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "from tstore.conformance.racers import serve; serve()"
+)
+_PATIENCE = 120.0
+
+
+class Turn(NamedTuple):
+    """How the race for one name ended."""
+
+    won: list[bytes]
+    """The bytes of those that were told to have made the object."""
+    stored: bytes
+    racers: int
+
+
+async def race_of_processes(
+    url: str, options: Mapping[str, Any], keys: Sequence[str], racers: int
+) -> dict[str, list[bytes]]:
+    """For each key the bytes of those processes that were told to have made it; `Unavailable` where one failed."""
+    task = {"url": url, "options": dict(options), "keys": list(keys), "racers": racers}
+    path = os.pathsep.join(p for p in sys.path if p)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _START, path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise Unavailable(f"{url}: no process could be started to race: {error}") from error
+    try:
+        answer = process.communicate(json.dumps(task).encode())
+        out, complaint = await asyncio.wait_for(answer, _PATIENCE)
+    except TimeoutError as error:
+        raise Unavailable(f"{url}: racing processes did not end within {_PATIENCE:.0f} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    results = [json.loads(line) for line in out.splitlines()]
+    if len(results) != racers:
+        last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        raise Unavailable(f"{url}: {racers - len(results)} of {racers} racing processes failed: {last}")
+    return {key: [_body(n, key) for n, won in results if key in won] for key in keys}
+
+
+def serve() -> None:
+    """Is the process of `_START`: reads one task, races, writes a line for each racer."""
+    task = json.loads(sys.stdin.read())
+    connect(task["url"], task["options"])  # imports what that kind of storage needs
+    ready, gate = os.pipe(), os.pipe()
+    children = []
+    for number in range(task["racers"]):
+        child = os.fork()
+        if child == 0:
+            os.close(gate[1])
+            status = 1
+            try:
+                asyncio.run(_race(number, task, ready[1], gate[0]))
+                status = 0
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(status)
+        children.append(child)
+    os.close(ready[1])
+    os.close(gate[0])
+    waiting = task["racers"]
+    while waiting and os.read(ready[0], 1):  # ends early where a racer died
+        waiting -= 1
+    os.close(gate[1])
+    for child in children:
+        os.waitpid(child, 0)
+
+
+async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> None:
+    backend = connect(task["url"], task["options"])
+    try:
+        await backend.size(f"{task['keys'][0]}-ready")
+        os.write(ready, b".")
+        os.close(ready)
+        os.read(gate, 1)  # until the parent closes the other end
+        won = []
+        for key in task["keys"]:
+            try:
+                await backend.create(key, _body(number, key), Durability.NONE)
+                won.append(key)
+            except AlreadyExists:
+                pass
+        os.write(1, json.dumps([number, won]).encode() + b"\n")
+    finally:
+        await backend.close()
+
+
+def _body(number: int, key: str) -> bytes:
+    return f"{number} made {key}; ".encode() * 20

@@ -1,0 +1,155 @@
+"""The stored codes of arrays in eXmY formats, compressed or not: `exmy.Quantized` without decoding a value.
+
+Each chunk has offsets of its own. Chunks that share one offset, or whose offsets can be told by rows or blocks of
+the whole array, are joined into one `Quantized`; the codes are moved, never changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import exmy
+import numpy as np
+import numpy.typing as npt
+
+from tstore.data.reader import ReadJob, new_values, read_chunks
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkSource
+from tstore.format.grid import Selection
+from tstore.storage.base import Backend
+
+__all__ = ["PackedChunks", "is_packed", "join_chunks", "packed_chunks", "read_packed"]
+
+Region = tuple[slice, ...]
+
+
+def is_packed(meta: ArrayMeta) -> bool:
+    """Return whether the chunks of an array are in an eXmY format, compressed or not."""
+    return meta.chain.packed is not None
+
+
+class PackedChunks(NamedTuple):
+    """Some chunks of an array that are wanted as they are stored: those with these numbers."""
+
+    path: str
+    meta: ArrayMeta
+    source: ChunkSource
+    numbers: range
+
+
+async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+    """The chunks wanted, read in one call and verified; those at an array's edge are filled up."""
+    jobs, payloads = [], []
+    for path, meta, source, numbers in wanted:
+        size = meta.encoded_bound
+        out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
+        # To the reader they are the chunks of an array of bytes, compressed as they are.
+        compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
+        stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,), compressed)
+        region = Selection((range(numbers.start * size, numbers.stop * size),))
+        jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))
+        payloads.append(out)
+    await read_chunks(backend, jobs)
+    found = []
+    for chunks, payload in zip(wanted, payloads, strict=True):
+        meta, codec = chunks.meta, chunks.meta.chain.packed
+        assert codec is not None
+        try:
+            found.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
+        except exmy.ExmyError as error:
+            raise Corrupt(f"{chunks.path}: a chunk's header is not one of eXmY: {error}") from error
+    return found
+
+
+async def read_packed(backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
+    """Return the codes of a whole array, decompressed; `InvalidArgument` where it is in no eXmY format."""
+    if not is_packed(meta):
+        raise InvalidArgument(f"{path} is not stored in an eXmY format; read it decoded")
+    [parts] = await packed_chunks(backend, [PackedChunks(path, meta, source, range(meta.chunk_count))])
+    return join_chunks(path, meta, parts)
+
+
+def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> exmy.Quantized:
+    """All chunks of an array, in C order, as one; `InvalidArgument` where no granularity of eXmY fits them."""
+    if len(parts) == 1 and meta.shape == meta.chunks:
+        return parts[0]
+    codec = meta.chain.packed
+    assert codec is not None
+    shape, chunks = meta.shape, meta.chunks
+    f = codec.format.standard
+    packed = _joined_codes(f.bits, meta, parts)
+    axis, block = codec.axis, codec.block
+    if axis is None and block is None:
+        offsets = np.array([int(q.offsets) for q in parts], np.int16)
+        if parts and np.all(offsets == offsets[0]):
+            groups = exmy.Groups.of(shape, None, None)
+            return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
+        axis, block = len(shape) - 1, None
+    axis = len(shape) - 1 if axis is None else axis % len(shape)
+    if block is None and meta.counts[axis] > 1:  # a row is cut by chunks: only blocks can tell its parts apart
+        fits = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
+        if not fits or codec.axis is not None:
+            raise InvalidArgument(
+                f"{path}: its chunks {chunks} have offsets of their own, which no rows or blocks of the whole "
+                "array can tell; restore it decoded, or quantize it with tstore.quantize, which gives an array "
+                "one offset"
+            )
+        block = fits[-1]
+    groups = exmy.Groups.of(shape, axis, block)
+    offsets = np.zeros(groups.counts, np.int16)
+    scales = None if not parts or parts[0].scales is None else np.ones(groups.counts, np.float32)
+    for region, part in zip(_group_regions(meta, groups), parts, strict=True):
+        _fill(offsets, region, part.offsets)
+        if scales is not None and part.scales is not None:
+            _fill(scales, region, part.scales)
+    return exmy.Quantized(f, groups, offsets, scales, packed, meta.dtype.name)
+
+
+def _standard(q: exmy.Quantized) -> exmy.Quantized:
+    """The same with the format's standard bias, as `exmy.quantize` gives it: the rest is in the offsets."""
+    f = q.format.standard
+    if q.format == f:
+        return q
+    offsets = np.asarray(q.offsets + (q.format.bias - f.bias), np.int16)
+    return exmy.Quantized(f, q.groups, offsets, q.scales, q.packed, q.dtype)
+
+
+def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> npt.NDArray[np.uint8]:
+    """The packed codes of the array: those of the chunks one behind the other where that is the same."""
+    apart = [k for k, n in enumerate(meta.counts) if n > 1]
+    behind = not apart or all(c == 1 for c in meta.chunks[: apart[-1]])  # chunks are runs in C order
+    if behind and meta.chunk_size % exmy.TILE == 0 and math.prod(meta.shape) == meta.chunk_size * len(parts):
+        return np.concatenate([q.packed for q in parts])
+    codes = np.empty(meta.shape, np.uint8 if bits <= 8 else np.uint16)
+    for region, part in zip(_regions(meta.shape, meta.chunks, meta.counts), parts, strict=True):
+        _fill(codes, region, part.codes())
+    return exmy.pack(codes, bits)
+
+
+def _regions(shape: Sequence[int], chunks: Sequence[int], counts: Sequence[int]) -> Iterator[Region]:
+    """Where each chunk lies in the array, in C order."""
+    for at in np.ndindex(*counts):
+        yield tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, chunks, shape, strict=True))
+
+
+def _group_regions(meta: ArrayMeta, groups: exmy.Groups) -> Iterator[Region]:
+    """Where the groups of each chunk lie among those of the array."""
+    shape, chunks, counts = list(meta.shape), list(meta.chunks), list(meta.counts)
+    axis = groups.axis
+    assert axis is not None
+    if groups.block is None:
+        for sides in (shape, chunks, counts):
+            del sides[axis]
+    else:
+        shape[axis] //= groups.block
+        chunks[axis] //= groups.block
+    return _regions(shape, chunks, counts)
+
+
+def _fill(target: npt.NDArray[Any], region: Region, values: npt.NDArray[Any]) -> None:
+    """Puts a chunk's values, or its one value, into their place; what lies beyond the edge is cut off."""
+    part = target[region]
+    part[...] = values if values.ndim == 0 else values[tuple(slice(n) for n in part.shape)]

@@ -1,0 +1,279 @@
+"""Checks of what callers pass into stored objects: text, tags, steps, numbers and JSON; pure, no I/O.
+
+A value that cannot be read back must be refused by the call that passes it, before any data is written: once a
+record is created it stays for good. The bounds are those of what readers can hold: text is UTF-8, integers have 64
+bits, and nesting is far below every parser's limit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tstore.errors import InvalidArgument
+from tstore.format.bounds import FACTS_BYTES, FACTS_LEVELS, FACTS_VALUES, packed_excess
+
+__all__ = [
+    "STEP_TAG",
+    "checked_attributes",
+    "checked_duration",
+    "checked_facts",
+    "checked_index",
+    "checked_metrics",
+    "checked_name",
+    "checked_step",
+    "checked_tag",
+    "checked_text",
+    "shown",
+]
+
+STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
+"""The tag of a checkpoint: the one way to write its step."""
+
+_NAME_BYTES = 1024
+_LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
+_MOST_STEP = 10**18 - 1
+_MOST_LEVELS = FACTS_LEVELS - 1
+_SHOWN = 60
+_KEYS_SHOWN = 8
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def checked_text(argument: str, value: Any, longest: int = 64 << 10) -> str:
+    """Return a text as a plain `str`; `InvalidArgument` for what is no text, no Unicode, or too long."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{argument}={shown(value)}: expected text (str)")
+    try:
+        text = _encodable(value)
+    except _Refused as refused:
+        raise refused.error(argument) from None
+    size = len(text.encode())
+    if size > longest:
+        raise InvalidArgument(f"{argument}={shown(text)} has {size} bytes; expected at most {longest}")
+    return text
+
+
+def checked_name(argument: str, value: Any) -> str:
+    """Return a name: one line of text of up to 1 KiB; `InvalidArgument` names the argument."""
+    text = checked_text(argument, value, _NAME_BYTES)
+    if _CONTROL.search(text):
+        raise InvalidArgument(f"{argument}={shown(value)}: expected one line without control characters")
+    return text
+
+
+def checked_tag(argument: str, value: Any) -> str:
+    """Return a tag; `InvalidArgument` for an empty one, a number, or `step/` with no step behind it."""
+    tag = checked_name(argument, value)
+    if not tag or tag != tag.strip() or tag.isdigit():
+        raise InvalidArgument(f"{argument}={shown(tag)}: expected printable text that is no number")
+    if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
+        raise InvalidArgument(
+            f"{argument}={shown(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
+            "number of up to 18 digits without leading zeros behind it, as 'step/7', or another tag"
+        )
+    return tag
+
+
+def checked_step(step: Any) -> int:
+    """Return the number of a step, of NumPy's integers too; `InvalidArgument` unless it has 1 to 18 digits."""
+    try:
+        number = None if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or not 0 <= number <= _MOST_STEP:
+        raise InvalidArgument(f"step {shown(step)}: expected a whole number from 0 on, of up to 18 digits")
+    return number
+
+
+def checked_index(argument: str, value: Any) -> int:
+    """Return the number of a host or of hosts as an int; `InvalidArgument` for what is no integer."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{argument}={shown(value)}: expected a whole number") from None
+
+
+def checked_duration(argument: str, value: Any) -> datetime.timedelta:
+    """Return a duration; `InvalidArgument` unless it is a timedelta of at least zero."""
+    if not isinstance(value, datetime.timedelta) or value < datetime.timedelta(0):
+        raise InvalidArgument(f"{argument}={shown(value)}: expected a timedelta of at least zero")
+    return value
+
+
+def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
+    """Return attributes as JSON has them, in containers of their own.
+
+    NumPy scalars become Python's, tuples become lists. Raises `InvalidArgument`, naming the place, for keys that
+    are no text, NaN and infinity, integers beyond 64 bits, and types that JSON does not have.
+    """
+    if attributes is None:
+        return {}
+    try:
+        return _object(attributes, 0)
+    except _Refused as refused:
+        raise refused.error(argument) from None
+
+
+def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]:
+    """Return metrics as Python numbers by name.
+
+    Takes the scalars and 0-d arrays of NumPy and of other libraries. A diverged loss is NaN or infinite and must
+    not fail a save: such a value is kept, and `Keep(best=…)` passes over it.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidArgument(f"{argument}={shown(metrics)}: expected a mapping of names to numbers")
+    numbers: dict[str, float] = {}
+    key: Any = None
+    try:
+        for key, value in metrics.items():
+            numbers[_key(key)] = _number(value)
+    except _Refused as refused:
+        raise refused.below(key).error(argument) from None
+    return numbers
+
+
+def checked_facts(facts: Any) -> dict[str, Any]:
+    """Return the facts of a commit as `checked_attributes` does; their `metrics` as `checked_metrics` does."""
+    metrics: dict[str, float] | None = None
+    if isinstance(facts, Mapping) and "metrics" in facts:
+        metrics = checked_metrics(facts["metrics"], "facts['metrics']")
+        facts = {key: value for key, value in facts.items() if key != "metrics"}
+    checked = checked_attributes(facts, "facts")
+    if metrics is not None:
+        checked["metrics"] = metrics
+    packed = msgspec.msgpack.encode(checked)
+    excess = packed_excess(packed, FACTS_VALUES, FACTS_LEVELS)
+    if excess or len(packed) > FACTS_BYTES:
+        raise InvalidArgument(
+            f"facts: {excess or f'{len(packed)} bytes'} are too many for the record of a commit, which every "
+            f"reader reads; expected at most {FACTS_VALUES} values in {FACTS_BYTES} bytes: store them as an array"
+        )
+    return checked
+
+
+class _Refused(Exception):
+    """Why a value cannot be stored, and the keys on the way to it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.keys: list[Any] = []
+
+    def below(self, key: Any) -> _Refused:
+        """Return itself, for a value that lies under this key."""
+        self.keys.insert(0, key)
+        return self
+
+    def error(self, argument: str) -> InvalidArgument:
+        place = "".join(f"[{shown(key)}]" for key in self.keys[:_KEYS_SHOWN])
+        return InvalidArgument(f"{argument}{place}{'…' if len(self.keys) > _KEYS_SHOWN else ''}: {self.reason}")
+
+
+def _plain(value: Any, level: int) -> Any:
+    kind = type(value)
+    if (kind is str and value.isascii()) or value is None or kind is bool:
+        return value
+    if kind is list or kind is tuple:
+        return _list(value, level)
+    if isinstance(value, str):
+        return _encodable(value)
+    if isinstance(value, Mapping):
+        return _object(value, level)
+    if isinstance(value, (list, tuple)):
+        return _list(value, level)
+    return _scalar(value)
+
+
+def _object(value: Any, level: int) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _Refused(f"expected a mapping of names to values, not {shown(value)}")
+    _check_level(level)
+    plain: dict[str, Any] = {}
+    key: Any = None
+    try:
+        for key, item in value.items():
+            plain[_key(key)] = _plain(item, level + 1)
+    except _Refused as refused:
+        raise refused.below(key) from None
+    return plain
+
+
+def _list(value: Sequence[Any], level: int) -> list[Any]:
+    _check_level(level)
+    plain: list[Any] = []
+    try:
+        for item in value:
+            plain.append(_plain(item, level + 1))
+    except _Refused as refused:
+        raise refused.below(len(plain)) from None
+    return plain
+
+
+def _check_level(level: int) -> None:
+    if level > _MOST_LEVELS:
+        raise _Refused(f"expected at most {_MOST_LEVELS} levels of nesting")
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise _Refused(f"expected text as a key, not {shown(key)}")
+    return _encodable(key)
+
+
+def _scalar(value: Any) -> Any:
+    """Return a number as JSON has it."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):
+        raise _Refused(f"{shown(value)} has no form in JSON; expected numbers, text, None, lists and mappings")
+    number = _number(value)
+    if not math.isfinite(number):
+        raise _Refused(f"JSON has no {number}; expected finite numbers: write it as text, or None")
+    return number
+
+
+def _number(value: Any) -> float:
+    """Return the number in a scalar or 0-d array of any library."""
+    try:
+        if isinstance(value, (str, bytes, bytearray)) or getattr(value, "shape", ()) != ():
+            raise TypeError
+        try:
+            number: float = operator.index(value)
+        except TypeError:
+            number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _Refused(f"expected a number, not {shown(value)}") from None
+    if isinstance(number, int) and not _LEAST_INT <= number <= _MOST_INT:
+        raise _Refused("the integer does not fit in 64 bits; pass a float or text")
+    return number
+
+
+def _encodable(text: str) -> str:
+    """Return the text as a plain `str`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Refused(
+            f"the text {shown(text)} is no Unicode that can be stored: it has lone surrogates"
+        ) from None
+    return str.__str__(text)
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: in one short line, whatever its type."""
+    try:
+        text = ascii(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
+    except Exception as error:  # the value's own code: some cannot be shown, as an integer of 5,000 digits
+        return f"a value of type {type(value).__name__} ({type(error).__name__} from its repr)"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

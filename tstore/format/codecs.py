@@ -1,0 +1,273 @@
+"""The chain of codecs that turns a chunk into bytes and back; pure, no I/O.
+
+The bytes of a chunk are what zarr-python would write for it: C order, little-endian, edge chunks filled up to the
+full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors (`zstd`, `gzip`,
+`blosc`). What `exmy` writes is in its FORMAT.md, section 9; offsets are chosen for each chunk by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import exmy
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
+from tstore.format.compressors import Bytes, as_compressor, feasible, longest_encoding
+
+__all__ = [
+    "FLOATS",
+    "Chain",
+    "Codecs",
+    "as_configuration",
+    "chain_documents",
+    "is_exmy",
+    "with_configuration",
+    "without_clipping",
+]
+
+Buffer = memoryview
+
+Codecs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""How chunks are stored: None (as they are), "lossless" (compressed), an eXmY format such as "e4m3", the
+configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
+
+LOSSLESS = "lossless"
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes that eXmY encodes."""
+
+_NATIVE_LITTLE = sys.byteorder == "little"
+_MOST_COMPRESSORS = 8
+_LOSSLESS_BLOCK = 1 << 19  # bytes: below, blosc compresses each byte of the elements apart, and worse
+
+
+class _ArrayBytes(Protocol):
+    """An array→bytes codec for chunks of one shape.
+
+    `size` is that of an encoded chunk; `identity` says that the bytes are those of the C-ordered chunk itself.
+    """
+
+    identity: bool
+    size: int
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None: ...
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None: ...
+
+
+class _Plain:
+    """Zarr's `bytes` codec, little-endian."""
+
+    def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> None:
+        self.identity = _NATIVE_LITTLE or dtype.itemsize == 1
+        self.size = math.prod(chunk_shape) * dtype.itemsize
+        self._stored = dtype if self.identity else dtype.newbyteorder("<")
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
+        np.copyto(out.view(self._stored).reshape(chunk.shape), chunk)
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        np.copyto(out, np.frombuffer(data, self._stored).reshape(out.shape))
+
+
+class _Exmy:
+    """The low-bit formats of `exmy`."""
+
+    identity = False
+
+    def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], settings: Mapping[str, Any]) -> None:
+        if dtype.name not in FLOATS:
+            raise InvalidArgument(
+                f"codec exmy encodes float16, bfloat16, float32 and float64, not {dtype}; "
+                "leave such an array without it"
+            )
+        try:
+            self.codec = exmy.ChunkCodec.of(settings)
+            self.size = self.codec.size(chunk_shape)
+        except exmy.SizeError as error:
+            raise InvalidArgument(
+                f"codec exmy with {settings!r:.200} does not fit chunks of shape {chunk_shape}: {error}"
+            ) from None
+        except exmy.ExmyError as error:
+            raise UnsupportedFormat(f"codec exmy: {error!s:.300}") from None
+        self._dtype = dtype
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
+        try:
+            self.codec.encode(chunk, out=out)
+        except exmy.NonFiniteError as error:
+            raise NotFinite(
+                f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
+                "eXmY codes are all finite"
+            ) from None
+        except exmy.ExmyError as error:  # as a float64 beyond every bias
+            raise InvalidArgument(f"codec exmy: {error}") from None
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        try:
+            self.codec.decode(data, target.shape, self._dtype, out=target)
+        except exmy.ExmyError as error:
+            raise Corrupt(f"codec exmy: {error}") from error
+        if target is not out:
+            np.copyto(out, target)
+
+
+class Chain:
+    """The codecs of one array, for chunks of its one shape; `identity` chains store the chunk's own bytes."""
+
+    def __init__(
+        self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], documents: Sequence[Mapping[str, Any]]
+    ) -> None:
+        if not documents:
+            raise InvalidArgument("a codec chain needs an array→bytes codec: 'bytes' or 'exmy'")
+        first, *rest = documents
+        settings = first.get("configuration") or {}
+        self._array: _ArrayBytes
+        match first.get("name"):
+            case "bytes" if settings.get("endian", "little") == "little":
+                self._array = _Plain(dtype, chunk_shape)
+            case "exmy" if "format" in settings and set(settings) <= set(exmy.ChunkCodec.keys):
+                self._array = _Exmy(dtype, chunk_shape, settings)
+            case name:
+                raise UnsupportedFormat(
+                    f"codec {name!r:.100} with configuration {settings!r:.200} is not known to this tstore; "
+                    "install a newer one, or use 'bytes' (little-endian) or 'exmy' first in a chain"
+                )
+        if len(rest) > _MOST_COMPRESSORS:
+            raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MOST_COMPRESSORS}")
+        self._compressors = [as_compressor(document) for document in rest]
+        self.plain = self._array.identity
+        """Whether a chunk's own bytes are stored, as they are or compressed."""
+        self.identity = self.plain and not self._compressors
+        self.bound: int = self._array.size
+        """The exact size of an encoded chunk; before compressors, where there are any."""
+        self._stages = [self.bound]  # the most bytes before each compressor, and after the last
+        for compressor in self._compressors:
+            if compressor.most is not None and self._stages[-1] > compressor.most:
+                raise InvalidArgument(
+                    f"a chunk of {self.bound} bytes is too long for blosc; expected at most {compressor.most}: "
+                    "choose smaller chunks"
+                )
+            self._stages.append(longest_encoding(self._stages[-1]))
+
+    @property
+    def packed(self) -> exmy.ChunkCodec | None:
+        """The eXmY codec of the chunks, compressed or not; None where they are not in an eXmY format."""
+        return self._array.codec if isinstance(self._array, _Exmy) else None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether chunks are decoded to the very values that were encoded."""
+        return not isinstance(self._array, _Exmy)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every chunk of equal shape has an encoded size of exactly `bound`."""
+        return not self._compressors
+
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
+        """Return the encoded bytes of a C-contiguous chunk, in `out` (of `bound` bytes) or in new memory.
+
+        A `plain` chain needs no `out`. Nobody may change the chunk meanwhile.
+        """
+        data: Any = chunk.reshape(-1).view(np.uint8) if self.plain else out
+        if not self.plain:
+            self._array.encode(chunk, out)
+        for compressor in self._compressors:
+            data = compressor.encode(data)
+        return memoryview(data).cast("B")
+
+    def check(self, length: int) -> None:
+        """Raise `Corrupt` where no chunk has an encoding of that length: before memory is taken for one."""
+        if self._compressors:
+            if length > self._stages[-1] or not feasible(self.bound, length, len(self._compressors)):
+                raise Corrupt(f"{length} bytes can't be the encoding of {self.bound} bytes")
+        elif length != self.bound:
+            raise Corrupt(f"expected {self.bound} encoded bytes, found {length}")
+
+    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+        """Fill `out`, of the chunk's shape, from encoded bytes; `Corrupt` where they are not such a chunk.
+
+        No compressor decodes more than it could have been given by the encoder, whatever the bytes say.
+        """
+        self.check(len(data))
+        if self._compressors:
+            for stage in range(len(self._compressors) - 1, 0, -1):
+                data = memoryview(self._compressors[stage].decode(data, self._stages[stage])).cast("B")
+            if self.plain and out.flags.c_contiguous:
+                self._compressors[0].decode_into(data, out.reshape(-1).view(np.uint8))
+                return
+            room = np.empty(self.bound, np.uint8)
+            self._compressors[0].decode_into(data, room)
+            data = room.data
+        self._array.decode(data, out)
+
+
+def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
+    """The codecs as they stand in a `zarr.json`; `InvalidArgument` where exmy does not know them."""
+    plain: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        plain["configuration"] = {"endian": "little"}
+    if codecs is None:
+        return [plain]
+    if codecs == LOSSLESS:
+        settings = {
+            "typesize": dtype.itemsize,
+            "cname": "zstd",
+            "clevel": 1,
+            "shuffle": "shuffle" if dtype.itemsize > 1 else "bitshuffle",
+            "blocksize": _LOSSLESS_BLOCK,
+        }
+        return [plain, {"name": "blosc", "configuration": settings}]
+    if isinstance(codecs, str):
+        codecs = {"format": codecs}
+    if isinstance(codecs, Mapping):
+        try:
+            return [{"name": "exmy", "configuration": exmy.ChunkCodec.of(codecs).configuration}]
+        except exmy.ExmyError as error:
+            raise InvalidArgument(f"codecs: {error}; or pass {LOSSLESS!r}, or None for no codec") from None
+    return [dict(c) for c in codecs]
+
+
+def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the chain that gives a chunk the finest offsets with which no value clips, decoded by the same chain.
+
+    Values decoded from a chunk stay exact under these offsets, unless a larger value has come among them.
+    """
+    first, *rest = codecs
+    settings = first.get("configuration") or {}
+    if first.get("name") == "exmy" and settings.get("scale", "search") == "search":
+        first = {**first, "configuration": {**settings, "scale": "max"}}
+    return [first, *rest]
+
+
+def is_exmy(codecs: Codecs) -> bool:
+    """Return whether an eXmY format comes first, which has no codes for integers."""
+    if isinstance(codecs, str):
+        return codecs != LOSSLESS
+    if isinstance(codecs, Mapping):
+        return True
+    return bool(codecs) and isinstance(codecs[0], Mapping) and codecs[0].get("name") == "exmy"  # type: ignore[index]
+
+
+def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
+    """Return the configuration of the eXmY format that comes first in `codecs`."""
+    if isinstance(codecs, str):
+        return {"format": codecs}
+    if isinstance(codecs, Mapping):
+        return codecs
+    assert codecs is not None
+    configuration: Mapping[str, Any] = codecs[0].get("configuration") or {}
+    return configuration
+
+
+def with_configuration(codecs: Codecs, configuration: Mapping[str, Any]) -> Codecs:
+    """Return the codecs with another configuration of their eXmY format, and the same compressors behind it."""
+    if codecs is None or isinstance(codecs, str | Mapping):
+        return configuration
+    return [{"name": "exmy", "configuration": dict(configuration)}, *codecs[1:]]

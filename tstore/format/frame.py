@@ -1,0 +1,66 @@
+"""The frame around every metadata object: what kind it is, of which format version, and its checksum; pure.
+
+b"tstore"      6 bytes
+kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
+version        1 byte    of the format: 1; 2 of a record with a collection, 3 of one that drops tags: of these
+                         an older tstore would miss what they mean for others
+body           msgpack
+check          16 bytes  xxh3-128, big-endian, of all bytes before it
+"""
+
+from __future__ import annotations
+
+from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
+from tstore.format.chunk_refs import CHECK_SIZE, digest
+
+__all__ = ["COLLECTING", "DROPPING", "PLAIN", "SHORTEST", "check_of", "check_size", "sealed", "unsealed"]
+
+PLAIN, COLLECTING, DROPPING = 1, 2, 3
+
+_MAGIC = b"tstore"
+_HEADER = len(_MAGIC) + 2
+
+SHORTEST = _HEADER + CHECK_SIZE
+"""Bytes of a frame with nothing in it."""
+
+_LONGEST = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
+
+
+def sealed(kind: bytes, version: int, body: bytes) -> bytes:
+    """Return the frame of a body; `Corrupt` where it is longer than readers accept."""
+    check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
+    data = _MAGIC + kind + bytes([version]) + body
+    return data + digest(data)
+
+
+def unsealed(data: bytes, kind: bytes) -> memoryview:
+    """Return the body in a frame of that kind; `Corrupt` where a bit is wrong or it is too long.
+
+    Raises `UnsupportedFormat` for one of a newer format.
+    """
+    if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST:
+        raise Corrupt(f"expected an object of tstore, found {len(data)} bytes that begin with {data[:8]!r}")
+    found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
+    check_size(found, version, len(data))
+    if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
+        raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
+    if version > DROPPING:
+        raise UnsupportedFormat(
+            f"an object has format version {version}; this tstore reads up to {DROPPING}: install a newer one"
+        )
+    if found != kind:
+        raise Corrupt(f"expected an object of kind {kind.decode()}, found {found!r}")
+    return memoryview(data)[_HEADER:-CHECK_SIZE]
+
+
+def check_size(kind: bytes, version: int, size: int) -> None:
+    """Raise `Corrupt` where an object is longer than one of its kind may be."""
+    most = COLLECTION_BYTES if (kind, version) == (b"R", COLLECTING) else _LONGEST.get(kind, COLLECTION_BYTES)
+    if size > most:
+        raise Corrupt(f"an object of {size:,} bytes is longer than the {most:,} that one of its kind may have")
+
+
+def check_of(data: bytes) -> bytes:
+    """Return the checksum that a frame ends in, which is not compared with its bytes here."""
+    return data[-CHECK_SIZE:]

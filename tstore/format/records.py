@@ -1,0 +1,377 @@
+"""Records, fragments and roots: what the store's metadata objects hold, and their bytes; pure, no I/O.
+
+Each is one frame (`frame`). What is decoded is checked, so that whoever reads it needs to check nothing that
+can be seen in the object alone; what the object refers to is another matter. What readers refuse is not encoded.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.bounds import (
+    FACTS_BYTES,
+    FACTS_LEVELS,
+    FACTS_VALUES,
+    MOST_ALIVE,
+    MOST_NAMES,
+    STRUCTURE_BYTES,
+    packed_excess,
+)
+from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, check_of, sealed, unsealed
+from tstore.format.layout import is_pack, is_root, is_written, owner_of
+from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef, reference
+from tstore.format.wellformed import (
+    check_ascending,
+    check_facts,
+    check_keys,
+    check_paths,
+    check_tags,
+    check_time,
+    check_transactions,
+)
+
+__all__ = [
+    "INLINE_MANIFEST",
+    "REPAIR",
+    "VOIDED",
+    "Alive",
+    "Collection",
+    "Fragment",
+    "Manifest",
+    "ObjectRef",
+    "Part",
+    "Record",
+    "Root",
+    "Stored",
+    "check_of",
+    "date_of",
+    "decode",
+    "encode",
+    "framed",
+    "reference",
+    "size_of",
+]
+
+INLINE_MANIFEST = 16 << 10
+"""A manifest of up to so many bytes travels in the record or fragment that refers to it."""
+
+REPAIR, VOIDED = "repair-", "voided"
+"""How the transactions of `tstore repair` begin, and the name under which its commits say what it voided."""
+
+_MOST_HOSTS = 100_000
+_MOST_PARTS = 1024
+
+T = TypeVar("T", bound=Body)
+
+
+class Part(Body, frozen=True):
+    """One of several transactions that were committed as one record, as far as the record does not tell it."""
+
+    transaction: str
+    time: float
+    message: Message
+    tags: Names
+    bytes_added: Count
+    facts: dict[str, Any]
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        check_facts(self.facts)
+
+
+class Alive(Body, frozen=True):
+    """What garbage collection must know of a version that lives.
+
+    `replaces` tells that nothing older than itself and `holds` is part of it. `holds` are the objects of other
+    transactions that the version needs, as far as no older version that lives wrote or holds them.
+    """
+
+    version: Count
+    transaction: str
+    time: float
+    tags: Names
+    replaces: bool
+    metrics: dict[str, float]
+    holds: Names
+
+
+class Collection(Body, dict=True, frozen=True):
+    """What a gc decided: the versions that live after it, and what it condemned.
+
+    `expired` are the versions that lived until then, `tags` those that named them. `transactions` are condemned
+    with all their objects, `objects` one by one. A condemned object may be deleted once the record stands; a
+    transaction that is condemned or re-uses a condemned pack can't be committed any more.
+    """
+
+    alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MOST_ALIVE)]
+    expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
+    transactions: Names
+    objects: Names
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        versions = [entry.version for entry in self.alive]
+        check_ascending(versions, "that live")
+        check_ascending(self.expired, "that expired")
+        if not self.versions.isdisjoint(self.expired):
+            raise Corrupt("a version lives and has expired")
+        living = {entry.transaction for entry in self.alive}
+        check_transactions(living)
+        check_tags(tag for entry in self.alive for tag in entry.tags)
+        for entry in self.alive:
+            check_time(entry.time)
+            if entry.holds:
+                check_keys(entry.holds, is_written, "what a version holds")
+            if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
+                raise Corrupt(f"a metric of version {entry.version} is not finite")
+        check_tags(self.tags)
+        if not set(self.tags.values()) <= set(self.expired):
+            raise Corrupt("a tag expired whose version did not")
+        check_transactions(self.transactions)
+        check_keys(self.objects, _is_collectable, "what a gc condemns")
+        if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
+            raise Corrupt("it condemns what a version that lives wrote")
+
+    @functools.cached_property
+    def versions(self) -> frozenset[int]:
+        """The versions that live."""
+        return frozenset(a.version for a in self.alive)
+
+
+class Record(Body, frozen=True):
+    """One commit. Its bytes depend on the version it becomes only where a gc came between.
+
+    `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
+    nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
+    that it and every commit before it survive a power failure. `collected` is the version of the newest gc before
+    it, 0 for none; `reused` are the packs of other transactions that its manifests refer to. A record with a
+    `collection` is a gc's, and changes nothing but tags. `parts` are the transactions that it is made of, where
+    there are several; then its own id is no transaction's. The tags `dropped` name no version any more.
+    """
+
+    transaction: str
+    base: Count
+    time: float
+    message: Message = ""
+    tags: Names = ()
+    replaces: bool = False
+    deleted: Names = ()
+    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=_MOST_PARTS)] = ()
+    bytes_added: Count = 0
+    void: bool = False
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    durable: bool = True
+    collected: Count = 0
+    reused: Names = ()
+    collection: Collection | None = None
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=_MOST_PARTS)] = ()
+    dropped: Names = ()
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        check_tags((*self.tags, *self.dropped) if self.dropped else self.tags)
+        if self.deleted:
+            check_paths(self.deleted)
+        for manifest in self.manifests:
+            manifest.validate()
+        check_facts(self.facts)
+        check_keys(self.reused, is_pack, "a pack")
+        if self.parts:
+            self._check_parts()
+        if self.collection is not None:
+            self.collection.validate()
+        if (self.void or self.collection is not None) and self._changes:
+            raise Corrupt("a void record, or that of a gc, changes something")
+
+    @property
+    def _changes(self) -> bool:
+        """Whether it changes the tree, or names anything."""
+        listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
+        return bool(listed or self.replaces or self.bytes_added or (self.void and self.collection is not None))
+
+    def _check_parts(self) -> None:
+        for part in self.parts:
+            part.validate()
+        ids = {self.transaction, *self.transactions}
+        if len(ids) <= len(self.parts):
+            raise Corrupt("a transaction comes twice in a record")
+        if self.tags != tuple(tag for part in self.parts for tag in part.tags):
+            raise Corrupt("the tags of a record are not those of the transactions that it is made of")
+        more = self.replaces or self.dropped or self.message or self.facts or self.reused
+        if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
+            raise Corrupt("a record is not the sum of the transactions that it is made of")
+
+    def check_number(self, version: int) -> None:
+        """Raise `Corrupt` where it can't have become that version: whoever followed it would walk in a circle."""
+        named = [self.base, self.collected]
+        if self.collection is not None:
+            named += [entry.version for entry in self.collection.alive[-1:]]
+            named += self.collection.expired[-1:]
+        if max(named) >= version:
+            raise Corrupt(f"it refers to version {version} or a later one")
+
+    @property
+    def transactions(self) -> tuple[str, ...]:
+        """The ids of all transactions that it commits."""
+        return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
+
+    @property
+    def voids(self) -> tuple[int, ...]:
+        """The versions whose records a repair has voided, where it is the commit that tells of that."""
+        listed = self.facts.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()
+        return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
+
+    def commits(self, transaction: str) -> bool:
+        """Whether it is the commit of that transaction, or of several with that one among them."""
+        return transaction == self.transaction or transaction in self.transactions
+
+
+class Stored(NamedTuple):
+    """A record, and the checksum that its bytes end in."""
+
+    record: Record
+    check: bytes
+
+
+_LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
+"""Defaults of the fields that records of older stores do not have, by how many are before; left out at the end."""
+
+
+class Fragment(Body, frozen=True):
+    """What one host of a cooperative transaction contributes."""
+
+    transaction: str
+    host: Count
+    hosts: Count
+    base: Count
+    message: Message
+    tags: Names
+    replaces: bool
+    deleted: Names
+    manifest: ObjectRef | Manifest
+    bytes_added: Count
+    structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    durable: bool = True
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_transactions((self.transaction,))
+        check_tags(self.tags)
+        check_paths(self.deleted)
+        self.manifest.validate()
+        check_facts(self.facts)
+        if not self.host < self.hosts <= _MOST_HOSTS:
+            raise Corrupt(f"there is no host {self.host} of {self.hosts}")
+
+
+class Root(Body, frozen=True):
+    """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
+
+    version: Count
+    record: Check
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
+    manifest: Manifest
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_tags(self.tags)
+        if not all(0 < named <= self.version for named in self.tags.values()):
+            raise Corrupt("a tag of a root names a version that it can't name")
+        self.manifest.validate()
+
+
+_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+
+
+def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
+    """Return a form of a body in which all is left undecoded but these fields, which are empty where left out."""
+    raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
+    listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
+    return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
+
+
+_PartOutline = _outline(Part)
+_OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
+    Record: _outline(Record, parts=tuple[_PartOutline, ...]),  # type: ignore[valid-type]
+    Fragment: _outline(Fragment),
+}
+
+
+def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
+    """Return the body in msgpack, checked; `Corrupt`. What may hold anything is measured before it is decoded."""
+    try:
+        if len(packed) > FACTS_VALUES and kind in _OUTLINES:
+            outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+            for holder in (outline, *getattr(outline, "parts", ())):
+                facts = memoryview(holder.facts)
+                excess = packed_excess(facts, FACTS_VALUES, FACTS_LEVELS)
+                if excess or len(facts) > FACTS_BYTES:
+                    raise Corrupt(f"the facts of a commit have {excess or f'{len(facts):,} bytes'}")
+        body = msgspec.msgpack.decode(packed, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise Corrupt(f"an object does not parse: {error}") from error
+    body.validate()
+    return body
+
+
+def framed(body: T) -> tuple[bytes, T]:
+    """Return the frame of a record, manifest, fragment or root, and the body that readers will find in it.
+
+    An object that is created cannot be taken back: `InvalidArgument` where readers would refuse it.
+    """
+    version, fields = PLAIN, None
+    if isinstance(body, Record):
+        version = DROPPING if body.dropped else PLAIN if body.collection is None else COLLECTING
+        fields = msgspec.structs.astuple(body)
+        for before, later in _LATER.items():
+            if fields[before:] != later:
+                break
+            fields = fields[:before]
+    try:
+        packed = msgspec.msgpack.encode(fields or body)
+        return sealed(_KINDS[type(body)], version, packed), _parsed(packed, type(body))
+    except (TypeError, ValueError, OverflowError, RecursionError, Corrupt) as error:  # msgspec's are ValueErrors
+        name = type(body).__name__.lower()
+        raise InvalidArgument(
+            f"a {name} with these values could not be read again, nothing was written: {error}"
+        ) from None
+
+
+def size_of(body: Body) -> int:
+    """Return about how many bytes the frame of a body has; it is not checked."""
+    return SHORTEST + len(msgspec.msgpack.encode(body))
+
+
+def encode(body: Body) -> bytes:
+    """Return the frame of a record, manifest, fragment or root; `InvalidArgument` as `framed`."""
+    return framed(body)[0]
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The body of a frame; `Corrupt` where a bit or a value is wrong, `UnsupportedFormat` where it is newer."""
+    return _parsed(unsealed(data, _KINDS[kind]), kind)
+
+
+def date_of(time: float) -> datetime.datetime:
+    """Return the date of a record's time, the nearest where its writer's clock was beyond the calendar."""
+    try:
+        return datetime.datetime.fromtimestamp(time, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
+        return nearest.replace(tzinfo=datetime.UTC)
+
+
+def _is_collectable(key: str) -> bool:
+    return is_written(key) or is_root(key)

@@ -1,0 +1,163 @@
+"""References: where metadata objects lie, and manifests, which tell where chunks lie; pure, no I/O.
+
+A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six
+buffers and not a million objects. Columns are little-endian.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt
+from tstore.format.bounds import MANIFEST_BYTES, MOST_NAMES
+from tstore.format.chunk_refs import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest
+from tstore.format.frame import SHORTEST, check_of
+from tstore.format.layout import is_manifest, is_pack
+from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
+
+__all__ = ["Body", "Check", "Count", "Manifest", "Message", "Names", "ObjectRef", "reference"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A version, a host, or the length of an object."""
+
+Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NAMES)]
+Message = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE)]
+Check = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True):
+    """What can stand in a frame."""
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be, whatever store it is in."""
+
+
+class ObjectRef(Body, tag="object", frozen=True):
+    """Where a metadata object lies and what its bytes must be."""
+
+    key: str
+    length: Annotated[int, msgspec.Meta(ge=SHORTEST, le=MANIFEST_BYTES)]
+    check: Check
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        check_keys((self.key,), is_manifest, "a manifest")
+
+    def is_to(self, data: bytes) -> bool:
+        """Whether these bytes have the length and the checksum that it names."""
+        return len(data) == self.length and check_of(data) == self.check
+
+
+class Manifest(Body, tag="manifest", dict=True, frozen=True):
+    """The nodes one writer touched and the chunks it wrote, as columns.
+
+    `packs[i]` is the key of a pack, or "" for one small enough to travel here: the next of `inline`.
+    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of
+    the chunk columns. `fresh[i]` tells that its metadata was created or changed: then its rows are all the
+    chunks it has; otherwise they overlay those of earlier commits.
+    """
+
+    packs: Names
+    inline: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    documents: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    paths: Names
+    document: bytes  # u32
+    fresh: bytes  # u8
+    count: bytes  # u64
+    index: bytes  # u64, the chunk's C-order number in its grid
+    pack: bytes  # u32
+    offset: bytes  # u64
+    length: bytes  # u64
+    checks: bytes  # 16 bytes per block
+
+    @functools.cached_property
+    def table(self) -> ChunkTable:
+        """All chunk rows; raises `Corrupt` where columns and node counts do not fit each other."""
+        carried = iter(self.inline)
+        if self.packs.count("") != len(self.inline):
+            raise Corrupt("a manifest does not hold the packs that should travel in it")
+        table = ChunkTable(
+            tuple(key or next(carried) for key in self.packs),
+            column(self.index, "<u8"),
+            column(self.pack, "<u4"),
+            column(self.offset, "<u8"),
+            column(self.length, "<u8"),
+            as_checks(self.checks),
+        )
+        table.validate()
+        n, counts = len(self.paths), column(self.count, "<u8")
+        fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
+        if not fits or largest(counts) > len(table) or int(counts.sum()) != len(table):
+            raise Corrupt("the columns of a manifest do not fit each other")
+        if n and largest(column(self.document, "<u4")) >= len(self.documents):
+            raise Corrupt("a manifest refers to a metadata document that it does not hold")
+        return table
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        table = self.table
+        check_keys(filter(None, self.packs), is_pack, "a pack")
+        check_paths([path for path in self.paths if path])
+        if len(set(self.paths)) < len(self.paths):
+            raise Corrupt("a manifest names a node twice")
+        if self.fresh.translate(None, b"\0\1"):
+            raise Corrupt("a manifest says neither that a node is fresh nor that it is not")
+        if len(table) > 1:
+            self._check_order(table.index)
+        check_documents(self.documents)
+
+    def _check_order(self, index: npt.NDArray[np.uint64]) -> None:
+        rising = index[1:] > index[:-1]
+        if rising.all():
+            return
+        firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
+        rising[firsts[(firsts > 0) & (firsts < len(index))] - 1] = True  # where the next node begins
+        if not rising.all():
+            raise Corrupt("the chunks of a node are not in the order of their numbers, or one comes twice")
+
+    def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
+        """Per node: path, document, fresh, and its rows."""
+        table = self.table
+        counts = column(self.count, "<u8")
+        stops = np.cumsum(counts).tolist()
+        rows = zip(
+            self.paths, column(self.document, "<u4").tolist(), self.fresh, stops, counts.tolist(), strict=True
+        )
+        return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
+
+    def reused(self, transaction: str) -> tuple[str, ...]:
+        """The packs that it refers to and another transaction wrote."""
+        own = f"txn/{transaction}/"
+        return tuple(key for key in self.packs if key and not key.startswith(own))
+
+    @staticmethod
+    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
+        """The manifest of these nodes: path, document, fresh, and their chunks (later spans overlay)."""
+        documents: dict[bytes, int] = {}
+        numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
+        table, counts = gather([spans for *_, spans in nodes])
+        return Manifest(
+            packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
+            inline=tuple(p for p in table.packs if isinstance(p, bytes)),
+            documents=tuple(documents),
+            paths=tuple(path for path, *_ in nodes),
+            document=np.array(numbers, "<u4").tobytes(),
+            fresh=bytes(fresh for _, _, fresh, _ in nodes),
+            count=counts.astype("<u8").tobytes(),
+            index=table.index.tobytes(),
+            pack=table.pack.tobytes(),
+            offset=table.offset.tobytes(),
+            length=table.length.tobytes(),
+            checks=table.checks.tobytes(),
+        )
+
+
+def reference(key: str, data: bytes) -> ObjectRef:
+    """The reference by which another object names these bytes."""
+    return ObjectRef(key, len(data), check_of(data))

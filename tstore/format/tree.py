@@ -1,0 +1,314 @@
+"""The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
+
+What becomes of a commit that meets a newer one, committed since its base:
+
+    it …                           and the newer one …                            outcome
+    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both stay
+    wrote a whole chunk            wrote that chunk, in part or whole             Conflict
+    wrote chunks                   wrote other chunks                             both stay
+    wrote or resized an array      resized, deleted or created it anew            Conflict
+    resized an array               wrote any chunk of it                          Conflict
+    deleted a node                 wrote, resized or created at or below it       Conflict
+    deleted a node                 deleted it too, above it, or below it          both stay
+    created a node                 created one there, above it or below it        Conflict
+    created a node                 deleted a node above it                        Conflict
+    created a node                 created one elsewhere, in one new group too    both stay
+    set or moved a tag             set, moved or dropped the same tag             Conflict
+    dropped a tag                  set or moved the same tag                      Conflict
+    dropped a tag                  dropped it too, or a gc did                    both stay
+    dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
+    touched any node               replaced the whole tree (a checkpoint)         Conflict
+    replaced the whole tree        did anything but set the same tag              replaces that too
+    read (serializable)            changed what was read                          Conflict (`read_set`)
+
+A commit that replaces the whole tree rests on nothing that was there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
+from tstore.format.arguments import checked_attributes, checked_text
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.bounds import text_excess
+from tstore.format.chunk_refs import ChunkRow, ChunkTable, Span, layered
+from tstore.format.records import Manifest, Record, Root, Stored
+
+__all__ = [
+    "OWN",
+    "Changes",
+    "Node",
+    "NodeChange",
+    "Overlap",
+    "Tree",
+    "checked_path",
+    "group_document",
+    "is_below",
+    "parents",
+    "spared",
+    "tree_of",
+]
+
+OWN = "tstore"
+"""The attribute of the root group under which tstore itself keeps what belongs to a version."""
+
+
+class Node:
+    """A group or an array of a tree; its chunks lie in spans of manifests, later ones over earlier ones."""
+
+    __slots__ = ("_chunks", "document", "path", "spans")
+
+    def __init__(self, path: str, document: bytes, spans: tuple[Span, ...]) -> None:
+        self.path = path
+        self.document = document
+        self.spans = spans
+        self._chunks: ChunkTable | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the node is an array, not a group."""
+        try:
+            return _kind(self.document) == "array"
+        except Corrupt as error:
+            raise Corrupt(f"{self.path}: {error}") from error
+
+    @property
+    def meta(self) -> ArrayMeta:
+        """The metadata of an array."""
+        try:
+            return ArrayMeta.parse(self.document)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.path}: {error}") from error
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the group or array."""
+        with parsing(f"{self.path or 'the root group'}: its metadata"):
+            found = msgspec.json.decode(self.document).get("attributes", {})
+            if not isinstance(found, dict):
+                raise TypeError("attributes are no JSON object")
+            return found
+
+    def row(self, number: int) -> ChunkRow | None:
+        """Where one chunk of the array lies, None where it was never written."""
+        if len(self.spans) == 1 and self._chunks is None:
+            table, start, stop = self.spans[0]
+            if stop - start == 1 and len(table) <= _SMALL_TABLE:  # one of thousands of small arrays in one table
+                found, pack, offset, length, checks = table.rows[start]
+                return ChunkRow(number, table.packs[pack], offset, length, checks) if found == number else None
+        return self.chunks.row(number)
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The references to all chunks of the array, sorted by number."""
+        if self._chunks is None:
+            self._chunks = ChunkTable.overlay([s.chunks() for s in self.spans]) if self.spans else _NO_CHUNKS
+        return self._chunks
+
+
+_NO_CHUNKS = ChunkTable.empty()
+_SMALL_TABLE = 1 << 16
+
+
+class Tree:
+    """All nodes by path, and all tags, as of `version`; never changed once made."""
+
+    def __init__(self, version: int, nodes: Mapping[str, Node], tags: Mapping[str, int]) -> None:
+        self.version = version
+        self.nodes = nodes
+        self.tags = tags
+
+    def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
+        """The tree that the commit makes of this one."""
+        tags = self.tags
+        if record.tags or record.dropped:
+            tags = {t: v for t, v in tags.items() if t not in record.dropped}
+            tags.update(dict.fromkeys(record.tags, version))
+        if record.collection is not None:
+            gone = set(record.collection.expired)
+            tags = {tag: named for tag, named in tags.items() if named not in gone}
+        if record.void or record.collection is not None:
+            return Tree(version, self.nodes, tags)
+        nodes = {} if record.replaces else dict(spared(self.nodes, record.deleted))
+        made: set[str] = set()
+        for manifest in manifests:
+            for path, document, fresh, span in manifest.nodes():
+                old = nodes.get(path)
+                if old is None or (fresh and path not in made):
+                    nodes[path] = Node(path, document, (span,))
+                    made.add(path)
+                else:
+                    nodes[path] = Node(path, document, layered(old.spans, span))
+        return Tree(version, nodes, tags)
+
+    def manifest(self) -> Manifest:
+        """All nodes and their chunks in one manifest, sorted; every node is fresh in it."""
+        return Manifest.of([(path, n.document, True, n.spans) for path, n in sorted(self.nodes.items())])
+
+    def root(self, record: bytes) -> Root:
+        """This tree as the object that spares the reading of all records before it.
+
+        `record` is the checksum of the record of its version. The result is the same, to the byte, whatever root
+        the tree was read from: a server compares what it is sent with what it computes itself.
+        """
+        tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
+        return Root(self.version, record, tags, self.manifest())
+
+    @staticmethod
+    def empty() -> Tree:
+        """The tree before the first commit."""
+        return Tree(0, {}, {})
+
+    def differences(self, other: Tree, *, nodes: bool) -> list[str]:
+        """Return the tags, and with `nodes` the paths, in which another tree of this version differs."""
+        names = self.tags.keys() | other.tags.keys()
+        odd = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
+        if nodes:
+            paths = self.nodes.keys() | other.nodes.keys()
+            odd += sorted(p for p in paths if not _alike(self.nodes.get(p), other.nodes.get(p)))
+        return odd
+
+    @staticmethod
+    def of(root: Root) -> Tree:
+        """The tree in a root."""
+        nodes = {path: Node(path, document, (span,)) for path, document, _, span in root.manifest.nodes()}
+        return Tree(root.version, nodes, root.tags)
+
+
+class NodeChange(NamedTuple):
+    """What a commit did to one node."""
+
+    fresh: bool
+    numbers: npt.NDArray[np.uint64]
+
+
+class Overlap(NamedTuple):
+    """Where two commits meet: `fatal` as readable paths, and chunks written by both, by path."""
+
+    fatal: list[str]
+    chunks: dict[str, npt.NDArray[np.uint64]]
+
+
+class Changes(NamedTuple):
+    """What a commit changes, as far as others can conflict with it."""
+
+    nodes: Mapping[str, NodeChange]
+    deleted: tuple[str, ...] = ()
+    replaces: bool = False
+    tags: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
+        """The changes that a committed record made."""
+        nodes: dict[str, NodeChange] = {}
+        for path, _, fresh, span in (node for manifest in manifests for node in manifest.nodes()):
+            numbers = span.table.index[span.start : span.stop]
+            if path in nodes:  # transactions that were committed together wrote different chunks of it
+                fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
+            nodes[path] = NodeChange(fresh, numbers)
+        return Changes(nodes, record.deleted, record.replaces, record.tags, record.dropped)
+
+    def overlap(self, other: Changes) -> Overlap:
+        """Where these changes, not yet committed, meet those of a newer commit."""
+        fatal = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
+        fatal += [f"tag {t}" for t in self.dropped if t in other.tags]
+        if self.replaces:
+            return Overlap(fatal, {})
+        if other.replaces:
+            return Overlap([*fatal, *self.nodes, *self.deleted], {})
+        chunks = {}
+        fatal += [p for p in self.nodes if any(is_below(p, d) for d in other.deleted)]
+        fatal += [p for p in other.nodes if any(is_below(p, d) for d in self.deleted)]
+        fatal += _nested(self.nodes, other.nodes)
+        for path in self.nodes.keys() & other.nodes.keys():
+            mine, theirs = self.nodes[path], other.nodes[path]
+            if mine.fresh or theirs.fresh:
+                fatal.append(path)
+                continue
+            both = np.intersect1d(mine.numbers, theirs.numbers)
+            if len(both):
+                chunks[path] = both
+        return Overlap(fatal, chunks)
+
+
+def _alike(mine: Node | None, other: Node | None) -> bool:
+    """Whether two nodes have the same metadata and the same chunks at the same places."""
+    if mine is None or other is None or mine.document != other.document:
+        return False
+    return mine.chunks.equals(other.chunks)
+
+
+def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
+    """Paths that one side created above or below a node that the other side created."""
+    made = {p for p, c in mine.items() if c.fresh}
+    others = {p for p, c in theirs.items() if c.fresh}
+    found = [p for p in made if any(a in others for a in parents(p))]
+    return found + [p for p in others if any(a in made for a in parents(p))]
+
+
+def parents(path: str) -> Iterable[str]:
+    """The paths above a path, the nearest first, without the root."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def is_below(path: str, top: str) -> bool:
+    """Whether the path is `top` or lies below it; everything lies below the root, ""."""
+    return path == top or not top or path.startswith(top + "/")
+
+
+def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
+    """The nodes that lie neither at nor below a path that was deleted."""
+    tops = frozenset(deleted)
+    if not tops:
+        return nodes
+    return {p: n for p, n in nodes.items() if tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p))}
+
+
+def tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
+    """The tree of a root that belongs to the record of its version; None for any other."""
+    if root is None or stored is None or (root.version, root.record) != (version, stored.check):
+        return None
+    return Tree.of(root)
+
+
+def checked_path(path: str) -> str:
+    """The path of a node without outer slashes; `InvalidArgument` where it can't be one."""
+    stripped = checked_text("path", path).strip("/")
+    if any(part in ("", ".", "..", "zarr.json") for part in stripped.split("/")) or min(stripped) < " ":
+        raise InvalidArgument(
+            f"{path!r} is not the path of a node: expected names joined by '/', without control characters, '', "
+            "'.', '..' and 'zarr.json'"
+        )
+    return stripped
+
+
+def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bytes:
+    """The `zarr.json` of a group with these attributes, and with tstore's `own` under `OWN` (not checked)."""
+    checked = checked_attributes(attributes)
+    if own is not None:
+        checked[OWN] = own
+    document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
+    excess = text_excess(document)
+    if excess:
+        raise InvalidArgument(
+            f"the attributes of a group, or the structure of a tree, have {excess}; store an array"
+        )
+    return document
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(document: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(document)["node_type"])
+    except (KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
+        raise Corrupt(f"metadata of a node does not parse: {error!r}") from error

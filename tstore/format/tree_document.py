@@ -1,0 +1,115 @@
+"""The document of a saved tree: its containers and scalars as JSON, with the paths of its arrays; pure, no I/O.
+
+    ["dict", [[key, node], …]]                        ["list", [node, …]]    ["tuple", [node, …]]
+    ["dataclass", name, [[field, node], …]]           ["namedtuple", name, [[field, node], …]]
+    ["array", path]    ["scalar", path]    ["none"]   ["int", "5"] and so on for Python scalars
+
+A scalar is a 0-d array that was a NumPy scalar. A key is `[type, text]`, which keeps 5 and "5" apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = [
+    "DEEPEST",
+    "SCALARS",
+    "Document",
+    "is_document",
+    "paths_in",
+    "scalar_node",
+    "scalar_value",
+    "stored_document",
+]
+
+Document = list[Any]
+
+DEEPEST = 200
+"""Levels of a tree; Python's own limit of recursion is at about 300."""
+
+SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    bool: (str, lambda text: text == "True"),
+    int: (str, int),
+    float: (float.hex, float.fromhex),
+    complex: (
+        lambda c: f"{c.real.hex()} {c.imag.hex()}",
+        lambda text: complex(*(float.fromhex(part) for part in text.split())),
+    ),
+    str: (str, str),
+    bytes: (bytes.hex, bytes.fromhex),
+}
+"""For each type of scalar, the text of a value and the value of a text."""
+
+_NAMES = {t.__name__: t for t in SCALARS}
+
+
+def scalar_node(value: Any) -> list[str]:
+    """Return the node of a Python scalar; raise `ValueError` where its text cannot be stored."""
+    text = SCALARS[type(value)][0](value)
+    text.encode()
+    return [type(value).__name__, text]
+
+
+def scalar_value(node: list[str]) -> Any:
+    """Return the Python scalar of a node that `is_document` accepts."""
+    return SCALARS[_NAMES[node[0]]][1](node[1])
+
+
+def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
+    """Return the document that a version keeps; None for anything else, or where it does not have these paths.
+
+    Anybody can write attributes, and arrays may have come and gone since the tree was saved.
+    """
+    if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
+        return None
+    document: Document = stored
+    return document
+
+
+def is_document(node: Any, level: int = 0) -> bool:
+    """Whether a value that was stored has the form of a document."""
+    if _is_pair(node) and node[0] == "array":  # most nodes are
+        return isinstance(node[1], str)
+    match node:
+        case ["scalar", str()] | ["none"]:
+            return True
+        case [_, [*_]] | [_, _, [*_]] if level == DEEPEST:
+            return False
+        case ["dict", [*items]]:
+            return all(_is_pair(i) and _is_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
+        case ["list" | "tuple", [*items]]:
+            return all(is_document(i, level + 1) for i in items)
+        case ["dataclass" | "namedtuple", str(), [*items]]:
+            return all(_is_pair(i) and isinstance(i[0], str) and is_document(i[1], level + 1) for i in items)
+    return _is_scalar(node)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2
+
+
+def _is_scalar(node: Any) -> bool:
+    if _is_pair(node) and node[0] == "str":  # as most keys are
+        return isinstance(node[1], str)
+    match node:
+        case [str(name), str(text)] if name in _NAMES:
+            try:
+                scalar_value([name, text])
+            except (ValueError, TypeError, OverflowError):
+                return False
+            return True
+    return False
+
+
+def paths_in(document: Document) -> Iterator[str]:
+    """The paths of all arrays of a document, in its order."""
+    match document:
+        case ["array" | "scalar", path]:
+            yield path
+        case ["dict" | "list" | "tuple", items]:
+            for item in items:
+                yield from paths_in(item[1] if document[0] == "dict" else item)
+        case ["dataclass" | "namedtuple", _, items]:
+            for _, item in items:
+                yield from paths_in(item)

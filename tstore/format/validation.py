@@ -1,0 +1,166 @@
+"""Whether a record can be the next commit of a log: its form, and what it makes of the tree before it; pure.
+
+What can be seen in a record or manifest alone is checked as it is decoded (`wellformed`). `check_form` looks at
+what shares one record, `pack_ends`, `check_inline` and `applied` at its manifests and the tree that they change.
+Objects by name are the caller's: it reads the manifests and compares the lengths of the packs. What a garbage
+collection decides is checked by `condemned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import block_checks, column
+from tstore.format.records import Manifest, ObjectRef, Record
+from tstore.format.tree import Node, Tree, parents, spared
+
+__all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
+
+MOST_PARTS = 64
+"""Transactions that share one record, and so the manifests that it has at most."""
+
+_MOST_LEVELS = 256
+_LONGEST_PATH = 64 << 10
+
+
+def check_form(record: Record) -> None:
+    """Raise `Corrupt` where a record is made of more than transactions that share one are.
+
+    All else that can be seen in the record alone was checked when it was decoded.
+    """
+    if max(len(record.manifests), len(record.parts)) > MOST_PARTS:
+        raise Corrupt(f"it has more manifests, or parts, than {MOST_PARTS}")
+    if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
+        raise Corrupt("transactions share it of which the chunks do not travel in it")
+    for path in record.deleted:
+        _check_path(path)
+
+
+def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
+    """Return how long each pack must be at least for the chunks that lie in it; `Corrupt` for one without any.
+
+    Packs that travel in the manifests are compared here.
+    """
+    found: dict[str, int] = {}
+    for table in (manifest.table for manifest in manifests):
+        ends = np.zeros(len(table.packs), np.uint64)
+        np.maximum.at(ends, table.pack, table.offset + table.length)
+        if np.bincount(table.pack, minlength=len(ends)).min(initial=1) == 0:
+            raise Corrupt("a manifest names a pack in which none of its chunks lies")
+        for pack, end in zip(table.packs, ends.tolist(), strict=True):
+            if isinstance(pack, str):
+                found[pack] = max(end, found.get(pack, 0))
+            elif len(pack) < end:
+                raise Corrupt(f"a chunk lies beyond the end of the {len(pack)} bytes that hold it")
+    return found
+
+
+def check_inline(manifests: Sequence[Manifest]) -> None:
+    """Raise `Corrupt` where chunks that travel in manifests do not have their checksums.
+
+    Chunks may be the same bytes, but do not overlap otherwise, so that no byte is looked at many times.
+    """
+    for table in (manifest.table for manifest in manifests):
+        inline = {at: pack for at, pack in enumerate(table.packs) if isinstance(pack, bytes)}
+        left = {at: len(pack) for at, pack in inline.items()}
+        seen: dict[tuple[int, int, int], bytes] = {}
+        for row in np.flatnonzero(np.isin(table.pack, list(inline))).tolist():
+            number, at, offset, length, checks = table.rows[row]
+            made = seen.get(place := (at, offset, length))
+            if made is None:
+                left[at] -= length
+                if left[at] < 0:
+                    raise Corrupt(f"chunk {number} overlaps others in the bytes that hold it")
+                made = seen[place] = block_checks(memoryview(inline[at])[offset : offset + length])
+            if made != checks:
+                raise Corrupt(f"chunk {number}, which travels in a manifest, has another checksum than it says")
+
+
+def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Tree:
+    """Return the tree that a record makes of the one before it; `Corrupt` where no transaction does so."""
+    reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
+    if reused != set(record.reused):
+        raise Corrupt("the packs of other transactions that it names are not those that its chunks lie in")
+    if not record.parts:  # else the base is that of the part that was validated the least
+        for tag in (*record.tags, *record.dropped):
+            if tree.tags.get(tag, 0) > record.base:
+                raise Corrupt(f"the tag {tag!r} was set by version {tree.tags[tag]}, above its base {record.base}")
+    base = {} if record.replaces else spared(tree.nodes, record.deleted)
+    arrays: set[str] = set()
+    made: dict[str, bytes] = {}
+    for manifest in manifests:
+        arrays |= _check_nodes(manifest, base, made)
+    result = tree.after(version, record, manifests)
+    _check_places(result, made, arrays, {p for p in arrays if p not in base or not base[p].is_array})
+    return result
+
+
+def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, bytes]) -> set[str]:
+    """Return the paths of the arrays in a manifest; note all its nodes in `made`.
+
+    Raise `Corrupt` for a path or document that can't be one, for a change of a node that is not there, and for
+    chunks that the array has no place for.
+    """
+    arrays: set[str] = set()
+    limits: list[int] = []
+    lengths: list[int] = []
+    for path, document, fresh, span in manifest.nodes():
+        _check_path(path)
+        node = Node(path, document, (span,))
+        if not fresh:
+            before = made.get(path) or (base[path].document if path in base else None)
+            if before != document:
+                raise Corrupt(f"it writes into {path!r}, which is not there, or was created anew or resized since")
+        if node.is_array and path:
+            meta = ArrayMeta.parse(document)
+            arrays.add(path)
+            limits.append(meta.chunk_count)
+            lengths.append(min(meta.encoded_bound, 1 << 63) if meta.chain.fixed else 0)
+        else:
+            _check_group(path, node)
+            limits.append(0)
+            lengths.append(0)
+        made[path] = document
+    _check_rows(manifest, np.array(limits, np.uint64), np.array(lengths, np.uint64))
+    return arrays
+
+
+def _check_group(path: str, node: Node) -> None:
+    if msgspec.json.decode(node.document)["node_type"] != "group":
+        raise Corrupt(f"the metadata of {path!r} is neither that of a group nor that of an array")
+    _ = node.attributes  # `Corrupt` where they do not parse
+
+
+def _check_rows(manifest: Manifest, limits: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
+    """Raise `Corrupt` for a chunk outside of its grid, or of a wrong length."""
+    table, counts = manifest.table, column(manifest.count, "<u8").astype(np.int64)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    index, length = table.index, lengths[owner]
+    wrong = (index >= limits[owner]) | ((length > 0) & (table.length != length))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        path = manifest.paths[int(owner[at])]
+        raise Corrupt(f"chunk {int(index[at])} of {path!r} is outside of its grid, or of a wrong length")
+
+
+def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: set[str]) -> None:
+    """Raise `Corrupt` where what was made stands below an array, or above another node as an array."""
+    for path in made:
+        above = next((p for p in parents(path) if p in tree.nodes and tree.nodes[p].is_array), None)
+        if above is not None:
+            raise Corrupt(f"{path!r} would stand below the array {above!r}")
+    if new:
+        taken = {above for path in tree.nodes for above in parents(path)} & new
+        if taken:
+            raise Corrupt(f"an array can't stand at {min(taken)!r}, below which there are others")
+
+
+def _check_path(path: str) -> None:
+    if path.count("/") >= _MOST_LEVELS or len(path) > _LONGEST_PATH:
+        raise Corrupt(f"{path[:60]!r}… has more than {_MOST_LEVELS} levels or {_LONGEST_PATH} characters")

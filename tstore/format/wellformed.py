@@ -1,0 +1,105 @@
+"""What the values in records, manifests and roots must be, whoever wrote them; pure.
+
+Each function raises `Corrupt` with the reason. The rules are those of the public arguments, so that an honest
+writer is refused by its own call and never here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.arguments import checked_facts, checked_tag
+from tstore.format.bounds import text_excess
+from tstore.format.layout import is_transaction
+
+__all__ = [
+    "LONGEST_MESSAGE",
+    "check_ascending",
+    "check_documents",
+    "check_facts",
+    "check_keys",
+    "check_paths",
+    "check_tags",
+    "check_time",
+    "check_transactions",
+]
+
+LONGEST_MESSAGE = 64 << 10
+"""Characters of the message of a commit."""
+
+_END_OF_TIME = 253_402_300_800.0  # the year 10,000, which a datetime can't hold
+_PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
+_NO_PATH = re.compile(r"[\x00-\x1f]")
+_NO_NAMES = frozenset(("", ".", "..", "zarr.json"))
+
+
+def check_transactions(names: Iterable[str]) -> None:
+    """Check ids of transactions."""
+    for name in names:
+        if not is_transaction(name):
+            raise Corrupt(f"{name[:60]!r} can't be the id of a transaction")
+
+
+def check_time(time: float) -> None:
+    """Check a time in seconds since 1970."""
+    if not 0 <= time < _END_OF_TIME:
+        raise Corrupt(f"the time {time} is not in the calendar")
+
+
+def check_tags(tags: Iterable[str]) -> None:
+    """Check tags, of which none may come twice."""
+    seen: set[str] = set()
+    for tag in tags:
+        if tag in seen:
+            raise Corrupt(f"the tag {tag[:60]!r} is named twice")
+        seen.add(tag)
+        if not _PLAIN_TAG.fullmatch(tag):
+            try:
+                checked_tag("tag", tag)
+            except InvalidArgument as error:
+                raise Corrupt(str(error)) from error
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Check paths of nodes, as `checked_path` does one by one: all names at once, however many paths there are."""
+    joined = "/".join(paths)
+    wrong = _NO_NAMES.intersection(joined.split("/")) if paths else ()
+    if wrong or _NO_PATH.search(joined):
+        odd = next(p for p in paths if _NO_PATH.search(p) or _NO_NAMES.intersection(p.split("/")))
+        raise Corrupt(f"{odd[:60]!r} can't be the path of a node")
+
+
+def check_keys(keys: Iterable[str], allowed: Callable[[str], bool], what: str) -> None:
+    """Check the names of objects, which are all to be `what`."""
+    for key in keys:
+        if not allowed(key):
+            raise Corrupt(f"{key[:60]!r} can't be the name of {what}")
+
+
+def check_ascending(versions: Sequence[int], what: str) -> None:
+    """Check versions that are to be listed once each, the oldest first."""
+    if versions and versions[0] < 1:
+        raise Corrupt(f"version {versions[0]} is listed among the versions {what}")
+    if any(later <= version for version, later in itertools.pairwise(versions)):
+        raise Corrupt(f"the versions {what} are not in order, or one is listed twice")
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Check the facts of a commit."""
+    if facts:
+        try:
+            checked_facts(facts)
+        except InvalidArgument as error:
+            raise Corrupt(str(error)) from error
+
+
+def check_documents(documents: Iterable[bytes]) -> None:
+    """Check how much the metadata documents of nodes hold; they are parsed when their node is looked at."""
+    for document in documents:
+        excess = text_excess(document)
+        if excess:
+            raise Corrupt(f"the metadata of a node has {excess}")

@@ -1,0 +1,119 @@
+"""The processes of a fuzzing run: each works on the store when told to, and some are killed while they do.
+
+A process reads what to do, pickled, from its standard input, and answers with what it did on its standard output;
+the events are in a journal, which a kill leaves behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tstore.fuzz.journal import Fault, Journal
+from tstore.fuzz.verbs import VERBS
+from tstore.fuzz.worker import Place, Worker
+
+__all__ = ["Crew", "serve"]
+
+_KILLED = 0.4  # of the rounds see one process die
+_PATIENCE = 240.0
+_START = (
+    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); from tstore.fuzz.crew import serve; serve()"
+)
+
+
+class Crew:
+    """Some processes that live as long as nobody kills them."""
+
+    def __init__(self, count: int) -> None:
+        self.counted: Counter[str] = Counter()
+        self._count = count
+        self._members: list[subprocess.Popen[bytes]] = []
+
+    async def round(self, name: str, place: Place, choice: random.Random, operations: int) -> list[Any]:
+        """The events of a round in which all processes work at once; one of them may be killed."""
+        self.counted.clear()
+        while len(self._members) < self._count:
+            self._members.append(_started())
+        files = [place.scratch / f"{name}.{i}.journal" for i in range(self._count)]
+        for file, member in zip(files, self._members, strict=True):
+            assert member.stdin is not None
+            pickle.dump((file.stem, place, choice.random(), file, operations), member.stdin)
+            member.stdin.flush()
+        victim = choice.randrange(self._count) if choice.random() < _KILLED else None
+        if victim is not None:
+            await asyncio.sleep(choice.uniform(0.02, 1.5))
+            self._members[victim].kill()
+            self.counted["kill"] += 1
+        replies = await asyncio.gather(*[asyncio.to_thread(_reply, member) for member in self._members])
+        events: list[Any] = []
+        for number, (file, counted) in enumerate(zip(files, replies, strict=True)):
+            if counted is not None:
+                self.counted.update(counted)
+            elif number != victim:
+                self._members[number].kill()
+                events.append(Fault("process", "died", f"status {self._members[number].wait()}"))
+            if file.exists():
+                events += Journal.read(file)
+                file.unlink()
+        if victim is not None:
+            _end(self._members.pop(victim))
+        return events
+
+    def close(self) -> None:
+        """End the processes."""
+        for member in self._members:
+            _end(member)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", _START, path]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _reply(member: subprocess.Popen[bytes]) -> dict[str, int] | None:
+    """What a process did in a round, by verb; None where it ended."""
+    assert member.stdout is not None
+    try:
+        counted: dict[str, int] = pickle.load(member.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    return counted
+
+
+def _end(member: subprocess.Popen[bytes]) -> None:
+    member.kill()
+    member.wait()
+    for pipe in (member.stdin, member.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def serve() -> None:
+    """Work when told to, until the input ends."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is printed must not pass for a reply
+    while True:
+        try:
+            task = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            os._exit(0)
+        pickle.dump(asyncio.run(asyncio.wait_for(_work(*task), _PATIENCE)), replies)
+        replies.flush()
+
+
+async def _work(name: str, place: Place, seed: float, file: Path, operations: int) -> dict[str, int]:
+    worker = Worker(name, place, Journal(file), random.Random(seed), alone=False)
+    await worker.work(VERBS, operations)
+    await worker.close()
+    return worker.counted

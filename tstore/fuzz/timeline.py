@@ -1,0 +1,310 @@
+"""The versions of a store as a plain model has them, and whether the store agrees.
+
+The model replays what workers noted (`journal`), in the order in which the store's own history has their commits:
+each is known by its message, which is unique.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import tstore
+from tstore.errors import NotFound, SnapshotExpired
+from tstore.fuzz.journal import (
+    Acknowledged,
+    Attempt,
+    Collected,
+    Collecting,
+    Create,
+    Delete,
+    Failed,
+    Group,
+    Known,
+    Op,
+    Read,
+    Replace,
+    Replay,
+    Resize,
+    Write,
+)
+from tstore.simulation.retained import retained
+from tstore.simulation.store_model import Grid, State
+
+__all__ = ["Differs", "Timeline", "Version"]
+
+
+class Differs(Exception):
+    """The store is not as the model has it; the first argument is the kind of difference."""
+
+
+class Version(NamedTuple):
+    """One version in the model; `alive` are those that live as of it."""
+
+    state: State
+    alive: frozenset[int]
+    metrics: dict[str, float]
+    transactions: frozenset[str]
+
+
+class Timeline:
+    """The versions of one store; version 0 is the empty store."""
+
+    def __init__(self) -> None:
+        self.versions = [Version(State(), frozenset(), {}, frozenset())]
+        self.attempts: dict[str, Attempt] = {}
+        self.committed: dict[str, int] = {}
+
+    def fork(self, newest: int) -> Timeline:
+        """The versions up to one, to go on from there in another way."""
+        other = Timeline()
+        other.versions = self.versions[: newest + 1]
+        other.attempts = dict(self.attempts)
+        other.committed = {m: v for m, v in self.committed.items() if v <= newest}
+        return other
+
+    @property
+    def newest(self) -> int:
+        """The highest version."""
+        return len(self.versions) - 1
+
+    async def learn(self, store: tstore.Store, events: Sequence[Any]) -> None:
+        """Take in the newer commits of a store, by what workers noted; `Differs` where that can't be."""
+        self.attempts |= {e.message: e for e in events if isinstance(e, Attempt)}
+        newest = (await store.snapshot()).version
+        told: dict[int, list[tstore.Commit]] = {}
+        async for commit in store.history():
+            if commit.version <= self.newest:
+                break
+            told.setdefault(commit.version, []).insert(0, commit)
+        if newest < self.newest or (told and max(told) > newest):
+            raise Differs(
+                "newest", f"the newest version is {newest}, and {max(told, default=self.newest)} was seen"
+            )
+        reports = {e.version: e for e in events if isinstance(e, Collected) and e.version is not None}
+        begun = [e.keep for e in events if isinstance(e, Collecting)]
+        for version in range(self.newest + 1, newest + 1):
+            await self._replay(version, told.get(version, []), reports.get(version), begun, store)
+        self._check_told(events)
+        for event in events:
+            if isinstance(event, Read):
+                self._check_read(event)
+
+    async def _replay(
+        self,
+        version: int,
+        commits: list[tstore.Commit],
+        report: Collected | None,
+        begun: Sequence[Any],
+        store: tstore.Store,
+    ) -> None:
+        before = self.versions[-1]
+        state, metrics = before.state.copy(), dict[str, float]()
+        alive = set(before.alive)
+        for commit in commits:
+            if commit.transaction.startswith("gc-"):
+                alive -= await self._expired(version, commit, report, begun, store)
+                state.tags = {t: v for t, v in state.tags.items() if v in alive}
+                continue
+            if commit.message not in self.attempts:
+                raise Differs("nobody's", f"version {version} is {commit.message!r}, which nobody began")
+            if commit.message in self.committed:
+                raise Differs(
+                    "twice", f"{commit.message} is version {self.committed[commit.message]} and {version}"
+                )
+            attempt = self.attempts[commit.message]
+            self._check_reads(attempt, version)
+            state = await self._applied(attempt, state, version, store)
+            if taken := [t for t in attempt.tags if t in state.tags and t not in attempt.moved]:
+                raise Differs("tag taken", f"version {version} has set {taken}, which named {state.tags}")
+            for tag in attempt.dropped:
+                state.tags.pop(tag, None)
+            state.tags.update(dict.fromkeys(attempt.tags, version))
+            metrics |= attempt.metrics or {}
+            for key, value in (attempt.facts or {}).items():
+                if commit.facts.get(key) != value:
+                    raise Differs("facts", f"version {version} tells {key}={commit.facts.get(key)}, not {value}")
+            if set(commit.tags) != set(attempt.tags):
+                raise Differs("tags told", f"version {version} tells the tags {commit.tags}, not {attempt.tags}")
+            self.committed[commit.message] = version
+            alive.add(version)
+        made = frozenset(c.transaction for c in commits)
+        self.versions.append(Version(state, frozenset(alive), metrics, made))
+
+    async def _expired(
+        self,
+        version: int,
+        commit: tstore.Commit,
+        report: Collected | None,
+        begun: Sequence[Any],
+        store: tstore.Store,
+    ) -> set[int]:
+        """The versions that a gc made expire, by its rule, or by the store where nobody was told of the gc."""
+        base = self.versions[commit.base]
+        metrics = {v: self.versions[v].metrics for v in base.alive}
+
+        def gone(keep: Any) -> set[int]:
+            if keep is None or not base.alive:
+                return set()
+            return set(base.alive) - retained(keep, set(base.alive), base.state.tags, metrics)
+
+        if report is not None:
+            expected, found = gone(report.keep), set(report.versions)
+            timed = report.keep is not None and report.keep.newer_than is not None
+            if found != expected and not (timed and found <= expected):
+                raise Differs(
+                    "retention",
+                    f"version {version} collected {sorted(found)}, not {sorted(expected)}: {report.keep}",
+                )
+            return found
+        possible = [gone(keep) for keep in begun if keep is None or keep.newer_than is None]
+        said = int(commit.message.split()[1])  # "gc: 3 versions expired"
+        fitting = [each for each in possible if len(each) == said]
+        if fitting:
+            return fitting[0]
+        collection = (await store.log.record(version)).collection  # not the history, which tells of later gcs too
+        return set() if collection is None else set(collection.expired) & set(base.alive)
+
+    async def _applied(self, attempt: Attempt, state: State, version: int, store: tstore.Store) -> State:
+        sure = len(attempt.ops) if attempt.sure is None else attempt.sure
+        for op in attempt.ops[:sure]:
+            self._apply(state, op)
+        if sure == len(attempt.ops):
+            return state
+        more = state.copy()  # what was going on as the commit was asked for: with it or without
+        for op in attempt.ops[sure:]:
+            self._apply(more, op)
+        try:
+            await check_arrays(await store.snapshot(version), more)
+        except (Differs, SnapshotExpired):
+            return state  # where it has expired, later versions may show that it was not so
+        return more
+
+    def _apply(self, state: State, op: Op) -> None:
+        match op:
+            case Create(path, shape, chunks, dtype, sparse):
+                state.arrays[path] = Grid(shape, chunks, sparse, dtype)
+            case Write(path):
+                state.arrays[path].write(op.slices, op.values)
+            case Known(path, values):
+                state.arrays[path].write((slice(None),) * values.ndim, values)
+            case Resize(path, shape):
+                state.arrays[path].resize(shape)
+            case Delete(path):
+                state.remove([path])
+            case Group(path, attributes):
+                state.groups[path] = attributes
+            case Replace():
+                state.arrays.clear()
+                state.groups.clear()
+            case Replay(version):
+                source = self.versions[version].state.copy()
+                state.arrays, state.groups = source.arrays, source.groups
+
+    def _check_told(self, events: Iterable[Any]) -> None:
+        for event in events:
+            match event:
+                case Acknowledged(message, version):
+                    if self.committed.get(message) != version:
+                        was = self.committed.get(message)
+                        raise Differs("acknowledged", f"{message} was told to be version {version}, and is {was}")
+                case Failed(message, error) if message in self.committed:
+                    raise Differs(
+                        "failed", f"{message} failed with {error}, and is version {self.committed[message]}"
+                    )
+
+    def _check_reads(self, attempt: Attempt, version: int) -> None:
+        """A serializable transaction must have read what stood just before the version that it became."""
+        for done, path, values in attempt.reads:
+            view = self.versions[version - 1].state.copy()
+            for op in done:
+                self._apply(view, op)
+            grid = view.arrays.get(path)
+            if grid is None or not _equal(values, grid.read((slice(None),) * len(grid.shape))):
+                raise Differs("serializable", f"version {version} ({attempt.message}) read another {path} before")
+
+    def _check_read(self, read: Read) -> None:
+        if read.version > self.newest:
+            raise Differs("read", f"version {read.version} was read, and the newest is {self.newest}")
+        state = self.versions[read.version].state
+        grid = state.arrays.get(read.path)
+        if grid is None:
+            raise Differs("read", f"{read.path} was read at version {read.version}, which has none")
+        region = (slice(None),) * len(grid.shape) if read.region is None else tuple(slice(*r) for r in read.region)
+        if not _equal(read.values, grid.read(region)):
+            raise Differs(
+                "read", f"{read.path} was read otherwise at version {read.version}, region {read.region}"
+            )
+
+    async def check(self, store: tstore.Store, choice: random.Random, *, thorough: bool) -> None:
+        """Compare the store with the model: tags, the newest versions and some others, or all of them."""
+        newest = self.versions[-1]
+        snapshot = await store.snapshot()
+        if snapshot.version != self.newest:
+            raise Differs("newest", f"the newest version is {snapshot.version}, not {self.newest}")
+        if snapshot.tags != newest.state.tags:
+            raise Differs("tags", f"the tags are {snapshot.tags}, not {newest.state.tags}")
+        steps = sorted(int(t[5:]) for t in newest.state.tags if t.startswith("step/"))
+        if await tstore.steps(store) != steps:
+            raise Differs("steps", f"the steps are {await tstore.steps(store)}, not {steps}")
+        numbers = range(1, self.newest + 1)
+        some = numbers if thorough else sorted({*choice.sample(numbers, min(3, len(numbers))), *numbers[-2:]})
+        for version in some:
+            await self._check_version(store, version)
+        if thorough:
+            report = await store.verify()
+            if not report.ok:
+                raise Differs("verify", f"verify: {report.faults[0]}")
+
+    async def _check_version(self, store: tstore.Store, version: int) -> None:
+        lives = self.versions[-1].alive
+        made = version
+        while made and made not in self.versions[made].alive:
+            made -= 1  # a gc's commit, or a void one, shows the state of the one below
+        try:
+            snapshot = await store.snapshot(version)
+            await check_arrays(snapshot, self.versions[version].state)
+        except SnapshotExpired:
+            if made in lives or made == 0:
+                raise Differs("expired", f"version {version} has expired, and should live") from None
+            return
+        if made and made not in lives:
+            raise Differs("expired", f"version {version} should have expired")
+
+
+async def check_arrays(snapshot: tstore.Snapshot, state: State) -> None:
+    """Raise `Differs` where a snapshot has other arrays, values or attributes than the model."""
+    version = snapshot.version
+    if snapshot.paths() != sorted(state.arrays):
+        raise Differs("paths", f"version {version} has {snapshot.paths()}, not {sorted(state.arrays)}")
+    for path, attributes in state.groups.items():
+        if snapshot.attributes(path) != attributes:
+            raise Differs("attributes", f"version {version}: {path!r} has {snapshot.attributes(path)}")
+    for path, grid in state.arrays.items():
+        array = await snapshot.array(path)
+        if (array.shape, array.dtype) != (grid.shape, grid.dtype):
+            raise Differs(
+                "form", f"version {version}: {path} is {array.dtype}{array.shape}, not {grid.dtype}{grid.shape}"
+            )
+        if not _equal(await reading(array), grid.read((slice(None),) * len(grid.shape))):
+            raise Differs("values", f"version {version}: the values of {path} are others")
+
+
+async def reading(array: tstore.Array) -> NDArray[Any] | None:
+    """The values of an array; None where a part of them was never written."""
+    try:
+        return await array.read()
+    except NotFound as error:
+        if "was never written" not in str(error):
+            raise
+        return None
+
+
+def _equal(a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b)

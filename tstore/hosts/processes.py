@@ -1,0 +1,350 @@
+"""Simulated hosts: one operating-system process for each, driven over a pipe by the process that started it.
+
+1. `Job` starts the processes of one incarnation of a training job; a restarted job is another `Job`.
+2. A command is one line of JSON on a host's standard input, its reply one line on the standard output.
+3. A host whose input ends, since the job was closed or the driver died, exits at once, whatever it is doing.
+4. The hosts are in a process group of their own, so that Ctrl-C reaches the driver alone, which ends them.
+
+A host holds copies of its own shards only, as a training process does; the weights come from a safetensors file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+import tstore
+from tstore import errors
+from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.structure import flatten, unflatten
+from tstore.convert.safetensors import open_tensors
+from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
+from tstore.hosts.model import spec_for
+from tstore.sharding import Mesh, P
+from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
+
+__all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
+
+STRUCTURE = "structure"
+"""The key of a weights file's metadata under which its structure document lies; without it, it is a flat dict."""
+
+Array = npt.NDArray[Any]
+
+_START = (
+    "import importlib, os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "importlib.import_module(sys.argv.pop(1)).serve()"
+)
+
+
+class Reply(NamedTuple):
+    """What a host answered: a value, or the error of tstore's that its call raised."""
+
+    host: int
+    value: Any = None
+    error: TStoreError | None = None
+
+    def get(self) -> Any:
+        """The value; raises the error where there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Host:
+    """One process, seen from the driver."""
+
+    def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
+        self.number = number
+        self.process = process
+
+    async def ask(self, do: str, **arguments: Any) -> Reply:
+        """The reply to a command; `Unavailable` where the process has ended."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            await stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has ended; the empty answer tells
+        line = await stdout.readline()
+        if not line:
+            raise await self._ended()
+        answer = json.loads(line)
+        if "error" not in answer:
+            return Reply(self.number, answer["value"])
+        return Reply(self.number, error=_error(**answer["error"]))
+
+    async def kill(self) -> None:
+        """Ends the process with SIGKILL; on return it is gone."""
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+    async def _ended(self) -> Unavailable:
+        code = await self.process.wait()
+        assert self.process.stderr is not None
+        said = (await self.process.stderr.read()).decode(errors="replace").strip()
+        last = said.splitlines()[-1] if said else "it said nothing"
+        return Unavailable(f"the process of host {self.number} ended with code {code}: {last}")
+
+
+class Job:
+    """The host processes of one incarnation of a job; on leaving the block all have ended.
+
+    async with Job(8) as job:
+        replies = await job.ask("hold", weights=file, mesh={"data": 4, "model": 2})
+
+    Each runs the function `serve` of `module`, whose commands are those of this module's if none is named.
+    """
+
+    def __init__(self, hosts: int, module: str = __name__) -> None:
+        self._count = hosts
+        self._module = module
+        self.hosts: list[Host] = []
+
+    async def __aenter__(self) -> Self:
+        path = os.pathsep.join(sys.path)
+        try:
+            for number in range(self._count):
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-c", _START, path, self._module, str(number), str(self._count)),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    process_group=0,
+                )
+                self.hosts.append(Host(number, process))
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    async def ask(self, do: str, **arguments: Any) -> list[Any]:
+        """Return the reply of every host to the same command, in the order of hosts.
+
+        Raises the error of the first host that fails, as soon as it fails, and ends the hosts: the others may be
+        waiting for the one that failed.
+        """
+
+        async def value(host: Host) -> Any:
+            return (await host.ask(do, **arguments)).get()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                replies = [group.create_task(value(host)) for host in self.hosts]
+        except BaseExceptionGroup as failures:
+            await self._end()
+            raise failures.exceptions[0] from None
+        return [reply.result() for reply in replies]
+
+    async def _end(self) -> None:
+        for host in self.hosts:
+            if host.process.returncode is None:
+                host.process.kill()
+        for host in self.hosts:
+            await host.process.wait()
+            if host.process.stdin is not None:
+                host.process.stdin.close()
+
+
+def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
+    found: type[TStoreError] = getattr(errors, kind, TStoreError)
+    if found is DeadlineExceeded:
+        return DeadlineExceeded(message, absent)
+    return found.__new__(found, message)  # some are made of more than a message
+
+
+# ---- the host's side
+
+
+class _Worker:
+    """What one host process holds and does."""
+
+    def __init__(self, number: int, count: int, halted: Callable[[int], None]) -> None:
+        self._number = number
+        self._count = count
+        self._halted = halted
+        self._tree: Any = None
+        self._held = 0
+
+    async def hold(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
+        """Takes this host's shards of the weights into memory, in place of those it held."""
+        tensors, document = read_weights(weights)
+        grid = Mesh(mesh)
+        leaves = {path: self._own(path, array, grid) for path, array in tensors.items()}
+        self._tree = unflatten(document, leaves)
+        parts = [v for leaf in leaves.values() if isinstance(leaf, Shards) for _, v in leaf.parts]
+        self._held = sum(v.nbytes for v in parts if v is not None)
+        return {"bytes": self._held}
+
+    async def save(
+        self, store: str, step: int, attempt: str, timeout: float, halt: bool = False
+    ) -> dict[str, float]:
+        """Saves what it holds; with `halt` it stops for ever when half of its bytes are written."""
+        async with await tstore.open(store) as opened:
+            if halt:
+                halting = _Halting(opened.log.backend, self._held // 2, self._halted)
+                opened.log.backend = cast(Backend, halting)
+            started = time.perf_counter()
+            version = await tstore.save(
+                opened,
+                self._tree,
+                step,
+                host=self._number,
+                hosts=self._count,
+                attempt=attempt,
+                timeout=timeout,
+            )
+            return {"version": version, "seconds": time.perf_counter() - started}
+
+    async def ready(self) -> None:
+        """Answers once the process has started."""
+
+    async def restore(self, store: str, step: int, weights: str, mesh: Mapping[str, int]) -> dict[str, Any]:
+        """Restores this host's rows of a step and compares them bit for bit with the weights."""
+        tensors, document = read_weights(weights)
+        grid = Mesh(mesh)
+        wanted = {path: self._wanted(array, grid) for path, array in tensors.items()}
+        started = time.perf_counter()
+        tree = await tstore.restore(store, step, target=unflatten(document, wanted))
+        seconds = time.perf_counter() - started
+        size, differing = 0, []
+        for path, found in flatten(tree)[1].items():
+            pairs = found.parts if isinstance(found, Shards) else [((), found)]
+            for index, values in pairs:
+                assert values is not None
+                size += values.nbytes
+                if not same_bits(values, tensors[path][index]):
+                    differing.append(path)
+        return {"arrays": len(wanted), "bytes": size, "seconds": seconds, "differing": differing[:20]}
+
+    def _own(self, path: str, array: Array, mesh: Mesh) -> Array | Shards:
+        spec = spec_for(path, array.shape)
+        if not any(spec):
+            return np.array(array)  # replicated: the hosts share the writing of such arrays out
+        mine = Shards.of(array, mesh, spec, self._number)
+        copies = [(index, np.array(values)) for index, values in mine.parts]
+        return Shards(mine.shape, mine.dtype, copies, shard_shape=mine.shard_shape)
+
+    def _wanted(self, array: Array, mesh: Mesh) -> Array | Shards:
+        if array.ndim == 0:
+            return np.empty((), array.dtype)
+        return Shards.wanted(array.shape, array.dtype, mesh, P(mesh.axes), self._number)
+
+
+def read_weights(file: str) -> tuple[dict[str, Array], list[Any]]:
+    """The arrays of a weights file by their path in the tree, and the structure document of that tree."""
+    tensors, metadata = open_tensors(file)
+    if STRUCTURE not in metadata:
+        document, tensors = flatten(tensors)
+        return tensors, document
+    return tensors, json.loads(metadata[STRUCTURE])
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Whether two arrays have the same dtype, shape and bits; NaN equals itself, and 0.0 is not -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return np.array_equal(_bits(a), _bits(b))
+
+
+def _bits(array: Array) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class _Halting:
+    """A backend through which a host writes until it has come half way, and then no further."""
+
+    def __init__(self, backend: Backend, limit: int, halted: Callable[[int], None]) -> None:
+        self._backend = backend
+        self._limit = limit
+        self._halted = halted
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+        if "/part-" in key:
+            self._halt()  # so few bytes that half of them was all
+        await self._backend.create(key, data, durability)
+
+    def writer(self, key: str, durability: Durability) -> PackWriter:
+        return cast(PackWriter, _HaltingPack(self._backend.writer(key, durability), self))
+
+    def wrote(self, size: int) -> None:
+        with self._lock:
+            self._written += size
+            if self._written >= self._limit:
+                self._halt()
+
+    def _halt(self) -> None:
+        self._halted(self._written)
+        threading.Event().wait()
+
+
+class _HaltingPack:
+    def __init__(self, pack: PackWriter, backend: _Halting) -> None:
+        self._pack = pack
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pack, name)
+
+    def append(self, buffers: BufferStream, size: int) -> int | None:
+        offset = self._pack.append(buffers, size)
+        self._backend.wrote(size)
+        return offset
+
+
+def serve() -> None:
+    """Runs a host that holds, saves and restores its shards of weights."""
+    serve_commands(_Worker)
+
+
+def serve_commands(worker_of: Callable[[int, int, Callable[[int], None]], object]) -> None:
+    """Runs a host: answers the commands on standard input, which are a worker's methods, until it ends.
+
+    A worker is made of its number, their count (the arguments of the process), and what to call with the bytes
+    written when it has halted.
+    """
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed must not pass for a reply
+    worker = worker_of(int(sys.argv[1]), int(sys.argv[2]), lambda written: answer(value={"written": written}))
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def answer(**fields: Any) -> None:
+        replies.write(json.dumps(fields) + "\n")
+
+    def listen() -> None:
+        for line in sys.stdin:
+            commands.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    with asyncio.Runner() as runner:
+        while True:
+            command = json.loads(commands.get())
+            try:
+                answer(value=runner.run(getattr(worker, command.pop("do"))(**command)))
+            except TStoreError as error:
+                absent = error.absent if isinstance(error, DeadlineExceeded) else []
+                answer(error={"kind": type(error).__name__, "message": str(error), "absent": absent})

@@ -1,0 +1,312 @@
+"""Verification of a whole store: every record and root, and the manifests and chunks of every living version."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tstore.data.reader import pack_reader
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
+from tstore.format.chunk_refs import BLOCK, ChunkRow, block_checks
+from tstore.format.layout import is_object, is_record
+from tstore.format.records import Manifest, ObjectRef, Record, Root
+from tstore.format.tree import OWN, Node, Tree
+from tstore.format.tree_document import is_document
+from tstore.log.expiry import changes_nothing, living
+from tstore.log.log import Log
+from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import each, scratch
+from tstore.storage.base import Backend, Transfer
+
+__all__ = ["VerifyReport", "verify_store"]
+
+_Row = tuple[ChunkRow, str]
+"""A chunk, and where it belongs, for errors."""
+
+
+class VerifyReport(NamedTuple):
+    """What was checked, and one sentence for each fault, naming the object or the array and chunk.
+
+    `foreign` are the names below the store's URL that no object of a store has; other programs wrote them, as
+    `zarr.open` does. They are no faults, since nothing reads them. Hidden files are left out, and so is everything
+    where nothing can be listed.
+    """
+
+    versions: int
+    arrays: int
+    chunks: int
+    bytes: int
+    faults: list[str]
+    foreign: list[str]
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{getattr(self, name)} {name}" for name in ("versions", "arrays", "chunks", "bytes"))
+        return f"<tstore.VerifyReport ok={self.ok}: {counts}, {len(self.faults)} faults>"
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+
+async def verify_store(log: Log) -> VerifyReport:
+    """Reads everything that any living version refers to; each chunk once, however many versions share it."""
+    while True:
+        report, gc = await _verify(log)
+        if report.ok or gc == (await _living(log, await log.newest()))[1]:
+            return report  # else a gc removed meanwhile what was missed
+
+
+async def _verify(log: Log) -> tuple[VerifyReport, int]:
+    faults: list[str] = []
+    wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
+    arrays: set[str] = set()
+    rebuilt = _Rebuilt(log)
+    newest = await log.newest()
+    alive, gc = await _living(log, newest)
+    orphaned = False  # whether the version below expired, so that its chunks were not looked at
+
+    async def read(version: int) -> tuple[Record | None, list[Manifest]]:
+        """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
+        with _noted("", faults):
+            record = await log.record(version)
+            await log.gc_named(record.collected)
+            if changes_nothing(record) or (version <= gc and version not in alive):
+                return record, []
+            return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
+        return None, []
+
+    async def manifest(version: int, where: ObjectRef | Manifest) -> Manifest | None:
+        with _noted(f"version {version}: ", faults):
+            return await log.manifest(where)
+        return None
+
+    last = 0  # the newest gc so far; a record that is damaged may have been one
+    for numbers in batched(range(1, newest + 1)):
+        for version, (record, manifests) in zip(numbers, await together(read, numbers), strict=True):
+            last = await _check_collected(log, version, record, last, faults)
+            if record is None or changes_nothing(record):
+                continue
+            if version <= gc and version not in alive:
+                orphaned = True
+                continue
+            for found in manifests:
+                with _noted(f"version {version}: ", faults):
+                    _collect(found, version, wanted, arrays, faults)
+            if orphaned and not record.replaces:
+                with _noted(f"version {version}, of what older ones wrote: ", faults):
+                    _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
+            orphaned = False
+        for version in numbers:
+            if version % ROOT_EVERY == 0:
+                await rebuilt.check_root(version, faults)
+    await _check_numbers(log, newest, faults)
+    await _check_chunks(log.backend, wanted.values(), faults)
+    size = sum(row.length for row, _ in wanted.values())
+    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults), await _foreign(log.backend)), gc
+
+
+@contextlib.contextmanager
+def _noted(where: str, faults: list[str]) -> Iterator[None]:
+    """Makes a fault of what the block finds damaged or gone, and ends the block there."""
+    try:
+        yield
+    except (Corrupt, NotFound, UnsupportedFormat) as error:
+        faults.append(f"{where}{error}")
+
+
+async def _living(log: Log, newest: int) -> tuple[frozenset[int], int]:
+    """What `living` tells; where the log is too damaged to tell, every version counts as living."""
+    try:
+        return await living(log, newest)
+    except (Corrupt, NotFound, UnsupportedFormat):
+        return frozenset(), 0
+
+
+async def _check_collected(log: Log, version: int, record: Record | None, last: int, faults: list[str]) -> int:
+    """Note where a record names another gc than the newest before it; return that up to it, -1 if unknown."""
+    if record is None:
+        return -1
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # of which it is told by itself
+        named = await log.gc_named(record.collected)
+        if last >= 0 and named != last:
+            faults.append(
+                f"{log.backend.url}: {commit_key(version)} names version {named} as the last garbage collection "
+                f"before it, which is version {last}; `tstore repair` can void it"
+            )
+    if record.collection is not None:
+        return version
+    return last
+
+
+def _collect(
+    manifest: Manifest,
+    version: int,
+    wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]],
+    arrays: set[str],
+    faults: list[str],
+) -> None:
+    for path, document, _, span in manifest.nodes():
+        place = f"version {version}: {path or 'the root group'}"
+        with _noted(f"{place}: ", faults), parsing("its metadata"):
+            node = Node(path, document, (span,))
+            if not node.is_array:
+                _check_group(path, node)
+                continue
+            meta = node.meta
+            arrays.add(path)
+            for number, pack, offset, length, checks in span.table.rows[span.start : span.stop]:
+                if number >= meta.chunk_count:
+                    faults.append(f"{place} has a chunk number {number} outside of its grid")
+                    continue
+                key = span.table.packs[pack]
+                at = tuple(int(i) for i in np.unravel_index(number, meta.counts)) if meta.counts else ()
+                row = ChunkRow(number, key, offset, length, checks)
+                wanted.setdefault((key, offset), (row, f"{place}, chunk {at}"))
+
+
+def _check_group(path: str, node: Node) -> None:
+    """Raise `Corrupt` where the attributes of a group, or the structure of a checkpoint in them, do not parse."""
+    own = node.attributes.get(OWN)
+    if path or not isinstance(own, dict) or "structure" not in own:
+        return
+    if not is_document(own["structure"]):
+        raise Corrupt("the structure of the saved tree does not parse; a restore gives its arrays by path")
+
+
+async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
+    """Commits are numbered without a gap; behind a missing one the later are not found."""
+    if not log.backend.capabilities.listing:
+        return
+    records = [k for k in await log.backend.list("commits/") if is_record(k)]
+    beyond = [k for k in records if k > commit_key(newest)]
+    absent = newest + 1
+    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
+        beyond = [k for k in beyond if k > commit_key(absent)]
+        absent += 1
+    if beyond:
+        faults.append(
+            f"{log.backend.url}: {commit_key(absent)} is missing, though {len(beyond)} later commits up to "
+            f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
+        )
+
+
+async def _foreign(backend: Backend) -> list[str]:
+    if not backend.capabilities.listing:
+        return []
+    names = [key for key in await backend.list("") if not is_object(key)]
+    return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no Unicode
+
+
+class _Rebuilt:
+    """The tree that the records alone make, to be compared with every root."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._tree: Tree | None = Tree.empty()
+        self._whole = True  # whether all manifests were there; those of versions that expired may be gone
+
+    async def check_root(self, version: int, faults: list[str]) -> None:
+        """Notes where the root of a version is damaged, of another record, or not what the records make."""
+        await self._advance(version)
+        key = root_key(version)
+        place, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
+        try:
+            root, stored = await self._log.read(key, Root), await self._log.stored(version)
+            tree = Tree.of(root)
+        except NotFound:  # also of the record, of which it is told by itself
+            return
+        except (Corrupt, UnsupportedFormat) as error:
+            reason = str(error) if key in str(error) else f"{place}: {error}"
+            faults.append(f"{reason}. Readers pass over it; {advice}")
+            return
+        if (root.version, root.record) != (version, stored.check):
+            faults.append(f"{place} is not the root of {commit_key(version)}. Readers pass over it; {advice}")
+        elif self._tree is not None and (odd := self._tree.differences(tree, nodes=self._whole)):
+            shown = ", ".join(p or "the root group" for p in odd[:5]) + (", …" if len(odd) > 5 else "")
+            faults.append(f"{place} is not what the records up to version {version} make, in {shown}; {advice}")
+
+    async def _advance(self, version: int) -> None:
+        """Goes on to the tree of a version; there is none any more behind a record that is damaged or gone."""
+        try:
+            numbers = range(self._tree.version + 1, version + 1) if self._tree is not None else range(0)
+            records = await together(self._log.record, numbers)
+        except (Corrupt, NotFound, UnsupportedFormat):
+            self._tree = None
+        if self._tree is None:
+            return
+        last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
+        for number, record in zip(numbers, records, strict=True):
+            manifests: list[Manifest] = []
+            if number >= last:
+                self._whole = self._whole or number == last
+                try:
+                    manifests = await self._log.manifests(record)
+                except (Corrupt, NotFound, UnsupportedFormat):
+                    self._whole = False
+            self._tree = self._tree.after(number, record, manifests)
+
+
+async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:
+    in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
+    transfer = backend.transfer
+
+    def check(batch: list[_Row]) -> None:
+        if len(batch) == 1:
+            _check_long(backend, *batch[0], transfer.piece, faults)
+            return
+        begin = batch[0][0].offset
+        size = batch[-1][0].offset + batch[-1][0].length - begin
+        with scratch(size) as buffer:
+            try:
+                pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
+            except (Corrupt, NotFound):  # of each it is told by itself
+                for row, where in batch:
+                    _check_long(backend, row, where, transfer.piece, faults)
+                return
+            for row, where in batch:
+                at = row.offset - begin
+                if block_checks(buffer[at : at + row.length].data) != row.checks:
+                    faults.append(f"{where}: {row.mismatch(0, backend.url)}")
+
+    await each(check, _batches(in_order, transfer), transfer.streams)
+
+
+def _batches(rows: Iterable[_Row], transfer: Transfer) -> Iterator[list[_Row]]:
+    """The chunks that lie close together in one pack, up to about `transfer.batch` bytes; a longer one alone."""
+    batch: list[_Row] = []
+    begin = end = 0
+    for row, where in rows:
+        near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= transfer.gap
+        if batch and not (near and row.offset + row.length - begin <= transfer.batch):
+            yield batch
+            batch = []
+        if not batch:
+            begin = row.offset
+        batch.append((row, where))
+        end = row.offset + row.length
+    if batch:
+        yield batch
+
+
+def _check_long(backend: Backend, row: ChunkRow, where: str, most: int, faults: list[str]) -> None:
+    """Checks one chunk, piece by piece."""
+    most = max(BLOCK, most - most % BLOCK)
+    with scratch(min(row.length, most)) as buffer:
+        found = b""
+        try:
+            reader = pack_reader(backend, row.pack, where)
+            for i in range(0, row.length, most):
+                part = buffer[: min(most, row.length - i)]
+                reader.read_into(row.offset + i, [part], len(part))
+                found += block_checks(part.data)
+        except (Corrupt, NotFound) as error:
+            faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+            return
+        if found != row.checks:
+            faults.append(f"{where}: {row.mismatch(0, backend.url)}")

@@ -1,0 +1,54 @@
+"""The command `python -m tstore.simulation`.
+
+python -m tstore.simulation --seeds 10000        # many runs, on all cores
+python -m tstore.simulation --seed 17 --story    # one run again, told step by step
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tstore.simulation.runs import simulate, simulate_many
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs many seeds, or one; returns 1 where a promise was broken."""
+    parser = argparse.ArgumentParser("python -m tstore.simulation", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="how many runs")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="one run only")
+    parser.add_argument("--story", action="store_true", help="tell what happened in that run")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        return _one(options.seed, story=options.story)
+    started, runs, commits, broken = time.perf_counter(), 0, 0, 0
+    for tally in simulate_many(range(options.first, options.first + options.seeds), options.processes):
+        runs, commits, broken = runs + tally.runs, commits + tally.commits, broken + len(tally.broken)
+        for outcome in tally.broken:
+            print(f"\rseed {outcome.seed}: {outcome.violations[0]}", flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{runs} of {options.seeds} runs, {broken} broken", end="", file=sys.stderr)
+    seconds = time.perf_counter() - started
+    print(f"\r{runs} runs with {commits} commits, {broken} broken; {runs / seconds:.0f} runs/s")
+    return 1 if broken else 0
+
+
+def _one(seed: int, *, story: bool) -> int:
+    outcome = simulate(seed)
+    if story:
+        print("\n".join(outcome.story))
+    print(f"seed {seed}: {outcome.commits} commits, {len(outcome.violations)} violations")
+    for violation in outcome.violations:
+        print(violation)
+    return 1 if outcome.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

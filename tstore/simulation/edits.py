@@ -1,0 +1,178 @@
+"""Independent transactions of a simulated host: random changes of arrays and tags, alone or several at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tstore.errors import TStoreError
+from tstore.simulation.history import (
+    CELLS,
+    PER_CHUNK,
+    Attempt,
+    Create,
+    Delete,
+    Look,
+    Put,
+    Read,
+    Resize,
+    Seen,
+    cells_of,
+    width_of,
+)
+from tstore.simulation.site import PATHS, Site
+from tstore.transactions.transaction import Isolation, Transaction
+
+__all__ = ["burst", "create", "transact", "write"]
+
+_RESIZED = PATHS[1:]  # groups write to the first, of which each host knows where its part lies
+_TAGS = ("best", "good")
+_LONG_NOTE = "n" * 17_000  # makes a manifest too long to travel in its record
+_SCRATCH = 0.1  # of the transactions need not survive a power failure
+
+
+async def transact(site: Site) -> None:
+    """A transaction of a few operations, which may be given up or interrupted."""
+    tags: dict[str, Any] = {}
+    if site.random.random() < 0.3:
+        tags[site.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = site.random.choice(
+            _TAGS
+        )
+    isolation: Isolation = "serializable" if site.random.random() < 0.25 else "snapshot"
+    tx, attempt = _begun(site, tags, isolation, durable=site.random.random() >= _SCRATCH)
+    after = site.loop.time()
+    if site.random.random() < 0.05:
+        await _interrupt(site, tx, attempt, asyncio.create_task(_fill(site, tx, attempt, after)))
+        return
+    await site.end(tx, attempt, 0, _fill(site, tx, attempt, after))
+
+
+async def burst(site: Site) -> None:
+    """Several small transactions at once, of which some go out together: they write, and set and drop tags."""
+    try:
+        known = sorted((await site.store.snapshot()).tags.keys() & set(_TAGS))
+    except TStoreError:
+        return
+    durable = site.random.random() >= _SCRATCH
+    work = []
+    for number in range(site.random.randint(3, 6)):
+        tags: dict[str, Any] = {}
+        if site.random.random() < 0.5:
+            tag = site.random.choice(_TAGS)
+            tags = {"drop_tag": tag} if tag in known and site.random.random() < 0.6 else {"move_tag": tag}
+        tx, attempt = _begun(site, tags, "snapshot", durable=durable)
+        work.append(site.end(tx, attempt, 0, _touch(site, tx, attempt, PATHS[2 + number % 3])))
+    await asyncio.gather(*work)
+
+
+def _begun(
+    site: Site, tags: dict[str, Any], isolation: Isolation, *, durable: bool
+) -> tuple[Transaction, Attempt]:
+    """A new transaction with a message and facts of its own, and the note of it."""
+    value = site.history.value()
+    message, facts = f"work {value}", {"value": value}
+    tx = site.store.transaction(
+        message, isolation=isolation, durability="fsync" if durable else "none", facts=dict(facts), **tags
+    )
+    attempt = site.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
+    attempt.message, attempt.facts, attempt.durable = message, facts, durable
+    attempt.serializable = isolation == "serializable"
+    attempt.created = tuple(t for key, t in tags.items() if key == "tag")
+    attempt.dropped = tuple(t for key, t in tags.items() if key == "drop_tag")
+    return tx, attempt
+
+
+async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> int:
+    """Write one chunk of a small array, if it is there, and commit."""
+    attempt.bases[0] = max(site.history.start, (await tx.base()).version)
+    if path in await tx.paths():
+        cells = (await tx.array(path)).shape[0]
+        start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
+        put = Put(path, start, min(cells, start + PER_CHUNK), site.history.value())
+        await write(tx, put)
+        attempt.ops[0].append(put)
+    return await tx.commit()
+
+
+async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
+    """Cancel a transaction while it is filled or committed; what it says it became must be true."""
+    await asyncio.wait([work], timeout=site.random.expovariate(1))
+    work.cancel()
+    await asyncio.wait([work])
+    if not work.cancelled() and (error := work.exception()) is not None:
+        if not isinstance(error, TStoreError):
+            raise error
+        attempt.outcomes.append(error)
+    if tx.version is not None:
+        attempt.outcomes.append(tx.version)
+        site.acknowledge(tx.version, attempt.transaction, durable=attempt.durable)
+    await tx.abort()
+
+
+async def _fill(site: Site, tx: Transaction, attempt: Attempt, after: float) -> int | None:
+    attempt.bases[0] = (await tx.base()).version
+    if attempt.bases[0] < site.history.start:  # sizes are old, and hide the newest versions
+        attempt.given_up = True
+        await tx.abort()
+        return None
+    paths = frozenset(await tx.paths())
+    site.history.looks.append(Look(site.host.name, after, attempt.bases[0], paths))
+    attempt.seen.append(Seen((), None, paths))
+    for _ in range(site.random.randint(1, 3)):
+        await _one(site, tx, attempt)
+        if site.random.random() < 0.3:
+            await asyncio.sleep(site.random.expovariate(1))
+    if site.random.random() < 0.05:
+        attempt.given_up = True
+        await tx.abort()
+        return None
+    return await tx.commit()
+
+
+async def _one(site: Site, tx: Transaction, attempt: Attempt) -> None:
+    """One operation on an array that is there, or is made."""
+    ops = attempt.ops[0]
+    path = site.random.choice(PATHS)
+    there = path in await tx.paths()
+    draw = site.random.random()
+    if not there:
+        note = {"note": _LONG_NOTE} if site.random.random() < 0.1 else None
+        await create(tx, path, note)
+        ops.append(Create(path))
+    elif draw < 0.1 and Create(path) not in ops:
+        await tx.delete(path)
+        ops.append(Delete(path))
+    elif draw < (0.5 if attempt.serializable else 0.3):
+        array = await tx.array(path)
+        seen = {path: cells_of(path, await array.read())}
+        site.history.reads.append(Read(site.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partly=True))
+        attempt.seen.append(Seen(tuple(ops), path, seen[path]))
+    elif draw > 0.9 and path in _RESIZED:
+        cells = site.random.randint(PER_CHUNK + 1, CELLS + 3)
+        await (await tx.array(path)).resize((cells * width_of(path),))
+        ops.append(Resize(path, cells))
+    else:
+        cells = (await tx.array(path)).shape[0] // width_of(path)
+        if draw < 0.6:
+            start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
+            stop = min(cells, start + PER_CHUNK)
+        else:
+            start = site.random.randrange(cells)
+            stop = min(cells, start + site.random.randint(1, 5))
+        put = Put(path, start, stop, site.history.value())
+        await write(tx, put)
+        ops.append(put)
+
+
+async def create(tx: Transaction, path: str, attributes: dict[str, Any] | None) -> None:
+    """Create an array of zeros."""
+    width = width_of(path)
+    await tx.create_array(
+        path, (CELLS * width,), "int64", (PER_CHUNK * width,), attributes=attributes, sparse=True
+    )
+
+
+async def write(tx: Transaction, put: Put) -> None:
+    """Write what the operation says."""
+    array, width = await tx.array(put.path), width_of(put.path)
+    await array[put.start * width : put.stop * width].write(put.value)

@@ -1,0 +1,132 @@
+"""The circumstances of one simulated run, drawn from its seed, and the store that it begins with."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Literal, NamedTuple
+
+import tstore
+from tstore.log.reader import root_key
+from tstore.runtime.pool import inline
+from tstore.runtime.world import inhabited
+from tstore.simulation.edits import create
+from tstore.simulation.history import CELLS
+from tstore.simulation.miniature import reduced
+from tstore.simulation.site import PATHS
+from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.virtual import VirtualLoop
+from tstore.simulation.weather import Onlooker, Weather
+
+__all__ = ["Scenario", "initial_objects", "make_beginnings"]
+
+Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
+
+_BEFORE = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
+"""Commits before the run begins, by the distance of two roots; the run then writes the next root."""
+_SCRATCHED = 64  # bytes from the end of a root, of which one is flipped
+
+
+class Scenario(NamedTuple):
+    """The circumstances of one run."""
+
+    root_every: int
+    fan: int
+    """How many fragments are merged at once."""
+    before: int
+    """Commits of the store as the run begins."""
+    roots: Roots
+    """What the roots are; `foreign` ones are of another store's versions, also `ahead` of the newest."""
+    strict: bool
+    mirrored: bool
+    """Whether the store is copied to another place, where hosts go on too."""
+    cached: bool
+    mood: Literal["all", "edits", "checkpoints", "upkeep"]
+    weather: Weather
+
+    @classmethod
+    def of(cls, choice: random.Random) -> Scenario:
+        """Draw the circumstances of a run."""
+        root_every = choice.choice((8, 8, 8, 64))
+        weather = Weather(
+            faults=choice.choice((0, 0.01, 0.05, 0.15)),
+            crashes=choice.choice((0, 0, 0.005)),
+            pauses=choice.choice((0, 0.003)),
+            stale=choice.choice((0, 0.2)),
+            blind=choice.choice((0, 0, 0, 0.1)),
+            jumps=choice.choice((0, 0, 0.01)),
+        )
+        kinds: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
+        return cls(
+            root_every,
+            choice.choice((2, 100)),
+            choice.choice(_BEFORE[root_every]),
+            choice.choice(kinds) if choice.random() < 0.2 else "right",
+            strict=choice.random() < 0.2,
+            mirrored=choice.random() < 0.2,
+            cached=choice.random() < 0.05,
+            mood=choice.choice(("all", "all", "edits", "checkpoints", "upkeep")),
+            weather=weather,
+        )
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of the protocol in this run, for `reduced`."""
+        return {"FAN": self.fan, "ROOT_EVERY": self.root_every}
+
+    def objects(self) -> dict[str, bytes]:
+        """The objects of the store as the run begins."""
+        objects = initial_objects(self.before, self.root_every)
+        newest = sum(key.startswith("commits/") for key in objects)
+        last = newest - newest % self.root_every
+        match self.roots:
+            case "missing":
+                objects.pop(root_key(last), None)
+            case "damaged" if last:
+                data = bytearray(objects[root_key(last)])
+                data[-_SCRATCHED // 2] ^= 1
+                objects[root_key(last)] = bytes(data)
+            case "foreign" | "ahead":
+                first = last or self.root_every
+                others = initial_objects(2 * self.root_every + self.before, self.root_every, fork=1)
+                wrong = range(first, newest + 2 * self.root_every, self.root_every)
+                wrong = wrong if self.roots == "foreign" else range(last + self.root_every, wrong.stop, wrong.step)
+                objects |= {root_key(v): others[root_key(v)] for v in wrong if root_key(v) in others}
+        return objects
+
+
+def make_beginnings() -> None:
+    """Make the stores that runs of this process may begin with; else each is made when a run needs it first."""
+    for root_every, numbers in _BEFORE.items():
+        for before in set(numbers):
+            _made(before, root_every, 0)
+            _made(2 * root_every + before, root_every, 1)
+
+
+def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
+    """The objects of a store with arrays and that many more small commits; of each `fork` others."""
+    return dict(_made(commits, root_every, fork))
+
+
+@functools.cache
+def _made(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
+    storage = Storage({})
+
+    async def make() -> None:
+        host = Onlooker("maker", f"maker {fork}", lambda _who, _what: None)
+        with inhabited(host), inline(host.step):
+            store = await tstore.open(HostBackend(storage, host), "x")
+            async with store.transaction("begin") as tx:
+                for path in PATHS[::2]:
+                    await create(tx, path, None)
+            for number in range(commits):
+                async with store.transaction("more") as tx:
+                    await (await tx.array(PATHS[2]))[number % CELLS].write(-fork)
+
+    loop = VirtualLoop()
+    try:
+        with reduced(ROOT_EVERY=root_every):
+            loop.run_until_complete(make())
+    finally:
+        loop.close()
+    return storage.objects

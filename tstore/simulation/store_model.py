@@ -1,0 +1,225 @@
+"""A store as a trivial model in memory: dicts of NumPy arrays, and the rules of who conflicts with whom.
+
+It follows the table at the top of `tstore/format/tree.py` by the letter; it knows nothing of manifests and packs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Grid", "Region", "Seen", "State", "Touch", "apart", "is_below", "same"]
+
+Values = NDArray[Any]
+Box = tuple[int, ...]
+Region = tuple[slice, ...]
+
+
+def is_below(path: str, top: str) -> bool:
+    """Whether the path is `top` or lies below it."""
+    return path == top or path.startswith(top + "/")
+
+
+def apart(path: str, other: str) -> bool:
+    """Whether neither path lies at or below the other."""
+    return not is_below(path, other) and not is_below(other, path)
+
+
+class Grid:
+    """One array: the blocks that were written, of the chunks' shape each, with zeros beyond the edge."""
+
+    def __init__(self, shape: Box, chunks: Box, sparse: bool, dtype: Any = np.int64) -> None:
+        self.shape = shape
+        self.chunks = chunks
+        self.sparse = sparse
+        self.dtype = np.dtype(dtype)
+        self.blocks: dict[Box, Values] = {}
+
+    def copy(self) -> Grid:
+        """The same array, of which a change does not change this one."""
+        found = Grid(self.shape, self.chunks, self.sparse, self.dtype)
+        found.blocks = {at: block.copy() for at, block in self.blocks.items()}
+        return found
+
+    def _box(self, at: Box) -> Region:
+        """The part of the array that a block covers."""
+        return tuple(
+            slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, self.chunks, self.shape, strict=True)
+        )
+
+    def boxes(self) -> Iterable[Box]:
+        """The numbers of all blocks."""
+        return itertools.product(*(range(-(-n // c)) for n, c in zip(self.shape, self.chunks, strict=True)))
+
+    def touched(self, region: Region) -> tuple[set[Box], set[Box]]:
+        """The numbers of the blocks in which the region lies, and of those that it covers wholly."""
+        inside = np.zeros(self.shape, bool)
+        inside[region] = True
+        some = {at for at in self.boxes() if inside[self._box(at)].any()}
+        return some, {at for at in some if inside[self._box(at)].all()}
+
+    def write(self, region: Region, values: Any) -> None:
+        """Set the values of a region."""
+        whole = np.zeros(self.shape, self.dtype)
+        whole[region] = values
+        inside = np.zeros(self.shape, bool)
+        inside[region] = True
+        for at in self.touched(region)[0]:
+            block = self.blocks.setdefault(at, np.zeros(self.chunks, self.dtype))
+            box = self._box(at)
+            part: Any = (*(slice(0, s.stop - s.start) for s in box), ...)  # views, also of no dimensions
+            same_part: Any = (*box, ...)
+            np.copyto(block[part], whole[same_part], where=inside[same_part])
+
+    def read(self, region: Region) -> Values | None:
+        """The values, None where one of them was never written."""
+        if not self.sparse and any(at not in self.blocks for at in self.touched(region)[0]):
+            return None
+        whole = np.zeros(self.shape, self.dtype)
+        for at, block in self.blocks.items():
+            box = self._box(at)
+            whole[box] = block[tuple(slice(0, s.stop - s.start) for s in box)]
+        found: Values = whole[region]
+        return found
+
+    def resize(self, shape: Box) -> None:
+        """Give it another shape; what is cut off is gone."""
+        self.shape = shape
+        there = set(self.boxes())
+        self.blocks = {at: block for at, block in self.blocks.items() if at in there}
+        for at, block in self.blocks.items():
+            for axis, s in enumerate(self._box(at)):
+                block[(slice(None),) * axis + (slice(s.stop - s.start, None),)] = 0
+
+    def differing(self, other: Grid) -> int:
+        """How many blocks one has and the other has not, or with other values."""
+        both = self.blocks.keys() & other.blocks.keys()
+        alone = len(self.blocks.keys() ^ other.blocks.keys())
+        return alone + sum(not np.array_equal(self.blocks[at], other.blocks[at]) for at in both)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Grid):
+            return NotImplemented
+        mine, theirs = ((g.shape, g.chunks, g.sparse, g.dtype) for g in (self, other))
+        return mine == theirs and self.differing(other) == 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass
+class State:
+    """What a version holds."""
+
+    arrays: dict[str, Grid] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tags: dict[str, int] = field(default_factory=dict)
+
+    def copy(self) -> State:
+        """The same state, of which a change does not change this one."""
+        return State({p: g.copy() for p, g in self.arrays.items()}, copy.deepcopy(self.groups), dict(self.tags))
+
+    def nodes(self) -> list[str]:
+        """The paths of all arrays and groups."""
+        return [*self.arrays, *self.groups]
+
+    def free_for_array(self, path: str) -> bool:
+        """Whether an array can be made at the path."""
+        return not any(is_below(p, path) for p in self.nodes()) and not any(is_below(path, p) for p in self.arrays)
+
+    def free_for_group(self, path: str) -> bool:
+        """Whether a group can be made at the path."""
+        return not any(is_below(path, p) for p in self.arrays)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove arrays and groups."""
+        for path in paths:
+            self.arrays.pop(path, None)
+            self.groups.pop(path, None)
+
+
+@dataclass
+class Touch:
+    """What a transaction changed, as far as others can conflict with it."""
+
+    whole: dict[str, set[Box]] = field(default_factory=dict)
+    touched: dict[str, set[Box]] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    deleted: set[str] = field(default_factory=set)
+    tags: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+    replaces: bool = False
+
+    def write(self, path: str, some: set[Box], whole: set[Box]) -> None:
+        """Note that blocks were written, some of them wholly."""
+        self.whole.setdefault(path, set()).update(whole)
+        self.touched.setdefault(path, set()).update(some)
+
+    def forget(self, path: str) -> None:
+        """The path and all below it are as if they had never been touched."""
+        for known in (self.whole, self.touched):
+            for p in [p for p in known if is_below(p, path)]:
+                del known[p]
+        self.fresh = {p for p in self.fresh if not is_below(p, path)}
+
+    @property
+    def nodes(self) -> set[str]:
+        """The paths at which something was changed."""
+        return self.fresh | self.touched.keys()
+
+    @property
+    def patches(self) -> bool:
+        """Whether chunks were written in part, or kept in another shape, for which others are read."""
+        return bool(self.fresh) or any(self.touched[p] - self.whole.get(p, set()) for p in self.touched)
+
+    def conflicts(self, newer: Touch) -> bool:
+        """Whether this one can't be committed after `newer`, of which its base knows nothing."""
+        if self.tags & (newer.tags | newer.dropped) or self.dropped & newer.tags:
+            return True
+        if self.replaces:
+            return False
+        if newer.replaces:
+            return bool(self.nodes or self.deleted)
+        if any(is_below(p, d) for p in self.nodes for d in newer.deleted):
+            return True
+        if any(is_below(p, d) for p in newer.nodes for d in self.deleted):
+            return True
+        if any(not apart(p, q) for p in self.fresh for q in newer.fresh):
+            return True
+        for path in self.nodes & newer.nodes:
+            if path in self.fresh or path in newer.fresh:
+                return True
+            if self.whole.get(path, set()) & newer.touched.get(path, set()):
+                return True
+        return False
+
+
+class Seen(NamedTuple):
+    """Something that a transaction read: after `ops` of its operations, by a function of what it saw."""
+
+    ops: int
+    look: Callable[[State], Any]
+    result: Any
+    paths: frozenset[str] | None
+
+    def holds(self, state: State, ops: list[Callable[[State], object]]) -> bool:
+        """Whether it would have read the same, had it begun at that state."""
+        view = state.copy()
+        try:
+            for op in ops[: self.ops]:
+                op(view)
+            return same(self.look(view), self.result)
+        except KeyError:
+            return False
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values, arrays perhaps, are equal."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    return bool(a == b)

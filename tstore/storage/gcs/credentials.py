@@ -1,0 +1,164 @@
+"""Who a process is to Google Cloud Storage: credentials as gcsfs takes them, and the header fields made from them.
+
+1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
+   application-default login`, the service account of the machine), or none where there are none. At an endpoint
+   that is not Google's there are none: an emulator, or whoever answers there, must not learn them.
+2. A text that is neither the name of a method nor a file is an access token. It goes to the store's endpoint only;
+   gcsfs would also show it to Google's token service.
+3. Credentials are looked for and renewed in a thread: that asks other servers, and may take seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from tstore.errors import Denied, InvalidArgument, Unavailable
+from tstore.runtime.pool import run
+
+__all__ = ["Login"]
+
+_METHODS = ("anon", "google_default", "cloud", "cache")
+
+
+class Login:
+    """The credentials for one endpoint, found at the first use and hidden from whatever prints them."""
+
+    def __init__(self, url: str, token: object, endpoint_url: str | None) -> None:
+        self._url = url
+        self._token = token
+        self._endpoint_url = endpoint_url
+        self._system: Any = None  # gcsfs's file system, of which only the endpoint and the credentials are used
+        self._one: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def endpoint(self) -> str:
+        """Where the server is, as `https://storage.googleapis.com`, by gcsfs's rules."""
+        if self._system is None:
+            async with self._lock():
+                if self._system is None:
+                    self._system = await run(self._found)
+        base: str = self._system.base
+        return base.removesuffix("/storage/v1/").rstrip("/")
+
+    async def fields(self) -> dict[str, str]:
+        """The header fields that show who asks; `Denied` where the credentials can't be renewed."""
+        await self.endpoint()
+        fields: dict[str, str] = {}
+        credentials = self._credentials
+        if credentials is not None:
+            if not credentials.valid:  # which it is no more some minutes before it expires
+                async with self._lock():
+                    if not credentials.valid:
+                        await run(self._mapped, _renew, credentials)
+            credentials.apply(fields)
+        return fields
+
+    async def renew(self, shown: dict[str, str]) -> bool:
+        """Whether there are others, or new ones, than the credentials shown, which the server refused."""
+        credentials = self._credentials
+        if credentials is None or getattr(credentials, "refresh_token", True) is None:
+            return False
+        async with self._lock():
+            now: dict[str, str] = {}
+            credentials.apply(now)
+            if now.items() <= shown.items():
+                await run(self._mapped, _renew, credentials)
+        return True
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether there are no credentials."""
+        return self._credentials is None
+
+    def hide(self, text: str) -> str:
+        """The text without the access token, should a server have sent it back."""
+        token = getattr(self._credentials, "token", None)
+        return text.replace(token, "…") if token else text
+
+    def __repr__(self) -> str:
+        return "<Login …>"
+
+    @property
+    def _credentials(self) -> Any:
+        return None if self._system is None else self._system.credentials.credentials
+
+    def _lock(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._one is None or self._one[0] is not loop:  # after a fork the I/O loop is another one
+            self._one = (loop, asyncio.Lock())
+        return self._one[1]
+
+    def _found(self) -> Any:
+        # not from gcsfs itself, whose file system asks Google by gRPC what kind the bucket is
+        from gcsfs.core import GCSFileSystem
+
+        def system(token: object) -> Any:
+            return GCSFileSystem(
+                token=token,
+                project="",
+                endpoint_url=self._endpoint_url,
+                access="read_write",
+                asynchronous=True,
+                skip_instance_cache=True,
+                use_listings_cache=False,
+            )
+
+        anonymous = system("anon")
+        token = self._token
+        if token is None:
+            host = urlsplit(anonymous.base).hostname or ""
+            google = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
+            if not host.endswith(f".{google}"):
+                return anonymous
+            return self._mapped(self._environment, system, anonymous)
+        if isinstance(token, str) and token not in _METHODS and not os.path.exists(token):
+            token = self._access_token(token)
+        return self._mapped(system, token)
+
+    def _environment(self, system: Any, anonymous: Any) -> Any:
+        from google.auth.exceptions import DefaultCredentialsError
+
+        try:
+            return system("google_default")
+        except DefaultCredentialsError:
+            if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+                raise
+            return anonymous
+
+    def _access_token(self, token: str) -> object:
+        from google.oauth2 import credentials
+
+        if token.endswith(".json") or token.startswith(("/", "./", "../", "~")):
+            raise InvalidArgument(f"{self._url}: there is no file {token}, which storage_options['token'] names")
+        if not token or not all("!" <= c <= "~" for c in token):
+            raise InvalidArgument(
+                f"{self._url}: storage_options['token'] is empty, or has characters that no access token has "
+                f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
+                f"{', '.join(_METHODS)}"
+            )
+        made: Any = credentials.Credentials  # which has no types
+        return made(token)
+
+    def _mapped(self, call: Any, *arguments: object) -> Any:
+        from google.auth.exceptions import GoogleAuthError, TransportError
+
+        try:
+            return call(*arguments)
+        except TransportError as error:
+            raise Unavailable(f"{self._url}: the credentials can't be renewed now: {error}") from error
+        except (GoogleAuthError, ValueError, KeyError, OSError) as error:
+            raise Denied(
+                f"{self._url}: there are no usable credentials ({type(error).__name__}: {error}); log in again "
+                "(gcloud auth application-default login), or mend GOOGLE_APPLICATION_CREDENTIALS or "
+                "storage_options={'token': …}"
+            ) from error
+
+
+def _renew(credentials: Any) -> None:
+    import requests
+    from google.auth.transport.requests import Request
+
+    with requests.Session() as session:
+        credentials.refresh(Request(session))

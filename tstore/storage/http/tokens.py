@@ -1,0 +1,204 @@
+"""Bearer tokens, each bound to the one server that may see it.
+
+A token is looked for in this order:
+
+1. `storage_options={"token": …}`: of the server of the URL that it was passed with.
+2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, which is for every port of the host. The name is the
+   host in capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
+   `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
+   address, an underscore), and the host named "file", have no variable.
+3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server, of which the
+   one with the port comes first; empty lines, and those that begin with "#", do not count. Nobody but its owner
+   may read it, or the group where root owns it and reads it not: a secret that an orchestrator mounts.
+
+What is found in 2 and 3 is shown only once the server asks for it or refuses a request without it. A
+token without a host (`TSTORE_TOKEN`, or a file that holds a token alone) would go to whichever server asks, and is
+not used.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ipaddress
+import os
+import re
+import stat
+import warnings
+from typing import NamedTuple
+
+from yarl import URL
+
+from tstore.errors import InvalidArgument
+from tstore.storage.secret_file import exposed_mode
+
+__all__ = ["Token", "find_token", "token_advice", "warn_in_clear"]
+
+_FILE = "TSTORE_TOKEN_FILE"
+_PREFIX = "TSTORE_TOKEN_"
+_LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_LONGEST_FILE = 1 << 20
+
+_warned: set[str] = set()
+
+
+class _Place(NamedTuple):
+    """A server as a token names it; without a port, all of a host."""
+
+    host: str
+    port: int | None
+
+
+class Token:
+    """The bearer token for one server, hidden from whatever prints it."""
+
+    __slots__ = ("_text", "shown")
+
+    def __init__(self, text: str, shown: bool) -> None:
+        self._text = text.strip()
+        self.shown = shown
+        """Whether the server gets it with every request; else from the first one on that asks for a token."""
+        if not self._text or not all("!" <= c <= "~" for c in self._text):
+            raise InvalidArgument("the token is empty, or has characters that no token has (spaces, line breaks)")
+
+    @property
+    def header(self) -> str:
+        """The value of the header that shows it to the server."""
+        return f"Bearer {self._text}"
+
+    def hide(self, text: str) -> str:
+        """Return the text without the token, should a server have sent it back."""
+        return text.replace(self._text, "…")
+
+    def __repr__(self) -> str:
+        return "<Token …>"
+
+
+def find_token(home: URL, given: str | None) -> Token | None:
+    """Return the token for a server: the one that was passed, or the environment's for this very server."""
+    if given is not None:
+        return Token(given, shown=True)
+    for name in _variables(home):
+        if name in os.environ:
+            try:
+                return Token(os.environ[name], shown=False)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{name}: {error}") from None
+    if path := os.environ.get(_FILE):
+        tokens = _read(path)
+        for place in (_Place(_host(home), home.port), _Place(_host(home), None)):
+            if place in tokens:
+                return tokens[place]
+    return None
+
+
+def token_advice(home: URL) -> str:
+    """Return how to pass a token for a server, for the error that tells that it wants one."""
+    host = _host(home)
+    line = f"[{host}]:{home.port}" if ":" in host else f"{host}:{home.port}"
+    names = _variables(home)
+    variable = f", or set {names[0]}" if names else ""
+    unbound = (
+        "; TSTORE_TOKEN is not used, as it would go to any server that asks"
+        if "TSTORE_TOKEN" in os.environ
+        else ""
+    )
+    path = os.environ.get(_FILE)
+    file = f"add to {path} ({_FILE})" if path else f"name a file in {_FILE} with"
+    return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{unbound}"
+
+
+def warn_in_clear(url: URL) -> None:
+    """Warn, once for each host, where a token goes over http to another machine."""
+    host = _host(url)
+    if url.scheme != "http" or host in _warned or _is_loopback(host):
+        return
+    _warned.add(host)
+    warnings.warn(
+        f"the token for {url.origin()} goes over http, where everybody on the way can read it; let the server "
+        "speak https (tstore serve --tls-cert), or reach it through an encrypted tunnel",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _host(url: URL) -> str:
+    """The host of a URL in its one spelling."""
+    host = (url.raw_host or "").lower()
+    try:
+        return ipaddress.ip_address(host).compressed
+    except ValueError:
+        return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _variables(home: URL) -> list[str]:
+    """The variables in which a token for a server may be, the one with its port first; none for odd hosts."""
+    host = _host(home)
+    last = host.rpartition(".")[2]
+    if not _NAME.fullmatch(host) or (last.isdecimal() and host.count(".") != 3):  # 1.2.3 with port 4 is no 1.2.3.4
+        return []
+    name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
+    return [found for found in (f"{name}_{home.port}", name) if found != _FILE]
+
+
+def _read(path: str) -> dict[_Place, Token]:
+    """The tokens of a file; errors name the line and never what stands there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+        with open(fd, "rb") as file:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):
+                raise InvalidArgument(
+                    f"{_FILE} names {path}, which is no file; expected lines of HOST[:PORT] TOKEN"
+                )
+            if (mode := exposed_mode(about)) is not None:
+                raise InvalidArgument(
+                    f"{_FILE} names {path}, which others may read (mode {mode}); "
+                    f"make it yours alone: chmod 600 {path}"
+                )
+            data = file.read(_LONGEST_FILE + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error.strerror}") from error
+    if len(data) > _LONGEST_FILE:
+        raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_LONGEST_FILE} bytes")
+    tokens: dict[_Place, Token] = {}
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace").splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        place = _place(words[0])
+        if len(words) != 2 or place is None:
+            raise InvalidArgument(
+                f"{path}, line {number}: expected HOST TOKEN or HOST:PORT TOKEN, as: ckpt.example.com:7341 <token>"
+            )
+        if place in tokens:
+            raise InvalidArgument(
+                f"{path}, line {number}: an earlier line has a token for the same server; keep one"
+            )
+        try:
+            tokens[place] = Token(words[1], shown=False)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{path}, line {number}: {error}") from None
+    return tokens
+
+
+def _place(text: str) -> _Place | None:
+    found = _PLACE.fullmatch(text)
+    if found is None:
+        return None
+    host = (found[1] or found[2]).lower()
+    try:
+        host = ipaddress.ip_address(host).compressed
+    except ValueError:
+        if found[1] is not None:
+            return None
+    port = None if found[3] is None else int(found[3])
+    return _Place(host, port) if port is None or port < 1 << 16 else None

@@ -1,7 +1,0 @@
-"""Random operations on real stores, compared with a plain model: `python -m tstore.testing.fuzz --seconds 60`.
-
-1. `journal`: what workers did, were told and saw. `worker` is one of them; `transactions`, `checkpoints`: what
-   they do; `verbs`: how often. `crew`: workers in processes of their own, of which some are killed.
-2. `timeline`: the versions of a store as the model has them. `odd`: calls with odd arguments.
-3. `episode`: one store from its creation to its end. `places`: where stores lie. `__main__`: the command.
-"""
