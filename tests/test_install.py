@@ -74,7 +74,7 @@ async def awaited() -> None:
 def blocking() -> None:
     with tstore.sync.open("s") as store:
         assert_type(store, tstore.sync.Store)
-        with store.transaction("m", move_tag="t", facts={"k": 1}) as tx:
+        with store.transaction("m", move_tag="t", metadata={"k": 1}) as tx:
             assert_type(tx, tstore.sync.Transaction)
             w = tx.create_array("a", shape=[10, 4], dtype=np.float32)
             assert_type(w, tstore.sync.Array)
@@ -90,7 +90,7 @@ def blocking() -> None:
         assert_type(store.history(), Iterator[tstore.sync.Commit])
         assert_type(store.collect(tstore.sync.Keep(last=5)), tstore.sync.CollectReport)
         assert_type(store.verify().ok, bool)
-        assert_type(store.transactions(), list[tstore.sync.PendingTransaction])
+        assert_type(store.pending(), list[tstore.sync.PendingTransaction])
         assert_type(tstore.sync.save(store, {}, step=1, codecs=tstore.sync.MinSqnr(30)), int)
         assert_type(tstore.sync.restore(store, 1), Any)
         assert_type(tstore.sync.steps(store), list[int])

@@ -5,7 +5,7 @@
 sets such a tag in a transaction of their own declares that commit a checkpoint.
 
 In a store without steps the newest version stands for the newest step, commits of `quantize` left out: these name
-the version that they were made from in their facts (`QUANTIZED`).
+the version that they were made from in their metadata (`QUANTIZED`).
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
         record = await store.log.record(version)
         if changes_nothing(record):
             continue
-        if QUANTIZED not in record.facts and (version > gc or version in alive):
+        if QUANTIZED not in record.metadata and (version > gc or version in alive):
             return await snapshot_of(store.log, version, newest.version)
     return None

@@ -22,7 +22,7 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.format.arguments import checked_facts, checked_index, checked_text, shown
+from tstore.format.arguments import checked_index, checked_metadata, checked_text, shown
 from tstore.format.retention import Keep
 from tstore.log.expiry import check_tag, newest_tree
 from tstore.log.history import Commit, history, version_at, version_named
@@ -170,7 +170,7 @@ class Store:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Transaction:
         """Return a new transaction; `async with` commits it on exit and aborts it on an exception.
 
@@ -184,7 +184,7 @@ class Store:
         other, `Misuse` if this host has the same transaction open in this `Store` already.
         """
         self._check_writable()
-        message, stored_facts = checked_text("message", message), checked_facts(facts)
+        message, stored_facts = checked_text("message", message), checked_metadata(metadata)
         if isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
         if isolation == "serializable" and name is not None:
@@ -213,7 +213,7 @@ class Store:
             isolation=isolation,
             durability=kept,
             member=member,
-            facts=stored_facts,
+            metadata=stored_facts,
         )
         if member is not None:
             self._members[place] = found
@@ -277,7 +277,7 @@ class Store:
             await self._log.confirm(version, Durability.FSYNC if durable else Durability.NONE)
         return version
 
-    async def transactions(self) -> list[PendingTransaction]:
+    async def pending(self) -> list[PendingTransaction]:
         """Return the cooperative transactions that are not committed, with the hosts that are missing.
 
         The cost grows with the number of commits.

@@ -37,7 +37,7 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.runtime.io_loop import BackgroundLoop
+from tstore.runtime.background import BackgroundLoop
 from tstore.store import Mode
 
 __all__ = [
@@ -206,7 +206,7 @@ class Store(_Twin):
     snapshot = _blocking(_async.Store.snapshot)
     tags = _blocking(_async.Store.tags)
     outcome = _blocking(_async.Store.outcome)
-    transactions = _blocking(_async.Store.transactions)
+    pending = _blocking(_async.Store.pending)
     finish = _blocking(_async.Store.finish)
     diff = _blocking(_async.Store.diff)
     verify = _blocking(_async.Store.verify)

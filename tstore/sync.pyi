@@ -198,7 +198,7 @@ class Store:
         host: int = 0,
         hosts: int = 1,
         attempt: str | None = None,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Transaction:
         """Return a new transaction; `with` commits it on exit and aborts it on an exception.
 
@@ -225,7 +225,7 @@ class Store:
 
         If the store is open for writing, that version is durable on return."""
 
-    def transactions(self) -> list[PendingTransaction]:
+    def pending(self) -> list[PendingTransaction]:
         """Return the cooperative transactions that are not committed, with the hosts that are missing.
 
         The cost grows with the number of commits."""

@@ -126,7 +126,7 @@ def record(known: Known, **changes: Any) -> list[Any]:
         "manifests": [manifest()],
         "bytes_added": len(_CHUNK),
         "void": False,
-        "facts": {},
+        "metadata": {},
         "durable": True,
         "collected": known.gc,
         "reused": [],
@@ -230,12 +230,15 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a tag twice": lambda k: {"tags": ["x", "x"]},
     "a tag that it drops": lambda k: {"tags": ["x"], "dropped": ["x"]},
     "drops what is no tag": lambda k: {"dropped": ["", "none", "a\nb"]},
-    "metrics that are a list": lambda k: {"facts": {"metrics": [1, 2]}},
-    "metrics that are text": lambda k: {"tags": ["step/77"], "facts": {"metrics": {"loss": "low"}, "step": 77}},
-    "metrics of 10^300": lambda k: {"tags": ["step/78"], "facts": {"metrics": {"loss": 1e308, "": 1}, "step": 78}},
-    "facts that are deep": lambda k: {"facts": {"x": DEEP}},
-    "facts with keys of numbers": lambda k: {"facts": {5: 5}},
-    "structure that is none": lambda k: {"tags": ["step/79"], "facts": {"structure": 5, "step": "x"}},
+    "metrics that are a list": lambda k: {"metadata": {"metrics": [1, 2]}},
+    "metrics that are text": lambda k: {"tags": ["step/77"], "metadata": {"metrics": {"loss": "low"}, "step": 77}},
+    "metrics of 10^300": lambda k: {
+        "tags": ["step/78"],
+        "metadata": {"metrics": {"loss": 1e308, "": 1}, "step": 78},
+    },
+    "metadata that are deep": lambda k: {"metadata": {"x": DEEP}},
+    "metadata with keys of numbers": lambda k: {"metadata": {5: 5}},
+    "structure that is none": lambda k: {"tags": ["step/79"], "metadata": {"structure": 5, "step": "x"}},
     "a time of infinity": lambda k: {"time": float("inf")},
     "a time of NaN": lambda k: {"time": float("nan")},
     "a time beyond the calendar": lambda k: {"time": 1e300},
@@ -273,8 +276,8 @@ def _alive(known: Known) -> list[Any]:
     for number in range(known.gc + 1, known.newest + 1):
         made = decode(known.read(commit(number)), Record)
         if made.collection is None:
-            facts = made.facts.get("metrics", {})
-            old.append([number, made.transaction, made.time, made.tags, made.replaces, facts, made.reused])
+            metadata = made.metadata.get("metrics", {})
+            old.append([number, made.transaction, made.time, made.tags, made.replaces, metadata, made.reused])
     return old
 
 
@@ -353,7 +356,7 @@ def _fragment(known: Known, **changes: Any) -> tuple[str, bytes]:
         "manifest": manifest(),
         "bytes_added": 0,
         "structure": b"",
-        "facts": {},
+        "metadata": {},
         "durable": True,
     }
     return key, framed(b"F", list((fields | changes).values()))
@@ -380,7 +383,7 @@ def _others() -> Iterator[tuple[str, Forgery]]:
     yield "a fragment of a base ahead", lambda k: _fragment(k, base=1 << 60)
     yield "a fragment of nothing", lambda k: _fragment(k, manifest=["object", "txn/none/manifest", 9, b"\0" * 16])
     yield "a fragment with odd tags", lambda k: _fragment(k, tags=["", "a\nb"])
-    yield "a fragment with odd facts", lambda k: _fragment(k, facts={"metrics": [5], "x": DEEP})
+    yield "a fragment with odd metadata", lambda k: _fragment(k, metadata={"metrics": [5], "x": DEEP})
     yield "a fragment with a deep structure", lambda k: _fragment(k, structure=b"[" * 100_000)
     yield "a heartbeat of the future", lambda k: (
         k.first("/part-").replace("/part-", "/alive-"), b'{"name":"half","time":1e308}'

@@ -58,7 +58,7 @@ async def audit(
             report = await store.verify()
             faults.extend(f"verify: {fault}"[:300] for fault in report.faults[:3])
         async with noted("transactions"):
-            await store.transactions()
+            await store.pending()
         async with noted("snapshot"):
             snapshot = await store.snapshot()
             for path in snapshot.paths():

@@ -71,11 +71,11 @@ def of_root(tags: Callable[[], Any], tree: Callable[[], Any] = manifest) -> Make
     return lambda known: (f"roots/{64:020d}", framed(b"T", [64, b"\0" * 16, tags(), tree()]))
 
 
-def of_fragment(facts: Callable[[], Any], structure: bytes = b"") -> Make:
+def of_fragment(metadata: Callable[[], Any], structure: bytes = b"") -> Make:
     """Return what makes a fragment."""
 
     def make(known: Known) -> tuple[str, bytes]:
-        body = ["wide", 0, 2, known.newest, "", [], False, [], manifest(), 0, structure, facts(), True]
+        body = ["wide", 0, 2, known.newest, "", [], False, [], manifest(), 0, structure, metadata(), True]
         return "txn/wide/part-00000-of-00002", framed(b"F", body)
 
     return make
@@ -88,10 +88,10 @@ def under(key: str, body: Callable[[], bytes]) -> Make:
 
 HEARTBEAT = "txn/wide/alive-00000-of-00002"
 OBJECTS: dict[str, Make] = {
-    "record of empty lists": of_record(facts=lambda: {"x": wide(b"\x90")}),
-    "record of nothings": of_record(facts=lambda: {"x": wide(b"\xc0")}),
-    "record of empty maps": of_record(facts=lambda: {"x": wide(b"\x80")}),
-    "record of a wide map": of_record(facts=lambda: mapped(SIZE // 9)),
+    "record of empty lists": of_record(metadata=lambda: {"x": wide(b"\x90")}),
+    "record of nothings": of_record(metadata=lambda: {"x": wide(b"\xc0")}),
+    "record of empty maps": of_record(metadata=lambda: {"x": wide(b"\x80")}),
+    "record of a wide map": of_record(metadata=lambda: mapped(SIZE // 9)),
     "record of tags": of_record(tags=lambda: wide(b"\xa1x")),
     "record of paths": of_record(deleted=lambda: wide(b"\xa1x")),
     "record of parts": of_record(parts=lambda: wide(b"\x96\xa0\x00\xa0\x90\x00\x80")),
@@ -102,9 +102,9 @@ OBJECTS: dict[str, Make] = {
         collection=lambda: [raw(b"\x90"), raw(b"\x90"), {}, wide(b"\xa1x"), raw(b"\x90")]
     ),
     "record with an array of 16 MiB": of_record(manifests=lambda: [manifest(inline=[bytes(SIZE)])]),
-    "record of 100,000 levels": of_record(facts=lambda: {"x": deep(100_000)}),
-    "record of 1,000,000 levels": of_record(facts=lambda: {"x": deep(1_000_000)}),
-    "record of levels of maps": of_record(facts=lambda: {"x": deep(100_000, b"\x81\xa0")}),
+    "record of 100,000 levels": of_record(metadata=lambda: {"x": deep(100_000)}),
+    "record of 1,000,000 levels": of_record(metadata=lambda: {"x": deep(1_000_000)}),
+    "record of levels of maps": of_record(metadata=lambda: {"x": deep(100_000, b"\x81\xa0")}),
     "record of levels as tags": of_record(tags=lambda: deep(100_000)),
     "record that declares 2^32 items": under("commits/NEXT", lambda: framed(b"R", b"\xdd\xff\xff\xff\xff")),
     "record that declares 4 GiB": under("commits/NEXT", lambda: framed(b"R", b"\xdc\x00\x11\xc6\xff\xff\xff\xff")),

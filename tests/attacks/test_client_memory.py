@@ -24,7 +24,7 @@ CLIENT = """
     from tstore.errors import TStoreError
     from tstore.storage import listing
     from tstore.storage.remote import served
-    from tstore.runtime.pool import on_io
+    from tstore.runtime.io_loop import on_io
     import tstore
 
     kind, url, small = sys.argv[1:]
@@ -59,7 +59,7 @@ CLIENT = """
         first = served(objects("endless"))
         await refused("nothing", first.get("nothing"))
         for path in ("endless", "gzip", "refusal"):
-            backend = served(objects(path), patience)
+            backend = served(objects(path), policy)
             await refused(f"{path} marker", backend.get("tstore.json"))
             await refused(f"{path} records", many(lambda n: backend.get(f"commits/{n:020d}")))
             await refused(f"{path} gc records", many(lambda n: backend.get(f"commits/{n + 100:020d}")))
@@ -68,16 +68,16 @@ CLIENT = """
                 backend.objects.read(f"txn/a/pack-{n}", 0, [bytearray(1 << 16)], 1 << 16))))
             await refused(f"{path} list", backend.list("p"))
             await backend.close()
-        backend = served(objects("list"), patience)
+        backend = served(objects("list"), policy)
         await refused("a list that goes on", backend.list("p"))
         await refused("folders that go on", backend.folders("p"))
         await backend.close()
         print(json.dumps(peak))
 
-    from tstore.storage.retry import Patience
+    from tstore.storage.retry import RetryPolicy
     import warnings
     warnings.simplefilter("ignore")
-    patience = Patience(0.01, 0.01, 0.01, 0.01, 0.01)
+    policy = RetryPolicy(0.01, 0.01, 0.01, 0.01, 0.01)
     asyncio.run(main())
 """
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.answers import Answer, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.log.log import Log
-from tstore.runtime.pool import on_io
+from tstore.runtime.io_loop import on_io
 from tstore.runtime.threads import Workers
 from tstore.storage import listing, pace
 from tstore.storage.base import LONGEST, Backend, Durability, overlong
@@ -31,7 +31,7 @@ from tstore.storage.objects import WHOLE, Objects, PutMode, Span
 from tstore.storage.pace import Pace
 from tstore.storage.prefix import Prefix
 from tstore.storage.remote import RemoteBackend, served
-from tstore.storage.retry import Patience
+from tstore.storage.retry import RetryPolicy
 from tstore.storage.room import FREE, SHARED, Room
 from tstore.storage.s3.store import S3Objects
 
@@ -383,7 +383,7 @@ async def test_a_list_of_ever_new_names_ends(
 async def test_a_list_that_goes_on_too_slowly_ends(
     dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "PATIENCE", 0.2)
+    monkeypatch.setattr(listing, "RETRY_POLICY", 0.2)
     monkeypatch.setattr(listing, "SLOWEST", 1_000_000)  # which no server reaches that gives one with each page
 
     def page(number: int) -> list[str]:
@@ -505,7 +505,7 @@ class Silent(MemoryObjects):
 
 
 async def test_what_is_asked_again_is_one_call(impatient: None) -> None:
-    brisk = Patience(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
+    brisk = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
     with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
         await served(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
 

@@ -50,7 +50,7 @@ COLLECTION = Collection(
 )
 BODIES: dict[str, Any] = {
     "record": Record(
-        "a", 2, 1.0, "m", ("x",), False, ("old",), (EMPTY,), 3, facts={"step": 1}, reused=("txn/b/pack-0",)
+        "a", 2, 1.0, "m", ("x",), False, ("old",), (EMPTY,), 3, metadata={"step": 1}, reused=("txn/b/pack-0",)
     ),
     "collection": Record("gc-1", 2, 1.0, collection=COLLECTION),
     "parts": Record(
@@ -169,10 +169,10 @@ def test_what_readers_refuse_is_not_encoded(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 8 << 20])
-@pytest.mark.parametrize("field", ["facts", "tags", "deleted", "reused", "manifests", "dropped"])
+@pytest.mark.parametrize("field", ["metadata", "tags", "deleted", "reused", "manifests", "dropped"])
 def test_a_long_record_of_empty_lists_is_refused_at_once(field: str, size: int) -> None:
     fill = msgspec.Raw(b"\xdd" + size.to_bytes(4, "big") + b"\x90" * size)
-    wrong: Any = msgspec.Raw(b"\x81\xa1a" + bytes(fill)) if field == "facts" else fill
+    wrong: Any = msgspec.Raw(b"\x81\xa1a" + bytes(fill)) if field == "metadata" else fill
     data = forged(BODIES["record"], **{field: wrong})
     began = time.process_time()
     with pytest.raises(Corrupt):

@@ -413,7 +413,7 @@ async def writes(url: str) -> None:
             await tx.delete("s")
 
     async def finish() -> None:
-        for transaction in await store.transactions():
+        for transaction in await store.pending():
             with suppress(TStoreError):
                 await store.finish(transaction.transaction)
             with suppress(TStoreError):

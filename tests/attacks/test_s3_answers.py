@@ -18,7 +18,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime.pool import on_io
+from tstore.runtime.io_loop import on_io
 from tstore.storage.objects import PutMode, Span
 from tstore.storage.s3.store import S3Objects
 

@@ -205,11 +205,11 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a tag that was set since its base": lambda: of(tags=("own",), base=1),
     "a tag to drop that was set since its base": lambda: of(dropped=("own",), base=1),
     "tags that are numbers": lambda: framed(commit(), tags=[1, 2]),
-    "metrics that are a list": lambda: of(facts={"metrics": [1]}),
-    "a metric that is text": lambda: of(facts={"metrics": {"loss": "low"}}),
-    "facts that are NaN": lambda: of(facts={"x": math.nan}),
-    "facts nested deeply": lambda: framed(commit(), facts={"x": msgspec.Raw(b"\x91" * 5000 + b"\xc0")}),
-    "facts that are a list": lambda: framed(commit(), facts=[1]),
+    "metrics that are a list": lambda: of(metadata={"metrics": [1]}),
+    "a metric that is text": lambda: of(metadata={"metrics": {"loss": "low"}}),
+    "metadata that are NaN": lambda: of(metadata={"x": math.nan}),
+    "metadata nested deeply": lambda: framed(commit(), metadata={"x": msgspec.Raw(b"\x91" * 5000 + b"\xc0")}),
+    "metadata that are a list": lambda: framed(commit(), metadata=[1]),
     "a message of 1 MiB": lambda: of(message="x" * (1 << 20)),
     "less than no bytes": lambda: of(bytes_added=-1),
     "a time beyond the calendar": lambda: of(time=1e300),
@@ -577,7 +577,7 @@ async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
 async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path) -> None:
     async with Server(tmp_path / "store", access=everybody()) as server, await opened(server) as store:
         await filled(store)
-        async with store.transaction(tag="a", move_tag="own", facts={"n": 1}) as tx:
+        async with store.transaction(tag="a", move_tag="own", metadata={"n": 1}) as tx:
             x = await tx.array("x")
             await x.resize((9,))
             await x[4:].write(np.arange(5))

@@ -50,7 +50,7 @@ _VERBS: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "steps": tstore.steps,
     "verify": lambda store: store.verify(),
     "gc": lambda store: store.collect(abandoned=datetime.timedelta(0), dry_run=True),
-    "transactions": lambda store: store.transactions(),
+    "transactions": lambda store: store.pending(),
     "diff": _diff,
     "save": lambda store: tstore.save(store, {"w": np.zeros(9000)}, 12345),
 }

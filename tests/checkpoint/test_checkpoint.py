@@ -299,7 +299,7 @@ async def test_steps_versions_and_tags(url: str) -> None:
     assert (await tstore.restore(url, 2))["x"] == 2
     assert (await tstore.restore(url, at=1))["x"] == 10
     assert (await tstore.restore(url, at="step/2"))["x"] == 2
-    assert [(c.tag, c.message, c.facts["metrics"]) async for c in store.history()] == [
+    assert [(c.tag, c.message, c.metadata["metrics"]) async for c in store.history()] == [
         (f"step/{s}", f"at {s}", {"loss": s / 2}) for s in (30, 2, 10)
     ]
     same(await tstore.restore(url, at=np.int64(1)), await tstore.restore(url, at=1))  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_log(store: Path, call: Call) -> None:
     assert (code, err) == (0, "")
     commits = json.loads(out)["commits"]
     assert [(c["version"], c["tag"], c["bytes_added"]) for c in commits][1] == (1, "step/4", 42000)
-    assert commits[1]["facts"] == {"step": 4}
+    assert commits[1]["metadata"] == {"step": 4}
 
 
 def test_ls(store: Path, call: Call) -> None:
@@ -203,12 +203,12 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
                     tx.commit(timeout=0.05)
             else:
                 tx.commit()
-    code, out, _ = call("ls", url, "--transactions")
+    code, out, _ = call("ls", url, "--pending")
     assert code == 0
     assert "1 of 3" in out
     assert "1, 2" in out
-    code, out, _ = call("ls", url, "--transactions", "--json")
-    [found] = json.loads(out)["transactions"]
+    code, out, _ = call("ls", url, "--pending", "--json")
+    [found] = json.loads(out)["pending"]
     assert (found["name"], found["delivered"], found["absent"]) == ("up-date", [0], [1, 2])
     failed(call("finish", url, found["transaction"]), "[1, 2]")
     failed(call("finish", url, "other"), "other", found["transaction"])
@@ -216,7 +216,7 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
     code, out, _ = call("finish", url, whole_id(url), "--json")
     assert (code, json.loads(out)["version"]) == (0, 1)
     assert "version 1" in call("finish", url, whole_id(url))[1]
-    failed(call("ls", url, "w", "--transactions"), "--transactions", code=2)
+    failed(call("ls", url, "w", "--pending"), "--pending", code=2)
 
 
 def whole_id(url: Path) -> str:
@@ -487,7 +487,7 @@ def test_a_damaged_marker(store: Path, call: Call) -> None:
 COMMANDS = [
     ["log", STORE],
     ["ls", STORE],
-    ["ls", STORE, "--transactions"],
+    ["ls", STORE, "--pending"],
     ["verify", STORE],
     ["repair", STORE],
     ["quantize", STORE, "--format", "e4m3"],
@@ -809,7 +809,7 @@ def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
     out += [call("diff", store, 1, 2)[1], call("gc", store, "--keep-last", 1)[1]]
     with blocking.open(store) as opened, pytest.raises(tstore.errors.DeadlineExceeded):
         opened.transaction(name="t", host=0, hosts=2, attempt="a").commit(timeout=0.01)
-    out.append(call("ls", store, "--transactions")[1])
+    out.append(call("ls", store, "--pending")[1])
     assert all(re.search(r"\b1 [a-z]", text) for text in out[:1] + out[2:3])
     assert not [text for text in out if re.search(r"(?<![.\d])1 (?!is|has|was)[a-z]+s\b", text)], out
 

@@ -88,17 +88,17 @@ REFUSED: list[tuple[Call, str]] = [
     (transaction(tag="step/best"), "names a checkpoint's step"),
     (transaction(tag="step/٣"), "names a checkpoint's step"),
     (transaction(drop_tag=7), "drop_tag=7"),
-    (transaction(facts={1: "x"}), r"facts\[1\]: expected text as a key"),
-    (transaction(facts=[1]), "facts: expected a mapping"),
-    (transaction(facts={"a": {"b": [0, 10**30]}}), r"facts\['a'\]\['b'\]\[1\]: .*64 bits"),
-    (transaction(facts={"a": 10**5000}), r"facts\['a'\]: .*64 bits"),
-    (transaction(facts={"a": float("nan")}), r"facts\['a'\]: JSON has no nan"),
-    (transaction(facts={"a": object()}), r"facts\['a'\]: .*has no form in JSON"),
-    (transaction(facts={LONE: 1}), "surrogates"),
-    (transaction(facts={"a": DEEP}), "levels of nesting"),
-    (transaction(facts={"a": "x" * (2 << 20)}), "too many for the record"),
-    (transaction(facts={"metrics": 5}), r"facts\['metrics'\]=5: expected a mapping"),
-    (transaction(facts={"metrics": {"loss": "low"}}), r"facts\['metrics'\]\['loss'\]: expected a number"),
+    (transaction(metadata={1: "x"}), r"metadata\[1\]: expected text as a key"),
+    (transaction(metadata=[1]), "metadata: expected a mapping"),
+    (transaction(metadata={"a": {"b": [0, 10**30]}}), r"metadata\['a'\]\['b'\]\[1\]: .*64 bits"),
+    (transaction(metadata={"a": 10**5000}), r"metadata\['a'\]: .*64 bits"),
+    (transaction(metadata={"a": float("nan")}), r"metadata\['a'\]: JSON has no nan"),
+    (transaction(metadata={"a": object()}), r"metadata\['a'\]: .*has no form in JSON"),
+    (transaction(metadata={LONE: 1}), "surrogates"),
+    (transaction(metadata={"a": DEEP}), "levels of nesting"),
+    (transaction(metadata={"a": "x" * (2 << 20)}), "too many for the record"),
+    (transaction(metadata={"metrics": 5}), r"metadata\['metrics'\]=5: expected a mapping"),
+    (transaction(metadata={"metrics": {"loss": "low"}}), r"metadata\['metrics'\]\['loss'\]: expected a number"),
     (transaction(name=3, host=0, hosts=1, attempt="a"), "name=3"),
     (transaction(name=LONE, host=0, hosts=1, attempt="a"), "name: "),
     (transaction(name="n", host=0, hosts=1, attempt=3), "attempt=3"),
@@ -225,17 +225,17 @@ async def test_what_is_taken_comes_back(tmp_path: Path) -> None:
         "nan": float("nan"),
         "inf": np.float64("inf"),
     }
-    facts = {"metrics": metrics, "t": (1, np.int8(2)), "s": np.str_("ö"), "n": None, "deep": {"x": [True, 1.5]}}
+    metadata = {"metrics": metrics, "t": (1, np.int8(2)), "s": np.str_("ö"), "n": None, "deep": {"x": [True, 1.5]}}
     store = await tstore.open(tmp_path)
-    async with store.transaction("ö\n", tag="step/0", facts=facts) as tx:
+    async with store.transaction("ö\n", tag="step/0", metadata=metadata) as tx:
         attributes = {"list": [1, (2,)], "f": np.float64(1.5)}
         w = await tx.create_array("ö b", (1,), "int8", dimension_names=["x"], attributes=attributes)
         await w.write(1)
     store = await tstore.open(tmp_path, "r")
     (commit,) = [c async for c in store.history()]
-    found = commit.facts.pop("metrics")
+    found = commit.metadata.pop("metrics")
     assert str(found) == "{'a': 0.5, 'b': 3, 'c': 2.5, 'd': 1.5, 'e': 7, 'nan': nan, 'inf': inf}"
-    assert commit.facts == {"t": [1, 2], "s": "ö", "n": None, "deep": {"x": [True, 1.5]}}
+    assert commit.metadata == {"t": [1, 2], "s": "ö", "n": None, "deep": {"x": [True, 1.5]}}
     assert commit.message == "ö\n"
     assert (await (await store.snapshot("step/0")).array("ö b")).attributes == {"list": [1, [2]], "f": 1.5}
 
@@ -251,21 +251,21 @@ async def test_a_step_that_diverged_is_saved_and_is_never_the_best(tmp_path: Pat
 
 async def test_the_caller_may_change_what_it_passed(tmp_path: Path) -> None:
     store = await tstore.open(tmp_path)
-    facts: dict[str, Any] = {"a": [1], "metrics": {"loss": 1.0}}
-    tx = store.transaction(facts=facts)
-    facts["a"].append(object())
-    facts["metrics"][0] = "x"
+    metadata: dict[str, Any] = {"a": [1], "metrics": {"loss": 1.0}}
+    tx = store.transaction(metadata=metadata)
+    metadata["a"].append(object())
+    metadata["metrics"][0] = "x"
     await tx.commit()
-    assert [c.facts async for c in store.history()] == [{"a": [1], "metrics": {"loss": 1.0}}]
+    assert [c.metadata async for c in store.history()] == [{"a": [1], "metrics": {"loss": 1.0}}]
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"message": None},
-        {"facts": {1: "x"}},
-        {"facts": {"a": np.float32(1)}},
-        {"facts": {"a": 10**30}},
+        {"metadata": {1: "x"}},
+        {"metadata": {"a": np.float32(1)}},
+        {"metadata": {"a": 10**30}},
         {"tags": (LONE,)},
         {"bytes_added": 1.5},
         {"deleted": (None,)},
@@ -299,8 +299,8 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
 @pytest.mark.parametrize(
     "values",
     [
-        {"facts": {"metrics": 5}},
-        {"facts": {"metrics": {0: 1, "a": "b", "c": None}}},
+        {"metadata": {"metrics": 5}},
+        {"metadata": {"metrics": {0: 1, "a": "b", "c": None}}},
         {"tags": ("step/007",)},
         {"tags": ("step/" + "1" * 5000, "step/٣", "step/", "")},
         {"time": 1e300},

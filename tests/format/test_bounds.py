@@ -64,7 +64,7 @@ def test_commas_in_texts_are_not_counted() -> None:
 
 def test_many_values_are_told_at_once() -> None:
     began = time.process_time()
-    assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.FACTS_VALUES, 101)
+    assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.METADATA_VALUES, 101)
     assert "values" in text_excess(b"[" + b"[]," * (1 << 23) + b"[]]")
     assert "bytes" in text_excess(b" " * (bounds.DOCUMENT_BYTES + 1))
     assert time.process_time() - began < 5

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.bounds import FACTS_VALUES
+from tstore.format.bounds import METADATA_VALUES
 from tstore.format.chunk_refs import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
 from tstore.format.records import (
     Alive,
@@ -205,7 +205,7 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"facts": {"text": "x" * 200_000}},
+        {"metadata": {"text": "x" * 200_000}},
         {"deleted": tuple(f"layers/{i:040d}/weight" for i in range(4000))},
         {"reused": tuple(f"txn/{i:040d}/pack-0" for i in range(4000))},
         {
@@ -223,7 +223,7 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
 def test_a_long_record_that_is_no_sum_of_others_is_read_again(fields: dict[str, Any]) -> None:
     record = Record("long", 4000, 1.0, **fields)
     data = encode(record)
-    assert len(data) > FACTS_VALUES
+    assert len(data) > METADATA_VALUES
     assert decode(data, Record) == record
 
 

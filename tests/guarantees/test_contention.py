@@ -100,7 +100,7 @@ async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
     async with (await tstore.open(url)).transaction() as tx:
         await created(tx, "old")
     store, faults = await open_faulty(url)
-    ready = [store.transaction(f"m{i}", tag=f"t{i}" if i % 2 else None, facts={"i": i}) for i in range(5)]
+    ready = [store.transaction(f"m{i}", tag=f"t{i}" if i % 2 else None, metadata={"i": i}) for i in range(5)]
     for i in range(3):
         await (await ready[i].array("w"))[i].write(i)
     await created(ready[3], "new/a")
@@ -115,7 +115,7 @@ async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
     assert snapshot.paths() == ["first", "new/a", "new/b", "w"]
     assert snapshot.tags == {"t1": 4, "t3": 4}
     told = [c async for c in other.history()][:6][::-1]
-    assert [(c.version, c.message, c.tag, c.facts) for c in told] == [
+    assert [(c.version, c.message, c.tag, c.metadata) for c in told] == [
         (3, "first", None, {}),
         *[(4, f"m{i}", f"t{i}" if i % 2 else None, {"i": i}) for i in range(5)],
     ]
@@ -207,15 +207,15 @@ async def test_retention_sees_each_step_that_was_committed_with_others(
     losses = {1: 0.1, 10: None, 2: 0.3, 3: 0.2}
     ready = []
     for step, loss in losses.items():
-        facts = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
-        ready.append(await created(store.transaction(tag=f"step/{step}", facts=facts), f"new/{step}"))
+        metadata = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
+        ready.append(await created(store.transaction(tag=f"step/{step}", metadata=metadata), f"new/{step}"))
     ready.append(await created(store.transaction(), "another"))
     versions = await together(url, store, ready)
     assert versions[1] == versions[4]  # those without metrics
     assert len({versions[i] for i in (0, 1, 2, 3)}) == 4
     async with store.transaction():
         pass
-    told = {c.tag: c.facts for c in [c async for c in store.history()] if c.tag}
+    told = {c.tag: c.metadata for c in [c async for c in store.history()] if c.tag}
     assert told == {f"step/{s}": {"step": s} | ({"metrics": {"loss": x}} if x else {}) for s, x in losses.items()}
     assert kept <= (await store.tags()).keys()
     assert set((await store.collect(keep)).tags) == {f"step/{s}" for s in losses} - kept
@@ -269,7 +269,7 @@ async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) 
     gate = faults.hold("create", "commits/*")
     first = asyncio.create_task((await created(store.transaction(), "first")).commit())
     await gate.reached()
-    wrong = record("wrong", facts={"x": object()})
+    wrong = record("wrong", metadata={"x": object()})
     calls = [(record("fine"), fine), (wrong, fine), (record("broken"), broken)]
     tasks = [
         asyncio.create_task(store.log.append(r, validate, Durability.FSYNC, changes=Changes({}, tags=r.tags)))
@@ -507,7 +507,7 @@ async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> Non
     [retry] = tx.retries
     assert retry.version == 2
     assert retry.reason.endswith("w")
-    assert (await anext(store.history())).facts == {}  # the record was created at the first try
+    assert (await anext(store.history())).metadata == {}  # the record was created at the first try
     assert await values(url) == [0, 1, -1, -1]
 
 

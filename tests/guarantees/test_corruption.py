@@ -431,7 +431,7 @@ async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
     await tstore.save(store, wide, 0)
     with pytest.raises(tstore.errors.DeadlineExceeded):
         await tstore.save(store, {"w": part}, 1, host=0, hosts=2, attempt="a", timeout=0.01)
-    transaction = (await store.transactions())[0].transaction
+    transaction = (await store.pending())[0].transaction
     for key in ("alive-00000-of-00002", "merging-1-00000-of-00200", "merge-1-00000-of-00200"):
         await store.log.backend.hint(f"txn/{transaction}/{key}", b"")
     (tmp_path / "commits/.0123.tmp").touch()  # of a create that was killed

@@ -122,7 +122,7 @@ async def test_a_damaged_fragment_is_told_to_who_needs_it(good: dict[str, bytes]
     for key, data in good.items():
         await backend.hint(key, damaged(data)[0] if key == fragment else data)
     async with await tstore.open(url) as store:
-        [pending] = await store.transactions()
+        [pending] = await store.pending()
         assert (pending.delivered, pending.absent) == ((0,), (1,))
         with pytest.raises(Corrupt, match=re.escape(fragment)):
             await store.finish(pending.transaction)

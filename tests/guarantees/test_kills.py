@@ -126,7 +126,7 @@ def check_group(url: Path) -> bool:
     store = tstore.open(url)
     landed = tstore.steps(store) == [1]
     if not landed:
-        [state] = store.transactions()
+        [state] = store.pending()
         if state.absent:  # it had not delivered: the job starts again, with another attempt
             assert state.absent == (2,)
             w = np.repeat(np.arange(HOSTS), 2000).reshape(HOSTS, 2000)

@@ -40,7 +40,7 @@ import pytest
 from tests.support.mutation import Edit
 
 NEWFILE, LOG, TREE = (
-    "tstore.storage.local.atomic_file:Draft.",
+    "tstore.storage.local.atomic_file:StagedFile.",
     "tstore.log.log:Log.",
     "tstore.format.tree:Changes.",
 )
@@ -138,7 +138,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "metrics go out in a group commit": (
         "guarantees/test_contention.py::test_retention_sees_each_step_that_was_committed_with_others",
-        Edit(QUEUE + "__init__", 'or "metrics" in record.facts', ""),
+        Edit(QUEUE + "__init__", 'or "metrics" in record.metadata', ""),
     ),
     "retention sees the first step tag alone": (
         "guarantees/test_contention.py::test_retention_sees_each_of_several_steps_of_one_version",

@@ -94,7 +94,7 @@ async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_p
         Record("a/b", 1, 1.0, reused=("x", "", "/", "txn/../y", "txn//")),
         Record("t", 1, float("nan"), reused=("commits/00000000000000000001", "tstore.json")),
         Record("t", 1, -1e300, message="\0", tags=("", "\n", "step/", "step/x"), deleted=("..",)),
-        Record("t", 1, 1e300, facts={"step": None, "x": [{"y": {}}]}, bytes_added=-1),
+        Record("t", 1, 1e300, metadata={"step": None, "x": [{"y": {}}]}, bytes_added=-1),
     ],
 )
 async def test_absurd_records_stop_no_gc_once_they_are_voided(record: Record, tmp_path: Path) -> None:

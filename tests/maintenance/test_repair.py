@@ -310,7 +310,7 @@ async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None
 async def test_a_commit_that_says_it_is_a_repair_harms_nobody() -> None:
     store = await filled(0, 1)
     await store.snapshot()
-    record = Record("repair-forged", 2, 1.0, facts={"voided": [1, 2, -5, "x", 10**9]})
+    record = Record("repair-forged", 2, 1.0, metadata={"voided": [1, 2, -5, "x", 10**9]})
     await store.log.backend.create(commit_key(3), forged(record), Durability.NONE)
     assert await tstore.steps(store) == [0, 1]
     await check_works(store.url)

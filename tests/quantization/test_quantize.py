@@ -247,7 +247,7 @@ async def test_without_steps_a_lossy_copy_is_not_the_newest_version(tmp_path: Pa
         for name in ("e4m3", "e2m1"):
             assert (await tstore.quantize(store, name)).source == 2
         assert np.array_equal((await tstore.restore(store))["x"], 2 * x)
-        assert [c.facts async for c in store.history()] == [{"quantized": 2}, {"quantized": 2}, {}, {}]
+        assert [c.metadata async for c in store.history()] == [{"quantized": 2}, {"quantized": 2}, {}, {}]
         await store.collect(tstore.Keep(tags=("v2/e4m3",)))  # 4, the newest, stays too
         assert (await store.snapshot()).version == 5
         same = await tstore.restore(store)

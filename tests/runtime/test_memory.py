@@ -12,7 +12,7 @@ import pytest
 
 import tstore.sync as blocking
 from tests.support import processes
-from tstore.runtime.pool import BUDGET, scratch
+from tstore.runtime.budget import BUDGET, scratch
 
 LIMIT = 300 << 20
 

@@ -130,8 +130,8 @@ async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
         name = f"txn/n.a.{'0' * 32}-of-{hosts}"
         await store.log.backend.hint(f"{name}/part-00000-of-{hosts}", b"")
     async with asyncio.timeout(10):
-        assert [p.hosts for p in await store.transactions()] == [1, 1]
-        for transaction in await store.transactions():
+        assert [p.hosts for p in await store.pending()] == [1, 1]
+        for transaction in await store.pending():
             with pytest.raises(TStoreError):
                 await store.finish(transaction.transaction)
 
@@ -238,7 +238,7 @@ async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
     store = await filled(0)
     backend = store.log.backend
     await backend.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
-    assert [p.heartbeats for p in await store.transactions()] == [{}]
+    assert [p.heartbeats for p in await store.pending()] == [{}]
     await backend.hint("tstore.json", await backend.get("tstore.json") + b" " * 5000)
     with pytest.raises(Corrupt, match="longer than 4096 bytes"):
         await read_marker(backend)
@@ -247,7 +247,7 @@ async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
 async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> None:
     store = await filled(0)
     with pytest.raises(InvalidArgument, match="expected at most 131072 values"):
-        store.transaction(facts={"a": [0] * (1 << 17)})
+        store.transaction(metadata={"a": [0] * (1 << 17)})
     async with store.transaction() as tx:
         with pytest.raises(InvalidArgument, match="more than 2,097,152 values"):
             await tx.create_group("g", {"a": [0] * (1 << 21)})
@@ -281,13 +281,13 @@ _PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})
     [
         Record("t", 1, 1.0, deleted=_NAMES),
         Record("t", 1, 1.0, tags=_NAMES),
-        Record("t", 1, 1.0, facts={"note": "x" * 200_000}),
+        Record("t", 1, 1.0, metadata={"note": "x" * 200_000}),
         Record("t", 1, 1.0, reused=tuple(f"txn/a{i}/pack-0" for i in range(20_000))),
         Record("t", 1, 1.0, dropped=_NAMES),
         Record("t", 1, 1.0, parts=(_PART,)),
         Record("t", 20_001, 1.0, collection=Collection(_ALIVE, (), {}, (), ())),
     ],
-    ids=["deleted", "tags", "facts", "reused", "dropped", "parts", "collection"],
+    ids=["deleted", "tags", "metadata", "reused", "dropped", "parts", "collection"],
 )
 def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
     """Whatever it ends with: what is at its default is left out there."""

@@ -20,7 +20,7 @@ from tests.support.gcs_endpoint import Endpoint, Fault, Wrong
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.storage.gcs.store import GcsObjects
 from tstore.storage.remote import served
-from tstore.storage.retry import Patience
+from tstore.storage.retry import RetryPolicy
 
 HOSTS = 8
 ROWS = 4096
@@ -150,7 +150,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
 
     async def opened(mode: tstore.Mode = "a") -> tstore.Store:
         objects = GcsObjects(url, endpoint_url=endpoint.url)
-        return await tstore.open(served(objects, patience=Patience(shortest=0.001, longest=0.01)), mode)
+        return await tstore.open(served(objects, policy=RetryPolicy(shortest=0.001, longest=0.01)), mode)
 
     async def write(writer: int) -> None:
         store = await opened()

@@ -30,14 +30,14 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime import pool
+from tstore.runtime import budget, io_loop
 from tstore.storage.base import Buffers, Durability
 from tstore.storage.memory import MemoryObjects
 from tstore.storage.objects import Objects, PutMode, Request, Wrapper
 from tstore.storage.remote import PACK, RemoteBackend, served
-from tstore.storage.retry import Patience
+from tstore.storage.retry import RetryPolicy
 
-BRISK = Patience(shortest=0.001, longest=0.02, deadline=30.0)
+BRISK = RetryPolicy(shortest=0.001, longest=0.02, deadline=30.0)
 
 
 def anew() -> str:
@@ -260,9 +260,9 @@ def assert_all_memory_is_free() -> None:
     both = threading.Barrier(2, timeout=20)
 
     def half() -> None:
-        pool.hold(pool.BUDGET // 4)
+        budget.acquire(budget.BUDGET // 4)
         both.wait()
-        pool.let_go(pool.BUDGET // 4)
+        budget.release(budget.BUDGET // 4)
 
     other = threading.Thread(target=half, daemon=True)
     other.start()
@@ -331,7 +331,7 @@ async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -
     store = await open_remote(name, lambda objects: Faults(objects, latency=0.005))
     values = np.ones((3, 1 << 20), "f4")  # 12 MiB: less than a pack, so that none is full
     open_ones = []
-    for i in range(pool.BUDGET // 2 // values.nbytes + 4):
+    for i in range(budget.BUDGET // 2 // values.nbytes + 4):
         tx = store.transaction()
         await (await tx.create_array(f"w{i}", values.shape, "f4", (1, 1 << 20))).write(values * i)
         open_ones.append(tx)
@@ -371,7 +371,7 @@ FLAT = """
 
 
 def test_a_save_over_a_slow_network_stays_within_the_byte_budget() -> None:
-    assert int(processes.python(FLAT)) < pool.BUDGET
+    assert int(processes.python(FLAT)) < budget.BUDGET
 
 
 async def test_a_reader_overtaken_by_a_gc_is_told_so() -> None:
@@ -425,7 +425,7 @@ async def test_a_cancelled_request_is_cancelled_and_waited_for() -> None:
             await asyncio.sleep(0.01)
             ended.set()
 
-    task = asyncio.create_task(pool.on_io(work()))
+    task = asyncio.create_task(io_loop.on_io(work()))
     await asyncio.to_thread(began.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -453,10 +453,10 @@ async def test_a_restore_that_is_cancelled_does_not_wait_for_a_server_that_hangs
 async def test_the_loop_does_not_wait_for_itself() -> None:
     async def work() -> None:
         with pytest.raises(Misuse):
-            pool.wait_io(asyncio.sleep(0))
-        assert await pool.on_io(asyncio.sleep(0, "nested")) == "nested"
+            io_loop.wait_io(asyncio.sleep(0))
+        assert await io_loop.on_io(asyncio.sleep(0, "nested")) == "nested"
 
-    await pool.on_io(work())
+    await io_loop.on_io(work())
 
 
 def test_a_forked_child_has_a_loop_of_its_own() -> None:
@@ -537,7 +537,7 @@ async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None
     name = anew()
     calm = await tstore.open(RemoteBackend(MemoryObjects(name)))
     faults = Faults(MemoryObjects(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
-    impatient = Patience(shortest=0.001, longest=0.001, deadline=0.0, first_deadline=0.0)
+    impatient = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.0, first_deadline=0.0)
     store = tstore.Store(served(faults, impatient), calm.uuid, "a")
     outcomes: dict[str, int | None] = {}
     named: list[bool] = []
@@ -551,7 +551,7 @@ async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None
         except Unavailable:
             outcomes[tx.id] = None
             await tx.abort()
-    await pool.on_io(asyncio.sleep(0.6))  # what is late has landed
+    await io_loop.on_io(asyncio.sleep(0.6))  # what is late has landed
     assert len({v for v in outcomes.values() if v is not None}) > 2
     assert all(named)
     for transaction, version in outcomes.items():

@@ -31,7 +31,7 @@ from tstore.storage.memory import MemoryObjects
 from tstore.storage.objects import Objects, Page, PutMode, Request, Span, Wrapper
 from tstore.storage.prefix import Prefix
 from tstore.storage.readonly import ReadOnly
-from tstore.storage.retry import PATIENCE, Retry
+from tstore.storage.retry import RETRY_POLICY, Retry
 from tstore.storage.trace import Trace
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
@@ -120,7 +120,7 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
                 assert await keys(objects) == ["a/b"]
         assert len(scripted.times) >= 4
         pauses = [b - a for a, b in zip(scripted.times, scripted.times[1:], strict=False)][:3]
-        assert all(0 < p <= PATIENCE.longest for p in pauses)
+        assert all(0 < p <= RETRY_POLICY.longest for p in pauses)
 
     on_virtual_time(test)
 
@@ -178,7 +178,7 @@ def test_a_server_names_the_time_to_wait() -> None:
         scripted = Scripted(memory(), ("before", Throttled("later", 7.5)), ("before", Throttled("later", 0.0)))
         await Retry(scripted).put("k", [b""], REPLACE)
         first, second, third = scripted.times
-        assert first + 7.5 <= second < third < second + PATIENCE.longest
+        assert first + 7.5 <= second < third < second + RETRY_POLICY.longest
 
     on_virtual_time(test)
 
@@ -190,14 +190,14 @@ def test_asking_again_ends() -> None:
         objects = Retry(dead)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
-        assert clock() <= PATIENCE.first_deadline  # it never answered: perhaps a wrong address
+        assert clock() <= RETRY_POLICY.first_deadline  # it never answered: perhaps a wrong address
         dead.faults.clear()
         await objects.head("k")
         dead.faults = [("before", Unavailable("down"))] * 10_000
         began, tries = clock(), len(dead.times)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
-        assert PATIENCE.first_deadline < clock() - began <= PATIENCE.deadline
+        assert RETRY_POLICY.first_deadline < clock() - began <= RETRY_POLICY.deadline
         assert 6 < len(dead.times) - tries < 100
 
     on_virtual_time(test)
@@ -210,7 +210,7 @@ def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server
         objects = Retry(scripted)
         with pytest.raises(Unreachable):
             await objects.head("k")
-        assert clock() <= PATIENCE.connect_deadline < PATIENCE.first_deadline
+        assert clock() <= RETRY_POLICY.connect_deadline < RETRY_POLICY.first_deadline
         assert len(scripted.times) > 1
         scripted.faults.clear()
         await objects.head("k")
@@ -218,7 +218,7 @@ def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server
         began = clock()
         with pytest.raises(Unreachable):
             await objects.head("k")
-        assert clock() - began > PATIENCE.first_deadline
+        assert clock() - began > RETRY_POLICY.first_deadline
 
     on_virtual_time(test)
 
@@ -233,7 +233,9 @@ def test_pauses_are_drawn_anew_and_grow() -> None:
         with world.inhabited(Loaded()):
             await Retry(scripted).head("k")
         pauses = [round(b - a, 6) for a, b in zip(scripted.times, scripted.times[1:], strict=False)]
-        assert pauses == [0.3, 0.9, 2.7, PATIENCE.longest if PATIENCE.longest < 8.1 else 8.1][: len(pauses)]
+        assert (
+            pauses == [0.3, 0.9, 2.7, RETRY_POLICY.longest if RETRY_POLICY.longest < 8.1 else 8.1][: len(pauses)]
+        )
 
     on_virtual_time(test)
 

@@ -161,7 +161,7 @@ async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: 
             await host(mortal, last, hosts)
         except Dead:
             delivered = steps > 0 or done
-            [state] = await store.transactions() or [None]
+            [state] = await store.pending() or [None]
             if state is None:
                 assert done
             else:
@@ -175,7 +175,7 @@ async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: 
                 assert await store.finish("n") == 1
                 assert await store.finish(state.transaction) == 1
             await check(store, hosts)
-            assert await store.transactions() == []
+            assert await store.pending() == []
         else:
             break
         shutil.rmtree(tmp_path / "store")
@@ -192,7 +192,7 @@ async def test_a_checkpoint_is_finished_by_its_name(url: str) -> None:
     faults.fail("create", "commits/*", times=99)
     calls = [tstore.save(faulty, {"w": np.arange(9)}, 5, host=h, hosts=2, attempt="a/b c") for h in range(2)]
     await outcomes(*calls)
-    [state] = await store.transactions()
+    [state] = await store.pending()
     assert (state.name, state.absent) == ("step/5", ())
     assert await store.finish("step/5") == 1
     assert await tstore.steps(store) == [5]
@@ -240,7 +240,7 @@ async def test_the_next_attempt_may_have_another_size(url: str) -> None:
     assert {type(e) for e in found} == {DeadlineExceeded}
     assert await outcomes(*[host(store, h, 3, attempt="b") for h in range(3)]) == [1] * 3
     await check(store, 3)
-    [left] = await store.transactions()
+    [left] = await store.pending()
     assert (left.hosts, left.absent) == (4, (3,))
 
 
@@ -252,14 +252,14 @@ async def test_a_host_that_waits_is_seen_alive(url: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("tstore.transactions.pending._EVERY", 0.02)
     store = await tstore.open(url)
     waiting = asyncio.create_task(host(store, 1, 3))
-    while not (states := await store.transactions()) or not states[0].heartbeats or not states[0].delivered:
+    while not (states := await store.pending()) or not states[0].heartbeats or not states[0].delivered:
         await asyncio.wait([waiting], timeout=0.01)
     [state] = states
     assert (state.name, state.hosts, state.delivered, state.absent) == ("n", 3, (1,), (0, 2))
     assert state.heartbeats.keys() == {1}
     assert 0 <= state.heartbeats[1] < 30
     assert await outcomes(host(store, 0, 3), host(store, 2, 3), waiting) == [1] * 3
-    assert await store.transactions() == []
+    assert await store.pending() == []
     assert not [k for k in await store.log.backend.list("txn/") if "/alive-" in k]
 
 

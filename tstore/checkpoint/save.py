@@ -18,8 +18,8 @@ from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.format.arguments import (
     checked_attributes,
-    checked_facts,
     checked_index,
+    checked_metadata,
     checked_metrics,
     checked_step,
     checked_text,
@@ -85,7 +85,7 @@ async def save(
     written, tag = checked_durability(durability), step_tag(step)
     if hosts != 1 or host != 0:
         Membership.of(tag, host, hosts, attempt)
-    facts = checked_facts({"step": step, **({"metrics": metrics} if metrics else {})})
+    metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
@@ -101,7 +101,7 @@ async def save(
             host=host,
             hosts=hosts,
             attempt=attempt,
-            facts=facts,
+            metadata=metadata,
         )
         try:
             base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict

@@ -39,7 +39,7 @@ from tstore.cli.tables import (
     show_imported,
     show_log,
     show_ls,
-    show_transactions,
+    show_pending,
     show_verified,
 )
 from tstore.cli.text import adapt_streams
@@ -191,7 +191,7 @@ def _log(store: str, as_json: bool) -> int:
                     "time": c.time.isoformat(),
                     "bytes_added": c.bytes_added,
                     "message": c.message,
-                    "facts": c.facts,
+                    "metadata": c.metadata,
                     "expired": c.expired,
                     "dropped": c.dropped,
                     "base": c.base,
@@ -207,25 +207,25 @@ def _log(store: str, as_json: bool) -> int:
 @_store
 @click.argument("path", default="")
 @_at
-@click.option("--transactions", is_flag=True, help="List the cooperative transactions not committed yet.")
+@click.option("--pending", is_flag=True, help="List the cooperative transactions not committed yet.")
 @_json
-def _ls(store: str, path: str, at: int | str | None, transactions: bool, as_json: bool) -> int:
+def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
     """List the arrays of a version.
 
     With PATH, list only the array or group at that path and what is below it.
     """
-    if transactions and (path or at is not None):
-        raise click.UsageError("--transactions lists no arrays: it takes neither PATH nor --at")
+    if pending and (path or at is not None):
+        raise click.UsageError("--pending lists no arrays: it takes neither PATH nor --at")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
-            if transactions:
-                found = await opened.transactions()
-                return {"store": opened.url, "transactions": [t._asdict() for t in found]}
+            if pending:
+                found = await opened.pending()
+                return {"store": opened.url, "pending": [t._asdict() for t in found]}
             return {"store": opened.url, **listing(await opened.snapshot(at), path)}
 
-    return _run(work, show_transactions if transactions else show_ls, as_json)
+    return _run(work, show_pending if pending else show_ls, as_json)
 
 
 @cli.command("finish")
@@ -235,7 +235,7 @@ def _ls(store: str, path: str, at: int | str | None, transactions: bool, as_json
 def _finish(store: str, transaction: str, as_json: bool) -> int:
     """Commit a transaction whose hosts have died.
 
-    TRANSACTION is the id or name of a cooperative transaction, as `tstore ls STORE --transactions` lists them. All
+    TRANSACTION is the id or name of a cooperative transaction, as `tstore ls STORE --pending` lists them. All
     of its hosts must have delivered their part.
     """
 

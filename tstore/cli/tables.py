@@ -22,9 +22,9 @@ __all__ = [
     "show_imported",
     "show_log",
     "show_ls",
+    "show_pending",
     "show_probed",
     "show_quantized",
-    "show_transactions",
     "show_verified",
 ]
 
@@ -128,7 +128,7 @@ def show_ls(listing: Document) -> None:
     print(plain(f"version {listing['version']}{tags}: {counted(total['arrays'], 'array')}, {sizes}{rate}"))
 
 
-def show_transactions(pending: Document) -> None:
+def show_pending(pending: Document) -> None:
     """Print the cooperative transactions that are not committed, the hosts they lack, and their last heartbeat."""
     rows = [
         [
@@ -138,7 +138,7 @@ def show_transactions(pending: Document) -> None:
             shortened(ranges(t["absent"])) or "none (run tstore finish)",
             f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
         ]
-        for t in pending["transactions"]
+        for t in pending["pending"]
     ]
     if rows:
         columns = [

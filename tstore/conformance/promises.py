@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from tstore.conformance.racers import Turn, race_of_processes
 from tstore.conformance.subject import Check, Place, Work, heartbeat, many
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
-from tstore.runtime.pool import on_io, run
+from tstore.runtime.io_loop import on_io
+from tstore.runtime.pool import run
 from tstore.storage.base import Backend, Durability
 from tstore.storage.objects import WHOLE, Objects, Page, Span
 from tstore.storage.remote import RemoteBackend

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from tstore.copying.destination import Destination
 from tstore.copying.inventory import PackBlocks, PackCheck
 from tstore.errors import AlreadyExists, Corrupt, NotFound
-from tstore.runtime.pool import run, scratch, uncancelled
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import run, uncancelled
 from tstore.storage.base import Backend, Durability, PackReader, PackWriter
 
 __all__ = ["DamagedPack", "Shipment", "is_sound"]

@@ -23,7 +23,8 @@ from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import BLOCK, CHECK_SIZE, ChunkRow, ChunkSource, block_checks
 from tstore.format.grid import Cover, Selection, chunk_number, part_of
-from tstore.runtime.pool import each, scratch
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import each
 from tstore.storage.base import Backend, PackReader, Transfer
 from tstore.storage.cache.store import forget
 

@@ -27,7 +27,8 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import BLOCK, CHECK_SIZE, ChunkSource, Run, block_checks, digest
 from tstore.format.grid import boxes, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
-from tstore.runtime.pool import WORKERS, each, scratch
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import WORKERS, each
 from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
 
 __all__ = ["PackSet", "WriteJob"]

@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from tstore.errors import InvalidArgument
-from tstore.format.bounds import FACTS_BYTES, FACTS_LEVELS, FACTS_VALUES, packed_excess
+from tstore.format.bounds import METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
 
 __all__ = [
     "STEP_TAG",
     "checked_attributes",
     "checked_duration",
-    "checked_facts",
     "checked_index",
+    "checked_metadata",
     "checked_metrics",
     "checked_name",
     "checked_step",
@@ -40,7 +40,7 @@ STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 _NAME_BYTES = 1024
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 _MOST_STEP = 10**18 - 1
-_MOST_LEVELS = FACTS_LEVELS - 1
+_MOST_LEVELS = METADATA_LEVELS - 1
 _SHOWN = 60
 _KEYS_SHOWN = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -143,21 +143,22 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
     return numbers
 
 
-def checked_facts(facts: Any) -> dict[str, Any]:
-    """Return the facts of a commit as `checked_attributes` does; their `metrics` as `checked_metrics` does."""
+def checked_metadata(metadata: Any) -> dict[str, Any]:
+    """Return the metadata of a commit as `checked_attributes` does; their `metrics` as `checked_metrics` does."""
     metrics: dict[str, float] | None = None
-    if isinstance(facts, Mapping) and "metrics" in facts:
-        metrics = checked_metrics(facts["metrics"], "facts['metrics']")
-        facts = {key: value for key, value in facts.items() if key != "metrics"}
-    checked = checked_attributes(facts, "facts")
+    if isinstance(metadata, Mapping) and "metrics" in metadata:
+        metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
+        metadata = {key: value for key, value in metadata.items() if key != "metrics"}
+    checked = checked_attributes(metadata, "metadata")
     if metrics is not None:
         checked["metrics"] = metrics
     packed = msgspec.msgpack.encode(checked)
-    excess = packed_excess(packed, FACTS_VALUES, FACTS_LEVELS)
-    if excess or len(packed) > FACTS_BYTES:
+    excess = packed_excess(packed, METADATA_VALUES, METADATA_LEVELS)
+    if excess or len(packed) > METADATA_BYTES:
         raise InvalidArgument(
-            f"facts: {excess or f'{len(packed)} bytes'} are too many for the record of a commit, which every "
-            f"reader reads; expected at most {FACTS_VALUES} values in {FACTS_BYTES} bytes: store them as an array"
+            f"metadata: {excess or f'{len(packed)} bytes'} are too many for the record of a commit, which every "
+            f"reader reads; expected at most {METADATA_VALUES} values in {METADATA_BYTES} bytes: store them as "
+            "an array"
         )
     return checked
 

@@ -15,7 +15,7 @@
     pack                         txn/<id>/pack-…             none: it is never read whole
 
     part of an object            most
-    facts of a commit            1 MiB, 131,072 values, 101 levels
+    metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (a checksum)
     names in one list            1,048,576 (packs, paths, tags, objects, versions that expired)
@@ -38,9 +38,6 @@ __all__ = [
     "DOCUMENT_BYTES",
     "DOCUMENT_LEVELS",
     "DOCUMENT_VALUES",
-    "FACTS_BYTES",
-    "FACTS_LEVELS",
-    "FACTS_VALUES",
     "FRAGMENT_BYTES",
     "HEAD",
     "HEARTBEAT_BYTES",
@@ -48,6 +45,9 @@ __all__ = [
     "MANIFEST_BYTES",
     "MARKER_BYTES",
     "MERGER_BYTES",
+    "METADATA_BYTES",
+    "METADATA_LEVELS",
+    "METADATA_VALUES",
     "MOST_ALIVE",
     "MOST_NAMES",
     "RECORD_BYTES",
@@ -69,7 +69,7 @@ FRAGMENT_BYTES = 8 << 20
 MERGER_BYTES = 64
 HEARTBEAT_BYTES = 4 << 10
 
-FACTS_BYTES, FACTS_VALUES, FACTS_LEVELS = 1 << 20, 1 << 17, 101
+METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101
 DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 MOST_NAMES = 1 << 20

@@ -15,9 +15,9 @@ import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.bounds import (
-    FACTS_BYTES,
-    FACTS_LEVELS,
-    FACTS_VALUES,
+    METADATA_BYTES,
+    METADATA_LEVELS,
+    METADATA_VALUES,
     MOST_ALIVE,
     MOST_NAMES,
     STRUCTURE_BYTES,
@@ -28,8 +28,8 @@ from tstore.format.layout import is_pack, is_root, is_written, owner_of
 from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef, reference
 from tstore.format.wellformed import (
     check_ascending,
-    check_facts,
     check_keys,
+    check_metadata,
     check_paths,
     check_tags,
     check_time,
@@ -78,13 +78,13 @@ class Part(Body, frozen=True):
     message: Message
     tags: Names
     bytes_added: Count
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
     def validate(self) -> None:
         """Raise `Corrupt` where its values can't be."""
         check_transactions((self.transaction,))
         check_time(self.time)
-        check_facts(self.facts)
+        check_metadata(self.metadata)
 
 
 class Alive(Body, frozen=True):
@@ -168,7 +168,7 @@ class Record(Body, frozen=True):
     manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=_MOST_PARTS)] = ()
     bytes_added: Count = 0
     void: bool = False
-    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
     collected: Count = 0
     reused: Names = ()
@@ -185,7 +185,7 @@ class Record(Body, frozen=True):
             check_paths(self.deleted)
         for manifest in self.manifests:
             manifest.validate()
-        check_facts(self.facts)
+        check_metadata(self.metadata)
         check_keys(self.reused, is_pack, "a pack")
         if self.parts:
             self._check_parts()
@@ -208,7 +208,7 @@ class Record(Body, frozen=True):
             raise Corrupt("a transaction comes twice in a record")
         if self.tags != tuple(tag for part in self.parts for tag in part.tags):
             raise Corrupt("the tags of a record are not those of the transactions that it is made of")
-        more = self.replaces or self.dropped or self.message or self.facts or self.reused
+        more = self.replaces or self.dropped or self.message or self.metadata or self.reused
         if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
             raise Corrupt("a record is not the sum of the transactions that it is made of")
 
@@ -229,7 +229,7 @@ class Record(Body, frozen=True):
     @property
     def voids(self) -> tuple[int, ...]:
         """The versions whose records a repair has voided, where it is the commit that tells of that."""
-        listed = self.facts.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()
+        listed = self.metadata.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
 
     def commits(self, transaction: str) -> bool:
@@ -262,7 +262,7 @@ class Fragment(Body, frozen=True):
     manifest: ObjectRef | Manifest
     bytes_added: Count
     structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
-    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
 
     def validate(self) -> None:
@@ -271,7 +271,7 @@ class Fragment(Body, frozen=True):
         check_tags(self.tags)
         check_paths(self.deleted)
         self.manifest.validate()
-        check_facts(self.facts)
+        check_metadata(self.metadata)
         if not self.host < self.hosts <= _MOST_HOSTS:
             raise Corrupt(f"there is no host {self.host} of {self.hosts}")
 
@@ -312,13 +312,13 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
     """Return the body in msgpack, checked; `Corrupt`. What may hold anything is measured before it is decoded."""
     try:
-        if len(packed) > FACTS_VALUES and kind in _OUTLINES:
+        if len(packed) > METADATA_VALUES and kind in _OUTLINES:
             outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
             for holder in (outline, *getattr(outline, "parts", ())):
-                facts = memoryview(holder.facts)
-                excess = packed_excess(facts, FACTS_VALUES, FACTS_LEVELS)
-                if excess or len(facts) > FACTS_BYTES:
-                    raise Corrupt(f"the facts of a commit have {excess or f'{len(facts):,} bytes'}")
+                metadata = memoryview(holder.metadata)
+                excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
+                if excess or len(metadata) > METADATA_BYTES:
+                    raise Corrupt(f"the metadata of a commit have {excess or f'{len(metadata):,} bytes'}")
         body = msgspec.msgpack.decode(packed, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error

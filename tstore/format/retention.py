@@ -123,7 +123,7 @@ class Ledger:
             record.time,
             record.tags,
             record.replaces,
-            _metrics(record.facts),
+            _metrics(record.metadata),
             record.reused,
         )
 
@@ -154,9 +154,9 @@ class Ledger:
         self.alive[entry.version] = msgspec.structs.replace(entry, **changes)
 
 
-def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The finite metrics of a commit; facts may hold anything under that name, as other programs write them."""
-    metrics = facts.get("metrics")
+def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """The finite metrics of a commit; metadata may hold anything under that name, as other programs write them."""
+    metrics = metadata.get("metrics")
     if not isinstance(metrics, Mapping):
         return {}
     numbers = {k: v for k, v in metrics.items() if isinstance(k, str) and isinstance(v, int | float)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arguments import checked_facts, checked_tag
+from tstore.format.arguments import checked_metadata, checked_tag
 from tstore.format.bounds import text_excess
 from tstore.format.layout import is_transaction
 
@@ -20,8 +20,8 @@ __all__ = [
     "LONGEST_MESSAGE",
     "check_ascending",
     "check_documents",
-    "check_facts",
     "check_keys",
+    "check_metadata",
     "check_paths",
     "check_tags",
     "check_time",
@@ -88,11 +88,11 @@ def check_ascending(versions: Sequence[int], what: str) -> None:
         raise Corrupt(f"the versions {what} are not in order, or one is listed twice")
 
 
-def check_facts(facts: Mapping[str, Any]) -> None:
-    """Check the facts of a commit."""
-    if facts:
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Check the metadata of a commit."""
+    if metadata:
         try:
-            checked_facts(facts)
+            checked_metadata(metadata)
         except InvalidArgument as error:
             raise Corrupt(str(error)) from error
 

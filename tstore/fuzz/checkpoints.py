@@ -225,7 +225,7 @@ async def export_and_import(worker: Worker) -> None:
 async def finish(worker: Worker) -> None:
     """Commit a transaction of several hosts, all of which have delivered."""
     store = await worker.store()
-    under_way = await store.transactions()
+    under_way = await store.pending()
     if under_way:
         with contextlib.suppress(Conflict):  # a later attempt may have saved the step
             await store.finish(worker.choice.choice(under_way).transaction)
@@ -248,7 +248,7 @@ async def inspect(worker: Worker) -> None:
             worker.fault("inspect", "another outcome", f"that of {some.transaction} is not {some.version}")
         await store.diff(some.version, told[0].version)
     await store.tags()
-    await store.transactions()
+    await store.pending()
 
 
 def _leaf(worker: Worker) -> Write:

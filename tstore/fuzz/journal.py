@@ -120,7 +120,7 @@ class Attempt(NamedTuple):
     tags: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    facts: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     metrics: dict[str, float] | None = None
     sure: int | None = None
     base: int | None = None

@@ -128,7 +128,17 @@ def _keep(name: str) -> Call:
 CALLS: dict[str, Call] = {
     **{
         f"transaction({n})": _begun(n)
-        for n in ("message", "tag", "move_tag", "drop_tag", "facts", "isolation", "durability", "name", "attempt")
+        for n in (
+            "message",
+            "tag",
+            "move_tag",
+            "drop_tag",
+            "metadata",
+            "isolation",
+            "durability",
+            "name",
+            "attempt",
+        )
     },
     **{
         f"create_array({n})": _created(n)
@@ -143,7 +153,7 @@ CALLS: dict[str, Call] = {
             "dimension_names",
         )
     },
-    "facts[key]": lambda store, value: _begun("facts")(store, {"k": value}),
+    "metadata[key]": lambda store, value: _begun("metadata")(store, {"k": value}),
     "create_group": _staged(lambda tx, value: tx.create_group(value)),
     "create_group(attributes)": _staged(lambda tx, value: tx.create_group("g", value)),
     "delete": _staged(lambda tx, value: tx.delete(value)),

@@ -125,9 +125,11 @@ class Timeline:
                 state.tags.pop(tag, None)
             state.tags.update(dict.fromkeys(attempt.tags, version))
             metrics |= attempt.metrics or {}
-            for key, value in (attempt.facts or {}).items():
-                if commit.facts.get(key) != value:
-                    raise Differs("facts", f"version {version} tells {key}={commit.facts.get(key)}, not {value}")
+            for key, value in (attempt.metadata or {}).items():
+                if commit.metadata.get(key) != value:
+                    raise Differs(
+                        "metadata", f"version {version} tells {key}={commit.metadata.get(key)}, not {value}"
+                    )
             if set(commit.tags) != set(attempt.tags):
                 raise Differs("tags told", f"version {version} tells the tags {commit.tags}, not {attempt.tags}")
             self.committed[commit.message] = version

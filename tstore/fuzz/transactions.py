@@ -49,12 +49,12 @@ async def begin(worker: Worker) -> None:
         options["isolation"] = "serializable"
     if choice.random() < 0.2:
         options["durability"] = "none"
-    message, facts = worker.message(), {"n": choice.randrange(1000), "list": [1, "ä", None, {"x": 0.5}]}
-    tx = store.transaction(message, facts=facts, **options)
+    message, metadata = worker.message(), {"n": choice.randrange(1000), "list": [1, "ä", None, {"x": 0.5}]}
+    tx = store.transaction(message, metadata=metadata, **options)
     tags = tuple(options[key] for key in ("tag", "move_tag") if key in options)
     dropped = (options["drop_tag"],) if "drop_tag" in options else ()
     moved = tuple(options[key] for key in ("move_tag",) if key in options)
-    attempt = Attempt(message, (), tags, moved, dropped, facts=facts)
+    attempt = Attempt(message, (), tags, moved, dropped, metadata=metadata)
     serializable = "isolation" in options
     opened = Open(tx, attempt, (await tx.base()).version, serializable=serializable)
     await tx.paths()  # refuses tags that do not fit

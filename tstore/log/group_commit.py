@@ -68,7 +68,7 @@ class Entry:
         self.size = size
         self.validate = validate
         self.retried = retried
-        alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.facts
+        alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.metadata
         self.changes = None if alone else changes
         self.may_share()
         self.version: int | None = None
@@ -221,7 +221,7 @@ def _combined(transaction: str, entries: Sequence[Entry], going: Sequence[Entry]
         manifests=tuple(m for r in records for m in r.manifests),
         bytes_added=sum(r.bytes_added for r in records),
         durable=records[0].durable,
-        parts=tuple(Part(r.transaction, r.time, r.message, r.tags, r.bytes_added, r.facts) for r in records),
+        parts=tuple(Part(r.transaction, r.time, r.message, r.tags, r.bytes_added, r.metadata) for r in records),
     )
 
 

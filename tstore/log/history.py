@@ -28,7 +28,7 @@ class Commit(NamedTuple):
     tags: tuple[str, ...]
     transaction: str
     bytes_added: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     expired: bool = False
     dropped: tuple[str, ...] = ()
     base: int = 0
@@ -99,7 +99,7 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
             part.tags,
             part.transaction,
             part.bytes_added,
-            {**part.facts, **record.facts},
+            {**part.metadata, **record.metadata},
             expired,
             record.dropped,
             record.base,

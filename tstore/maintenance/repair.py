@@ -236,7 +236,7 @@ async def _tell(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
         await log.newest(),
         world.now(),
         f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
-        facts={VOIDED: list(voided), "kept": list(kept)},
+        metadata={VOIDED: list(voided), "kept": list(kept)},
     )
     while True:
         with contextlib.suppress(_Overtaken):
@@ -265,7 +265,7 @@ def _with(record: Record, ledger: Ledger, gone: Collection) -> Record:
         record.base,
         record.time,
         record.message,
-        facts=record.facts,
+        metadata=record.metadata,
         collection=Collection(
             alive,
             gone.expired,

@@ -19,8 +19,9 @@ from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, living
 from tstore.log.log import Log
 from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
-from tstore.runtime.pool import each, scratch
+from tstore.runtime.pool import each
 from tstore.storage.base import Backend, Transfer
 
 __all__ = ["VerifyReport", "verify_store"]

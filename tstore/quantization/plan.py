@@ -19,7 +19,7 @@ from tstore.quantization.rechunk import encoded_meta, stored_bytes
 from tstore.quantization.study import Configuration, Study, nonfinite_reason, study
 from tstore.quantization.values import Values, in_threads
 
-__all__ = ["WIDTHS", "Given", "Plan", "plan_by_rules", "plan_for", "rules_for"]
+__all__ = ["WIDTHS", "Plan", "SourceArray", "plan_by_rules", "plan_for", "rules_for"]
 
 WIDTHS = range(2, 17)
 """The widths of formats that the data may choose from."""
@@ -30,7 +30,7 @@ _MARGIN = 0.05
 _TRIES = 3
 
 
-class Given(NamedTuple):
+class SourceArray(NamedTuple):
     """An array as it is: its metadata, and the encoded bytes that it takes."""
 
     meta: ArrayMeta
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 def plan_by_rules(
-    arrays: Mapping[str, Given],
+    arrays: Mapping[str, SourceArray],
     rules: Rules | None,
     recipe: Configuration,
     *,
@@ -122,7 +122,9 @@ def automatic_block(meta: ArrayMeta) -> int | None:
     return next((block for block in (128, 64, 32) if length % block == 0), None)
 
 
-def plan_for(target: Target | Default, plan: Plan, studies: Sequence[Study], arrays: Mapping[str, Given]) -> Plan:
+def plan_for(
+    target: Target | Default, plan: Plan, studies: Sequence[Study], arrays: Mapping[str, SourceArray]
+) -> Plan:
     """The plan with what the studies say of the arrays that were left to their data."""
     match target:
         case MinSqnr(decibel):
@@ -133,7 +135,7 @@ def plan_for(target: Target | Default, plan: Plan, studies: Sequence[Study], arr
             return _in_eight_bits(plan, arrays)
 
 
-def _in_eight_bits(plan: Plan, arrays: Mapping[str, Given]) -> Plan:
+def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with a format of 8 bits for each array left; those that are no larger now are kept."""
     choices, kept = dict(plan.choices), dict(plan.kept)
     for path, recipe in plan.left.items():
@@ -146,7 +148,7 @@ def _in_eight_bits(plan: Plan, arrays: Mapping[str, Given]) -> Plan:
     return Plan(choices, kept, {})
 
 
-def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, Given]) -> Plan:
+def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]) -> Plan:
     """For each studied array the smallest formats that are expected to keep an SQNR, the best few of them."""
     choices, kept = dict(plan.choices), dict(plan.kept)
     for found in studies:
@@ -165,7 +167,7 @@ def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping
     return Plan(choices, kept, {})
 
 
-def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, Given]) -> Plan:
+def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
     """For the studied arrays together the formats of the least error, at so many bits a value over all arrays.
 
     `InvalidArgument`, with the least that is possible, where even the smallest formats are too big.
@@ -208,7 +210,7 @@ async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> R
     arrays = {}
     for path, values in leaves.items():
         meta = ArrayMeta.of(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
-        arrays[path] = Given(meta, stored_bytes(meta))
+        arrays[path] = SourceArray(meta, stored_bytes(meta))
     plan = plan_by_rules(arrays, None, {}, data=True)
     held = [Values.held(path, arrays[path].meta, leaves[path]) for path in plan.left]
     studies = await in_threads(lambda v: study(v, plan.left[v.path], WIDTHS), held)

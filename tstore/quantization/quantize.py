@@ -24,7 +24,7 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.codecs import as_configuration, is_exmy
 from tstore.format.tree import OWN
 from tstore.quantization.encoding import Encoded
-from tstore.quantization.plan import WIDTHS, Given, Plan, plan_by_rules, plan_for
+from tstore.quantization.plan import WIDTHS, Plan, SourceArray, plan_by_rules, plan_for
 from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSqnr, Rules, Target
 from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_form, stored_report
 from tstore.quantization.request import describe_request
@@ -106,12 +106,12 @@ async def quantize(
     async def once(store: Store) -> QuantizeReport:
         source = await source_snapshot(store, at)
         nodes = source.tree.nodes
-        arrays = {p: Given(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
+        arrays = {p: SourceArray(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
         if rules is not None:
             rules.check(arrays)
         name = tag or _default_tag(source, formats, target)
         text = message or f"quantized from version {source.version}: {request}"
-        async with store.transaction(text, name, facts={QUANTIZED: source.version}) as tx:
+        async with store.transaction(text, name, metadata={QUANTIZED: source.version}) as tx:
             if name in (await tx.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
             await tx.replace_all(b"")
@@ -198,7 +198,7 @@ def _named(codecs: Codecs) -> str:
     return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
 
 
-def _row(path: str, given: Given, plan: Plan, found: Encoded | None) -> QuantizedArray:
+def _row(path: str, given: SourceArray, plan: Plan, found: Encoded | None) -> QuantizedArray:
     """The report's line of an array."""
     before, values = given.size, given.meta.size
     if found is None or found.document is None:

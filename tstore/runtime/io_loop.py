@@ -1,141 +1,122 @@
-"""The event loop in a daemon thread on which `tstore.sync` makes its calls, and what becomes of them at exit.
+"""The I/O loop: one event loop in a daemon thread on which all requests to servers are awaited.
 
-At exit the process waits until the calls that other threads have begun have ended, even those of daemon threads;
-Ctrl-C cancels them, waits for that, and ends the process by that signal. From then on only the main thread, in
-functions of `atexit`, can make calls, and nobody once the interpreter is being torn down: no thread runs any more.
+One session with a server thus serves the loops of all callers, the loop of `tstore.sync` and the blocking calls of
+workers. Many requests are under way at the same time; nothing that takes the CPU for long may run here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
-import signal
-import sys
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 from tstore.errors import Misuse
+from tstore.runtime.pool import all_ended, current_batch
 from tstore.runtime.threads import LoopThread
 
-__all__ = ["BackgroundLoop"]
+__all__ = ["IoCall", "on_io", "start_io", "wait_io"]
 
-R = TypeVar("R")
+T = TypeVar("T")
 
 
-class BackgroundLoop:
-    """An event loop in a daemon thread, started at its first use and again in a forked child."""
+class _IoLoop:
+    """The loop of this process, started at its first use; a forked child has its own."""
 
     def __init__(self) -> None:
-        self._reset()
-        atexit.register(self._finish)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
 
-    def _reset(self) -> None:
-        self._changed = threading.Condition()
-        self._thread: LoopThread | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._calls = 0  # under way
-        self._exiting = False
-        self._lost: Exception | None = None
-
-    def run(self, call: Coroutine[Any, Any, R]) -> R:
-        """Return the result of a coroutine; Ctrl-C cancels it and waits until it has ended."""
-        try:
-            self._begin()
-        except Misuse:
-            call.close()
-            raise
-        try:
-            loop = self._started()
-            return self._run_late(call) if loop is None else self._result(loop, call)
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
-
-    def _begin(self) -> None:
-        with self._changed:
-            if threading.current_thread() is self._thread:
-                raise Misuse(
-                    "a blocking call of tstore.sync was made inside of its own loop; await tstore's instead"
-                )
-            ended = self._exiting and threading.current_thread() is not threading.main_thread()
-            if ended or sys.is_finalizing():
-                raise Misuse("the process is ending and takes no more calls of tstore.sync; make them before")
-            self._calls += 1
-
-    def _started(self) -> asyncio.AbstractEventLoop | None:
-        """The loop in its thread; None where the interpreter is ending and starts no thread."""
-        with self._changed:
-            if self._thread is None:
+    def get(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
                 try:
-                    self._thread = LoopThread("tstore-loop")
-                except RuntimeError:
-                    return None
-            return self._thread.loop
+                    self._loop = LoopThread("tstore-io").loop
+                except RuntimeError as error:
+                    raise Misuse(
+                        f"no thread can be started for requests to a server ({error}); make the first use of "
+                        "tstore before the main thread of the program ends"
+                    ) from None
+            return self._loop
 
-    def _result(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, R]) -> R:
-        ended = threading.Event()
-        tasks: list[asyncio.Task[R]] = []
 
-        def start() -> None:
-            task = loop.create_task(call)
-            tasks.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(end)
+_io = _IoLoop()
 
-        def end(task: asyncio.Task[R]) -> None:
-            self._tasks.discard(task)
-            ended.set()
 
-        def cancel() -> None:
-            tasks[0].cancel()
+def _after_fork() -> None:
+    global _io  # noqa: PLW0603 - the parent's thread does not exist in the child
+    _io = _IoLoop()
 
-        loop.call_soon_threadsafe(start)
-        try:
-            ended.wait()
-        except BaseException:
-            loop.call_soon_threadsafe(cancel)
-            ended.wait()
-            if not tasks[0].cancelled():
-                tasks[0].exception()  # looked at, so that it is not reported as lost
-            raise
-        return tasks[0].result()
 
-    def _run_late(self, call: Coroutine[Any, Any, R]) -> R:
-        """Make in this thread a first call that comes when no thread can be started any more."""
-        try:
-            return asyncio.run(call)
-        except Exception as error:
-            self._lost = error  # nobody may be left to look at it
-            raise
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
-    def _finish(self) -> None:
-        """Wait at exit until all calls have ended."""
-        with self._changed:
-            self._exiting = True
-            try:
-                self._changed.wait_for(lambda: not self._calls)
-            except KeyboardInterrupt:
-                self._interrupt()
-        if self._lost is not None:
-            print(f"tstore: a call failed after the main thread had ended: {self._lost}", file=sys.stderr)
-            sys.stdout.flush()
-            os._exit(1)
 
-    def _interrupt(self) -> None:
-        """Cancel all calls, wait for that, and end the process by Ctrl-C; a second one ends it at once."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(f"tstore: Ctrl-C cancels {self._calls} calls that other threads have begun", file=sys.stderr)
-        if self._thread is not None:
-            self._thread.loop.call_soon_threadsafe(self._cancel)
-        self._changed.wait_for(lambda: not self._calls)
-        sys.stdout.flush()
-        os.kill(os.getpid(), signal.SIGINT)
+class IoCall(Generic[T]):
+    """Work that goes on upon the I/O loop; `ended` is done when it has really ended, also where cancelled."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.ended: Future[T] = Future()
+        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it, but with `cancel`
+        self._task: asyncio.Task[T] | None = None
+        self._loop = _io.get()
+        self._loop.call_soon_threadsafe(self._start, work)
+
+    def cancel(self) -> None:
+        """Asks the work to end early; wait for `ended`."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        assert self._task is not None
+        self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+
+def start_io(work: Coroutine[Any, Any, T]) -> IoCall[T]:
+    """Begins work on the I/O loop and returns at once. From any thread."""
+    return IoCall(work)
+
+
+async def on_io(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work done on the I/O loop; cancelling cancels it and waits for its end."""
+    if asyncio.get_running_loop() is _io.get():
+        return await work
+    call = IoCall(work)
+    return (await all_ended([call.ended], call.cancel))[0]
+
+
+def wait_io(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work done on the I/O loop; blocks the calling thread.
+
+    In a worker of `each` it is cancelled when that is, or when another worker fails.
+    """
+    try:
+        inside = asyncio.get_running_loop() is _io.get()
+    except RuntimeError:
+        inside = False
+    if inside:
+        work.close()
+        raise Misuse("a blocking call was made on the I/O loop, which would wait for itself; await it instead")
+    call, batch = IoCall(work), current_batch()
+    if batch is None:
+        return call.ended.result()
+    batch.requests.add(call)
+    if batch.stopped.is_set():
+        call.cancel()
+    try:
+        return call.ended.result()
+    finally:
+        batch.requests.discard(call)

@@ -1,16 +1,9 @@
-"""Blocking work in threads, requests on the I/O loop, and the memory that both may hold.
+"""Blocking work in worker threads.
 
-Blocking work (file calls, checksums, encoding) runs here as plain functions on buffers that release the GIL.
-A call crosses the event loop once: `each` starts a few workers, every worker draws items until none is left,
-and the caller is woken when all of them have ended. A cancelled or failed call also waits for its workers, so
-that no thread touches the caller's memory after the call has returned.
-
-Requests to servers are awaited on one more loop, the I/O loop, in a daemon thread: so one session with a server
-serves the loops of all callers, the loop of `tstore.sync` and the blocking calls of workers. Many requests are
-under way there at the same time; nothing that takes the CPU for long may run on it.
-
-Memory: what workers allocate beyond the caller's arrays is drawn from one byte budget per process. Scratch
-buffers belong to their worker thread and are used again, which also spares the page faults of fresh memory.
+File calls, checksums and encoding run here as plain functions on buffers that release the GIL. A call crosses the
+event loop once: `each` starts a few workers, every worker draws items until none is left, and the caller is woken
+when all of them have ended. A cancelled or failed call also waits for its workers, so that no thread touches the
+caller's memory after the call has returned.
 """
 
 from __future__ import annotations
@@ -22,31 +15,11 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from tstore.runtime.threads import Workers
 
-from tstore.errors import Misuse
-from tstore.runtime.threads import LoopThread, Workers
-
-__all__ = [
-    "BUDGET",
-    "STREAMS",
-    "WORKERS",
-    "IoCall",
-    "each",
-    "hold",
-    "inline",
-    "let_go",
-    "on_io",
-    "on_shortage",
-    "run",
-    "scratch",
-    "start_io",
-    "uncancelled",
-    "wait_io",
-]
+__all__ = ["STREAMS", "WORKERS", "Batch", "all_ended", "current_batch", "each", "inline", "run", "uncancelled"]
 
 T = TypeVar("T")
 
@@ -54,64 +27,22 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """Worker threads that carry data; control calls (small reads, creates) have threads of their own."""
 
 STREAMS = 32
-"""Threads for calls that carry data and mostly wait for a server: `each` uses them where asked for so many."""
-
-BUDGET = 256 << 20
-"""Bytes that all calls of this process together may hold beyond the caller's arrays."""
-
-_LONGEST_KEPT = 16 << 20
-_SHORTAGE = 0.05  # seconds after which a caller that waits for memory says so again
+"""Threads for calls that carry data and mostly wait for a server: `each` uses them where asked for that many."""
 
 
-class _Budget:
-    """The bytes that may be held: half of them in buffers that threads keep, half in claims for a while.
+class Cancellable(Protocol):
+    """A request that a worker waits for."""
 
-    A claim above its half waits until it is alone. A thread that holds a claim gets another at once: it could
-    not let go of the first while it waits.
-    """
+    def cancel(self) -> None:
+        """Ask it to end early."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit // 2
-        self._kept = 0
-        self._held = 0
-        self._changed = threading.Condition()
-        self._mine = threading.local()
 
-    def keep(self, size: int) -> bool:
-        """Whether a thread may keep a buffer of that size for good."""
-        with self._changed:
-            room = size <= _LONGEST_KEPT and self._kept + size <= self._limit
-            self._kept += size if room else 0
-            return room
+class Batch(NamedTuple):
+    """One call of `each`, as its workers see it."""
 
-    @contextlib.contextmanager
-    def claim(self, size: int) -> Iterator[None]:
-        mine = getattr(self._mine, "held", 0)
-        self.hold(size)
-        self._mine.held = mine + size
-        try:
-            yield
-        finally:
-            self._mine.held = mine
-            self.let_go(size)
-
-    def hold(self, size: int) -> None:
-        mine = getattr(self._mine, "held", 0)
-        while True:
-            with self._changed:
-                if mine or self._held == 0 or self._held + size <= self._limit:
-                    self._held += size
-                    return
-            for call in _on_shortage:
-                call()
-            with self._changed:
-                if self._held + size > self._limit:
-                    self._changed.wait(_SHORTAGE)  # not for ever: who holds memory may come to hold it only now
-
-    def let_go(self, size: int) -> None:
-        with self._changed:
-            self._held -= size
-            self._changed.notify_all()
+    requests: set[Cancellable]
+    """What the workers wait for; cancelled when the batch stops."""
+    stopped: threading.Event
 
 
 class _Threads:
@@ -121,33 +52,16 @@ class _Threads:
         self.data = Workers(WORKERS, "tstore-data")
         self.streams = Workers(STREAMS, "tstore-stream")
         self.control = Workers(16, "tstore-control")
-        self.budget = _Budget(BUDGET)
         self.local = threading.local()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
-
-    def io(self) -> asyncio.AbstractEventLoop:
-        """The I/O loop, started at its first use."""
-        with self._lock:
-            if self._loop is None:
-                try:
-                    self._loop = LoopThread("tstore-io").loop
-                except RuntimeError as error:
-                    raise Misuse(
-                        f"no thread can be started for requests to a server ({error}); make the first use of "
-                        "tstore before the main thread of the program ends"
-                    ) from None
-            return self._loop
 
 
-_on_shortage: list[Callable[[], None]] = []
 _threads = _Threads()
 _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
 
 
 @contextlib.contextmanager
 def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Lets the running task, and all tasks that it starts inside, do without threads.
+    """Have the running task, and all tasks that it starts inside, use no threads.
 
     `run` and `each` then make their calls themselves, one after the other, and await `pause` before each: for
     simulations, whose order of events must not depend on threads.
@@ -233,17 +147,15 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
         return
     source = iter(items)
     lock = threading.Lock()
-    stop = threading.Event()
-
-    calls: set[IoCall[Any]] = set()  # what the workers wait for
+    batch = Batch(set(), threading.Event())
 
     def work() -> None:
-        _threads.local.waiting = calls, stop
+        _threads.local.batch = batch
         try:
-            while not stop.is_set():
+            while not batch.stopped.is_set():
                 with lock:
-                    item = next(source, stop)
-                if item is stop:
+                    item = next(source, batch)
+                if item is batch:
                     return
                 call(item)  # type: ignore[arg-type]
         except BaseException:
@@ -251,84 +163,22 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
             raise
 
     def end() -> None:
-        stop.set()
-        for waited in list(calls):
-            waited.cancel()
+        batch.stopped.set()
+        for request in list(batch.requests):
+            request.cancel()
 
     threads = _threads.data if workers <= WORKERS else _threads.streams
-    await _settle([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], end)
+    await all_ended([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], end)
 
 
-class IoCall(Generic[T]):
-    """Work that goes on upon the I/O loop; `ended` is done when it has really ended, also where cancelled."""
-
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self.ended: Future[T] = Future()
-        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it, but with `cancel`
-        self._task: asyncio.Task[T] | None = None
-        self._loop = _threads.io()
-        self._loop.call_soon_threadsafe(self._start, work)
-
-    def cancel(self) -> None:
-        """Asks the work to end early; wait for `ended`."""
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> None:
-        self._task = self._loop.create_task(work)
-        self._task.add_done_callback(self._end)
-
-    def _cancel(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
-
-    def _end(self, task: asyncio.Task[T]) -> None:
-        if task.cancelled():
-            self.ended.set_exception(asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
-            self.ended.set_exception(error)
-        else:
-            self.ended.set_result(task.result())
+def current_batch() -> Batch | None:
+    """Return the batch that the calling thread works for, None outside of `each`."""
+    batch: Batch | None = getattr(_threads.local, "batch", None)
+    return batch
 
 
-def start_io(work: Coroutine[Any, Any, T]) -> IoCall[T]:
-    """Begins work on the I/O loop and returns at once. From any thread."""
-    return IoCall(work)
-
-
-async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work done on the I/O loop; cancelling cancels it and waits for its end."""
-    if asyncio.get_running_loop() is _threads.io():
-        return await work
-    call = IoCall(work)
-    return (await _settle([call.ended], call.cancel))[0]
-
-
-def wait_io(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work done on the I/O loop; blocks the calling thread.
-
-    In a worker of `each` it is cancelled when that is, or when another worker fails.
-    """
-    try:
-        inside = asyncio.get_running_loop() is _threads.io()
-    except RuntimeError:
-        inside = False
-    if inside:
-        work.close()
-        raise Misuse("a blocking call was made on the I/O loop, which would wait for itself; await it instead")
-    call, waiting = IoCall(work), getattr(_threads.local, "waiting", None)
-    if waiting is None:
-        return call.ended.result()
-    calls, stop = waiting
-    calls.add(call)
-    if stop.is_set():
-        call.cancel()
-    try:
-        return call.ended.result()
-    finally:
-        calls.discard(call)
-
-
-async def _settle(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
+async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
+    """Return the results once all futures have ended; a cancelled caller calls `stop` and waits for that too."""
     waiting = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(waiting)
@@ -360,40 +210,3 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # looked at, so that it is not reported as lost
         raise cancelled
     return task.result()
-
-
-def hold(size: int) -> None:
-    """Draws bytes from the budget until `let_go(size)`; waits until there is room. Blocking."""
-    _threads.budget.hold(size)
-
-
-def let_go(size: int) -> None:
-    """Gives bytes back to the budget. From any thread."""
-    _threads.budget.let_go(size)
-
-
-def on_shortage(call: Callable[[], None]) -> None:
-    """Has `call` made by whoever waits for memory, from now on: it should begin to free some, and not wait."""
-    _on_shortage.append(call)
-
-
-@contextlib.contextmanager
-def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """A buffer of `size` bytes for the running worker thread, drawn from the byte budget.
-
-    Nested claims get distinct buffers. The contents are undefined.
-    """
-    free: list[npt.NDArray[np.uint8]] = _threads.local.__dict__.setdefault("free", [])
-    at = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
-    if at is not None:
-        kept = free.pop(at)
-    elif _threads.budget.keep(rounded := 1 << max(16, (size - 1).bit_length())):
-        kept = np.empty(rounded, np.uint8)
-    else:
-        with _threads.budget.claim(size):
-            yield np.empty(size, np.uint8)
-        return
-    try:
-        yield kept[:size]
-    finally:
-        free.append(kept)

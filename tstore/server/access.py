@@ -13,7 +13,7 @@ read can read every object: all versions, also expired ones that are not deleted
 way have written so far. It changes nothing.
 
 write can
- - commit anything that a transaction can, with any message, time, facts and metrics, and set, move and drop any
+ - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
    tag: so it decides what the newest version and the tags show. Chunks are not decoded here: those that it commits
    may turn out damaged when they are read
  - by tags, metrics and times decide which versions the rules of a later garbage collection keep, the newest always

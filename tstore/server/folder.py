@@ -28,7 +28,7 @@ from tstore.server.listings import Listings
 from tstore.server.names import Kind
 from tstore.server.served import SMALL, Found, Incoming, Served
 from tstore.storage.base import Buffers, Durability, checked_key
-from tstore.storage.local.atomic_file import Draft, explained, locked_draft, write_all
+from tstore.storage.local.atomic_file import StagedFile, explained, locked_draft, write_all
 from tstore.storage.local.store import LocalBackend
 from tstore.storage.objects import Entry, Page, PutMode
 
@@ -212,7 +212,7 @@ class _IncomingFile:
     def __init__(self, backend: LocalBackend, path: str) -> None:
         self._backend = backend
         self._path = path
-        self._draft: Draft | None = None
+        self._draft: StagedFile | None = None
         self._end = 0
 
     async def write(self, pieces: Buffers) -> None:

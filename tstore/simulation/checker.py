@@ -12,7 +12,7 @@
                    anybody had been told before
     once           a step is saved by one attempt at most, unless it has expired in between
     collected      what a gc left alive is whole, and is just what its rule keeps (`retained`)
-    told alike     `outcome` agrees with the log, and the history tells each transaction's message and facts
+    told alike     `outcome` agrees with the log, and the history tells each transaction's message and metadata
 
 The model is `tstore.simulation.history`; it knows nothing of chunks in packs, of records or of requests.
 """
@@ -208,11 +208,11 @@ def _check_history(told: Sequence[Commit], history: History, found: list[str]) -
         attempt = history.attempts.get(commit.transaction)
         if attempt is None:
             continue
-        facts = {key: commit.facts.get(key) for key in attempt.facts}
-        if (commit.message, facts) != (attempt.message, attempt.facts):
+        metadata = {key: commit.metadata.get(key) for key in attempt.metadata}
+        if (commit.message, metadata) != (attempt.message, attempt.metadata):
             found.append(
-                f"the history tells of {commit.transaction} {commit.message!r} with {facts}, "
-                f"and it was {attempt.message!r} with {attempt.facts}"
+                f"the history tells of {commit.transaction} {commit.message!r} with {metadata}, "
+                f"and it was {attempt.message!r} with {attempt.metadata}"
             )
 
 

@@ -68,14 +68,14 @@ async def burst(site: Site) -> None:
 def _begun(
     site: Site, tags: dict[str, Any], isolation: Isolation, *, durable: bool
 ) -> tuple[Transaction, Attempt]:
-    """A new transaction with a message and facts of its own, and the note of it."""
+    """A new transaction with a message and metadata of its own, and the note of it."""
     value = site.history.value()
-    message, facts = f"work {value}", {"value": value}
+    message, metadata = f"work {value}", {"value": value}
     tx = site.store.transaction(
-        message, isolation=isolation, durability="fsync" if durable else "none", facts=dict(facts), **tags
+        message, isolation=isolation, durability="fsync" if durable else "none", metadata=dict(metadata), **tags
     )
     attempt = site.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
-    attempt.message, attempt.facts, attempt.durable = message, facts, durable
+    attempt.message, attempt.metadata, attempt.durable = message, metadata, durable
     attempt.serializable = isolation == "serializable"
     attempt.created = tuple(t for key, t in tags.items() if key == "tag")
     attempt.dropped = tuple(t for key, t in tags.items() if key == "drop_tag")

@@ -71,10 +71,10 @@ async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> N
     await asyncio.sleep(site.random.expovariate(1))
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"
-        attempt.facts = {"metrics": {METRIC: plan.loss}}
+        attempt.metadata = {"metrics": {METRIC: plan.loss}}
         await site.end(None, attempt, host, _save(site, plan, attempt, host, timeout), plan.part(host))
         return
-    attempt.message, attempt.facts = "together", {"values": list(plan.values)}
+    attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
     tx = site.store.transaction(
         attempt.message,
         plan.name,
@@ -83,7 +83,7 @@ async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> N
         host=host,
         hosts=plan.hosts,
         attempt=plan.attempt,
-        facts=dict(attempt.facts),
+        metadata=dict(attempt.metadata),
     )
     await site.end(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
 
@@ -104,7 +104,7 @@ async def checkpoint(site: Site) -> None:
 async def finish(site: Site) -> None:
     """Commit a transaction of other hosts, if all of them have delivered."""
     try:
-        under_way = await site.store.transactions()
+        under_way = await site.store.pending()
         if not under_way:
             return
         name = site.random.choice(under_way).transaction

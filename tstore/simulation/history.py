@@ -146,7 +146,7 @@ class Attempt:
 
     The outcomes are the versions and the errors that its hosts were told; who crashed was told nothing.
     `tags` name the version it becomes, of which `created` were free before; `dropped` name none any more.
-    The history must tell its `message`, and among its facts those of `facts`.
+    The history must tell its `message`, and among its metadata those of `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -156,7 +156,7 @@ class Attempt:
         self.created: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
         self.message = ""
-        self.facts: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         self.durable = True
         self.serializable = False
         self.seen: list[Seen] = []

@@ -54,7 +54,7 @@ def retention_faults(
         collection = commit.record.collection
         if collection is None:
             alive |= set() if commit.record.void else {version}
-            metrics[version] = {k: v for a in attempts[version] for k, v in a.facts.get("metrics", {}).items()}
+            metrics[version] = {k: v for a in attempts[version] for k, v in a.metadata.get("metrics", {}).items()}
         else:
             alive -= set(collection.expired)
             keep, base = rules.get(version), commit.record.base

@@ -1,7 +1,7 @@
 """Lists of a server's objects, which end: however long a server goes on.
 
 1. Each name is one that was asked for, and a list goes on: of `BARREN` pages in a row one has a new name.
-2. Names come at `SLOWEST` a second at least, beyond the first `PATIENCE` seconds.
+2. Names come at `SLOWEST` a second at least, beyond the first `RETRY_POLICY` seconds.
 3. All names of a list together take `LISTED` bytes at most, each with `_BESIDE` bytes for what keeps it. Who asks
    for names alone takes them page by page, so that this is about what a list takes in memory.
 """
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from tstore.errors import Corrupt, Unavailable
 from tstore.storage.objects import Objects, Page
 
-__all__ = ["BARREN", "LISTED", "PATIENCE", "SLOWEST", "listed"]
+__all__ = ["BARREN", "LISTED", "RETRY_POLICY", "SLOWEST", "listed"]
 
 BARREN = 1000
 """Pages without a name: servers give some where they look at many objects that were deleted."""
@@ -22,7 +22,7 @@ BARREN = 1000
 LISTED = 160 << 20
 """Bytes of the names of one list: a million names of a hundred characters, or two million short ones."""
 
-PATIENCE = 300.0
+RETRY_POLICY = 300.0
 """Seconds that a list may take, whatever it has."""
 
 SLOWEST = 100
@@ -48,7 +48,7 @@ async def listed(objects: Objects, prefix: str, delimiter: str = "") -> AsyncIte
             raise Corrupt(f"{where} has no new name for {BARREN} pages, and goes on; check what answers there")
         if size > LISTED:
             raise Corrupt(f"{where} is longer than {LISTED} bytes ({count} names), which no store's is")
-        if clock() - began > PATIENCE + count / SLOWEST:
+        if clock() - began > RETRY_POLICY + count / SLOWEST:
             raise Unavailable(
                 f"{where} has only {count} names after {clock() - began:.0f} s; the server is too slow"
             )

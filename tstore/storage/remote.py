@@ -28,7 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
-from tstore.runtime.pool import STREAMS, IoCall, hold, let_go, on_io, on_shortage, start_io, wait_io
+from tstore.runtime.budget import acquire, on_shortage, release
+from tstore.runtime.io_loop import IoCall, on_io, start_io, wait_io
+from tstore.runtime.pool import STREAMS
 from tstore.storage.base import (
     Buffers,
     BufferStream,
@@ -44,7 +46,7 @@ from tstore.storage.concurrency import Limits
 from tstore.storage.listing import listed
 from tstore.storage.objects import WHOLE, Objects, PutMode
 from tstore.storage.plain import Plain
-from tstore.storage.retry import PATIENCE, Patience, Retry
+from tstore.storage.retry import RETRY_POLICY, Retry, RetryPolicy
 from tstore.storage.trace import Trace, Traffic
 from tstore.storage.upload import Upload
 
@@ -58,10 +60,10 @@ _FEW_UPLOADS = 4
 _IN_FLIGHT = 192 << 20
 
 
-def served(objects: Objects, patience: Patience = PATIENCE) -> RemoteBackend:
+def served(objects: Objects, policy: RetryPolicy = RETRY_POLICY) -> RemoteBackend:
     """The backend of a server's objects as users have it: counted, limited, and asked again where not answered."""
     trace = Trace(objects)
-    return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT), patience), trace)
+    return RemoteBackend(Retry(Limits(trace, STREAMS, _IN_FLIGHT), policy), trace)
 
 
 class RemoteBackend(Plain):
@@ -231,11 +233,11 @@ class _RemotePack:
             return None
         more = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
         if more:
-            hold(more)  # meanwhile another thread, short of memory too, may have this pack uploaded
+            acquire(more)  # meanwhile another thread, short of memory too, may have this pack uploaded
         with self._lock:
             if self.upload is not None or self._gone:
                 if more:
-                    let_go(more)
+                    release(more)
                 if self._gone:
                     raise Misuse(f"{self._owner.url}: {self.key} was given up; nothing can be appended to it")
                 return None
@@ -321,7 +323,7 @@ class _RemotePack:
         with self._lock:
             self._blocks, held, self._held = [], self._held, 0
         if held and self._process == os.getpid():
-            let_go(held)
+            release(held)
 
     def __del__(self) -> None:
         self._empty()

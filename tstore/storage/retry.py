@@ -26,7 +26,7 @@ from tstore.storage.base import Buffers
 from tstore.storage.objects import Objects, Page, PutMode, Request, Span, Wrapper
 from tstore.storage.pace import Call, one_call
 
-__all__ = ["PATIENCE", "Patience", "Retry"]
+__all__ = ["RETRY_POLICY", "Retry", "RetryPolicy"]
 
 _COMPARED = 4 << 20
 _ANSWERS = (AlreadyExists, Denied, NotFound)
@@ -34,7 +34,7 @@ _ANSWERS = (AlreadyExists, Denied, NotFound)
 T = TypeVar("T")
 
 
-class Patience(NamedTuple):
+class RetryPolicy(NamedTuple):
     """How often and how long what was not answered is asked again, in seconds."""
 
     shortest: float = 0.1
@@ -44,7 +44,7 @@ class Patience(NamedTuple):
     connect_deadline: float = 1.0
 
 
-PATIENCE = Patience()
+RETRY_POLICY = RetryPolicy()
 
 _log = logging.getLogger("tstore.storage")
 
@@ -52,9 +52,9 @@ _log = logging.getLogger("tstore.storage")
 class Retry(Wrapper):
     """Asks again what was not answered, by the steps above."""
 
-    def __init__(self, inner: Objects, patience: Patience = PATIENCE) -> None:
+    def __init__(self, inner: Objects, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)
-        self._patience = patience
+        self._policy = policy
         self._answered = False
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -97,7 +97,7 @@ class Retry(Wrapper):
     async def _repeated(
         self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
     ) -> T:
-        with one_call(self._patience.deadline) as whole:
+        with one_call(self._policy.deadline) as whole:
             return await self._tried(request, call, taken, whole)
 
     async def _tried(
@@ -107,8 +107,8 @@ class Retry(Wrapper):
         taken: Callable[[], Awaitable[T]] | None,
         whole: Call,
     ) -> T:
-        clock, patience = asyncio.get_running_loop().time, self._patience
-        began, pause, unsure, creates = clock(), patience.shortest, False, taken is not None
+        clock, policy = asyncio.get_running_loop().time, self._policy
+        began, pause, unsure, creates = clock(), policy.shortest, False, taken is not None
         while True:
             try:
                 result = await call()
@@ -116,7 +116,7 @@ class Retry(Wrapper):
                 return result
             except Unavailable as error:
                 unsure = True
-                pause = min(patience.longest, world.uniform(patience.shortest, 3 * pause))
+                pause = min(policy.longest, world.uniform(policy.shortest, 3 * pause))
                 named = error.retry_after if isinstance(error, Throttled) else None
                 wait = pause if named is None else max(pause, named)
                 self._answered |= isinstance(error, Throttled)
@@ -142,10 +142,10 @@ class Retry(Wrapper):
     def _deadline(self, error: Unavailable) -> float:
         """The seconds after which a request that failed with this error is not repeated."""
         if self._answered:
-            return self._patience.deadline
+            return self._policy.deadline
         if isinstance(error, Unreachable):
-            return min(self._patience.deadline, self._patience.connect_deadline)
-        return min(self._patience.deadline, self._patience.first_deadline)
+            return min(self._policy.deadline, self._policy.connect_deadline)
+        return min(self._policy.deadline, self._policy.first_deadline)
 
     async def _holds(self, key: str, data: Buffers) -> bool:
         """Whether the object is the joined buffers; `Unavailable` where that can't be learned."""

@@ -13,7 +13,8 @@ import tempfile
 import numpy as np
 import numpy.typing as npt
 
-from tstore.runtime.pool import hold, let_go, wait_io
+from tstore.runtime.budget import acquire, release
+from tstore.runtime.io_loop import wait_io
 from tstore.storage.base import BufferStream
 from tstore.storage.local.atomic_file import explained
 from tstore.storage.objects import Objects, PutMode
@@ -35,7 +36,7 @@ class Upload:
         self._end = 0
         self._held = size if size <= IN_MEMORY else 0
         if self._held:
-            hold(self._held)
+            acquire(self._held)
         self._data = np.empty(size, np.uint8) if size <= IN_MEMORY else _mapped(size)
 
     def reserve(self, size: int) -> None:
@@ -63,7 +64,7 @@ class Upload:
         self._data = np.empty(0, np.uint8)
         held, self._held = self._held, 0
         if held:
-            let_go(held)
+            release(held)
 
 
 def _mapped(size: int) -> npt.NDArray[np.uint8]:

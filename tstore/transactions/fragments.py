@@ -68,7 +68,7 @@ def fragment_of(record: Record, host: int, hosts: int, structure: bytes) -> Frag
         manifest=manifest,
         bytes_added=record.bytes_added,
         structure=structure,
-        facts=record.facts,
+        metadata=record.metadata,
         durable=record.durable,
     )
 
@@ -85,7 +85,7 @@ def record_of(whole: Fragment, time: float) -> Record:
         deleted=whole.deleted,
         manifests=(whole.manifest,),
         bytes_added=whole.bytes_added,
-        facts=whole.facts,
+        metadata=whole.metadata,
         durable=whole.durable,
     )
 

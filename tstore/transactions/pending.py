@@ -24,7 +24,7 @@ from tstore.runtime import world
 from tstore.storage.base import Backend
 from tstore.transactions.group import Membership, slug
 
-__all__ = ["Heart", "Heartbeat", "PendingTransaction", "find_pending", "pending"]
+__all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
 
 _FIRST, _EVERY = 1.0, 10.0
 _BEATS = 100.0  # a second, of all hosts of a group together
@@ -58,7 +58,7 @@ class Heartbeat(msgspec.Struct):
     time: float
 
 
-class Heart:
+class HeartbeatWriter:
     """Renews the heartbeat of one host while it is at work."""
 
     def __init__(self, backend: Backend, member: Membership) -> None:

@@ -38,7 +38,7 @@ from tstore.storage.base import Durability
 from tstore.transactions.fragments import fragment_of
 from tstore.transactions.group import Membership, checked_timeout, commit_group
 from tstore.transactions.lifecycle import Lifecycle
-from tstore.transactions.pending import Heart
+from tstore.transactions.pending import HeartbeatWriter
 from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree
 from tstore.transactions.tags import TagEdits
@@ -72,7 +72,7 @@ class Transaction:
         isolation: Isolation = "snapshot",
         durability: Durability = Durability.FSYNC,
         member: Membership | None = None,
-        facts: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._log = log
         self._message = message
@@ -80,7 +80,7 @@ class Transaction:
         self._isolation = isolation
         self._durability = durability
         self._member = member
-        self._facts = dict(facts or {})
+        self._metadata = dict(metadata or {})
         self._structure = b""
         self._staged: StagedTree | None = None
         self._life = Lifecycle(log.backend.url)
@@ -94,7 +94,7 @@ class Transaction:
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
         self._packs = PackSet(log.backend, f"txn/{self.id}", durability)
-        self._heart = None if member is None else Heart(log.backend, member)
+        self._heart = None if member is None else HeartbeatWriter(log.backend, member)
 
     def __repr__(self) -> str:
         return f"<tstore.Transaction {self.id} on {self._log.backend.url}: {self._life.state}>"
@@ -334,7 +334,7 @@ class Transaction:
             deleted=tuple(staged.deleted),
             manifests=(manifest,),
             bytes_added=self._packs.bytes_written + self._adopted,
-            facts=self._facts,
+            metadata=self._metadata,
             durable=self._durability is Durability.FSYNC,
             reused=self._reused,
             dropped=self._tags.dropped,

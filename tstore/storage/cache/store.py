@@ -23,7 +23,8 @@ import numpy as np
 import xxhash
 
 from tstore.format.chunk_refs import CHECK_SIZE, digest
-from tstore.runtime.pool import run, scratch
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import run
 from tstore.storage.base import (
     Backend,
     Buffers,

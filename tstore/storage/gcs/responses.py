@@ -12,7 +12,7 @@ import msgspec
 from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, Unavailable
 from tstore.storage.gcs.credentials import Login
 from tstore.storage.http.reply import Reply
-from tstore.storage.http.responses import legible, refusal, retry_after
+from tstore.storage.http.responses import refusal, retry_after, sanitize
 
 __all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem", "refused"]
 
@@ -69,7 +69,7 @@ async def problem(response: Reply) -> Problem:
 
 def refused(response: Reply, told: Problem, where: str, login: Login, bucket: str) -> TStoreError:
     """The error for an answer that is no success, from its status and its reason."""
-    said = legible(login.hide(told.message))
+    said = sanitize(login.hide(told.message))
     because = f": {said}" if said else ""
     reason = told.errors[0].reason if told.errors else ""
     match response.status:

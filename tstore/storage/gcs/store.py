@@ -46,7 +46,7 @@ from tstore.storage.base import LONGEST, Buffers, Capabilities, checked_key, ove
 from tstore.storage.gcs.credentials import Login
 from tstore.storage.gcs.responses import Listing, Object, age, clock, decoded, problem, refused
 from tstore.storage.http.reply import Reply
-from tstore.storage.http.responses import Sink, check_data, content_range, legible
+from tstore.storage.http.responses import Sink, check_data, content_range, sanitize
 from tstore.storage.http.session import Session, address, trusting
 from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.storage.pace import checked_timeout
@@ -179,7 +179,7 @@ class GcsObjects:
         if stored.size != size or stored.crc32c not in (None, check):
             raise Corrupt(
                 f"{where}: sent were {size} bytes with CRC32C {check}, but the server stored {stored.size} bytes "
-                f"with {legible(str(stored.crc32c))}; what stands there is damaged, delete it"
+                f"with {sanitize(str(stored.crc32c))}; what stands there is damaged, delete it"
             )
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:

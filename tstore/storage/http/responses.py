@@ -20,7 +20,7 @@ from tstore.errors import (
 )
 from tstore.storage.base import Buffers
 
-__all__ = ["Answer", "Sink", "age", "check_data", "content_range", "legible", "refusal", "short", "version"]
+__all__ = ["Answer", "Sink", "age", "check_data", "content_range", "refusal", "sanitize", "short", "version"]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
 _PAGE = ("text/html", "application/xhtml+xml")
@@ -68,7 +68,7 @@ def content_range(answer: Answer, where: str) -> Range:
             return Range(start, stop, total)
     raise Corrupt(
         f"{where}: the server answered with a part of the object that it does not name rightly: Content-Range "
-        f"{legible(text)!r} with {answer.content_length} bytes; check the server and what lies between"
+        f"{sanitize(text)!r} with {answer.content_length} bytes; check the server and what lies between"
     )
 
 
@@ -83,7 +83,7 @@ def check_data(answer: Answer, where: str) -> None:
     encoding = (answer.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         raise Corrupt(
-            f"{where}: the server answered with Content-Encoding {legible(encoding)!r}, which was not asked for; "
+            f"{where}: the server answered with Content-Encoding {sanitize(encoding)!r}, which was not asked for; "
             "let it serve the files as they are"
         )
 
@@ -92,9 +92,9 @@ def version(answer: Answer, total: int | None) -> str | None:
     """What tells this state of the object from a later one: its ETag, or when it was modified and its length."""
     tag = answer.headers.get("ETag")
     if tag is not None:
-        return f"ETag {legible(tag.removeprefix('W/'))}"
+        return f"ETag {sanitize(tag.removeprefix('W/'))}"
     modified = answer.headers.get("Last-Modified")
-    return None if modified is None or total is None else f"{total} bytes of {legible(modified)}"
+    return None if modified is None or total is None else f"{total} bytes of {sanitize(modified)}"
 
 
 def age(answer: Answer) -> float | None:
@@ -130,7 +130,7 @@ def retry_after(answer: Answer) -> float | None:
     return None if now is None or then is None else max(0.0, then - now)
 
 
-def legible(text: str, longest: int = 200) -> str:
+def sanitize(text: str, longest: int = 200) -> str:
     """What a server said, fit for an error: one line of printable text, cut where it is long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"

@@ -35,7 +35,7 @@ from tstore.errors import Corrupt, Denied, InvalidArgument, TStoreError, Unavail
 from tstore.storage import pace as paces
 from tstore.storage.base import Buffers
 from tstore.storage.http.reply import Reply
-from tstore.storage.http.responses import legible
+from tstore.storage.http.responses import sanitize
 from tstore.storage.http.tokens import Token, warn_in_clear
 from tstore.storage.pace import Pace
 
@@ -99,7 +99,7 @@ class Session:
 
     def hidden(self, text: str, longest: int = 200) -> str:
         """What a server said, without the token, fit for an error."""
-        return legible(text if self._token is None else self._token.hide(text), longest)
+        return sanitize(text if self._token is None else self._token.hide(text), longest)
 
     @property
     def known(self) -> bool:
@@ -126,7 +126,7 @@ class Session:
             shown = text if self._token is None else self._token.hide(text)
             return shown.replace(secret, "…") if secret else shown
 
-        with _hiding(hide), _mapped(where, pace, lambda text: legible(hide(text))):
+        with _hiding(hide), _mapped(where, pace, lambda text: sanitize(hide(text))):
             async with pace, await self._final(method, url, fields, where, data, pace) as response:
                 pace.begin()
                 yield Reply(response, pace)
@@ -301,20 +301,20 @@ def _mapped(where: str, pace: Pace, hidden: Callable[[str], str]) -> Iterator[No
         raise Unavailable(f"{where}: the answer broke off ({said})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
-            f"{where}: no trusted connection ({legible(str(error))}); check that the server speaks https, and its "
-            "certificate; a private authority is named by storage_options={'ca_file': …}"
+            f"{where}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
+            "its certificate; a private authority is named by storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
         unknown_host = isinstance(error.os_error, socket.gaierror)
         kind = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
         reason = os.strerror(error.errno) if error.errno in _UNREACHABLE else str(error.os_error.strerror or error)
         raise kind(
-            f"{where}: no connection ({legible(reason)}); check the address, and that the server runs"
+            f"{where}: no connection ({sanitize(reason)}); check the address, and that the server runs"
         ) from error
     except aiohttp.InvalidURL as error:
         raise InvalidArgument(f"{where}: this is no URL that can be asked") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise Unavailable(f"{where}: the connection broke ({legible(str(error) or repr(error))})") from error
+        raise Unavailable(f"{where}: the connection broke ({sanitize(str(error) or repr(error))})") from error
 
 
 def _bared(error: aiohttp.ClientError, hidden: Callable[[str], str]) -> str:

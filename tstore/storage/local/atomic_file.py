@@ -1,7 +1,7 @@
 """A local file that appears whole or not at all, and never in place of another.
 
 1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made
-   durable (fsync). What may take one of several names (`Draft`) does this once.
+   durable (fsync). What may take one of several names (`StagedFile`) does this once.
 2. link(2) gives it its name, and fails if the name exists, whoever made it. If it reports "exists" but the
    temporary file has two links, the reply of our own link was lost (NFS): created. Where links are not
    supported, renameat2(RENAME_NOREPLACE) takes the place of steps 2 and 3.
@@ -38,8 +38,8 @@ from tstore.storage.base import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
-    "Draft",
     "NewFile",
+    "StagedFile",
     "explained",
     "fsync_folder",
     "locked_draft",
@@ -90,7 +90,7 @@ def explained(action: str, path: str) -> Iterator[None]:
                 raise Unavailable(f"{what}; try again, or look at the disk") from error
 
 
-class Draft:
+class StagedFile:
     """A file under a temporary name in a folder, open for writing as `fd`, until it is published or closed."""
 
     def __init__(self, folder: str, mark: str, durability: Durability) -> None:
@@ -136,7 +136,7 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
 
     Raises OSError (FileExistsError where the name is taken by then); whatever is raised, no new name is left.
     """
-    draft = Draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
+    draft = StagedFile(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
     try:
         yield draft.fd
         draft.force()
@@ -145,10 +145,10 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
         draft.close()
 
 
-def locked_draft(folder: str, mark: str, durability: Durability) -> Draft:
+def locked_draft(folder: str, mark: str, durability: Durability) -> StagedFile:
     """Return a draft that is locked, where that can be, as long as this process holds it open."""
     while True:
-        draft = Draft(folder, mark, durability)
+        draft = StagedFile(folder, mark, durability)
         try:
             if _lock(draft.fd) is not False and os.fstat(draft.fd).st_nlink:
                 return draft

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tstore.runtime.pool import run
 from tstore.storage.base import Durability
-from tstore.storage.local.atomic_file import Draft, explained, write_all
+from tstore.storage.local.atomic_file import StagedFile, explained, write_all
 
 __all__ = ["LocalOffer"]
 
@@ -26,7 +26,7 @@ class LocalOffer:
         self._durability = durability
         self._path_of = path_of
         self._make_folder = make_folder
-        self._draft: Draft | None = None
+        self._draft: StagedFile | None = None
 
     async def create(self, key: str) -> None:
         """Create the object under this key; raise `AlreadyExists` where the key is taken."""
@@ -45,9 +45,9 @@ class LocalOffer:
             self._draft.publish(path)
         self._draft = None
 
-    def _written(self, folder: str) -> Draft:
+    def _written(self, folder: str) -> StagedFile:
         self._make_folder(folder, self._durability)
-        draft = Draft(folder, "offer", self._durability)
+        draft = StagedFile(folder, "offer", self._durability)
         try:
             write_all(draft.fd, [self._data], 0)
             draft.force()

@@ -15,7 +15,7 @@ from tstore.errors import (
     Unavailable,
     Unreachable,
 )
-from tstore.storage.http.responses import legible
+from tstore.storage.http.responses import sanitize
 
 __all__ = ["explained", "status_of"]
 
@@ -42,22 +42,22 @@ def explained(url: str, action: str, key: str, error: Exception) -> TStoreError:
         return _refused(action, what, error, url.split("/")[2])
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
         return Denied(
-            f"{what}: {legible(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, "
+            f"{what}: {sanitize(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, "
             "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
-        return InvalidArgument(f"{what}: {legible(str(error))}; mend the URL or storage_options")
+        return InvalidArgument(f"{what}: {sanitize(str(error))}; mend the URL or storage_options")
     inside = getattr(error, "kwargs", {}).get("error")
     if isinstance(inside, TStoreError):  # of `s3_session`
         return type(inside)(f"{what}: {inside}")
     kind = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
-    return kind(f"{what}: {legible(str(error)) or type(error).__name__}; check endpoint_url, or try again")
+    return kind(f"{what}: {sanitize(str(error)) or type(error).__name__}; check endpoint_url, or try again")
 
 
 def _refused(action: str, what: str, error: Any, bucket: str) -> TStoreError:
     told, status = error.response.get("Error", {}), status_of(error)
-    code = legible(str(told.get("Code", "")), 60)
-    said = f"{what}: {legible(str(told.get('Message') or code))} ({code}, status {status})"
+    code = sanitize(str(told.get("Code", "")), 60)
+    said = f"{what}: {sanitize(str(told.get('Message') or code))} ({code}, status {status})"
     if code == "NoSuchBucket" or (status == 404 and action == "write"):
         return InvalidArgument(f"{said}; there is no bucket {bucket}: make it first, or check the URL")
     if code in _MISSING or (status == 404 and not code):

@@ -36,9 +36,9 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.bounds import HEAD
-from tstore.runtime.pool import wait_io
+from tstore.runtime.io_loop import wait_io
 from tstore.storage.base import LONGEST, Buffers, Capabilities, bound, checked_key, overlong
-from tstore.storage.http.responses import legible
+from tstore.storage.http.responses import sanitize
 from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
 from tstore.storage.pace import CONNECT_SECONDS, IDLE_SECONDS, Pace
 from tstore.storage.room import Room
@@ -275,7 +275,7 @@ class S3Objects:
             yield
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Corrupt(
-                f"{self.url}: {what}: the server's answer can't be understood ({legible(repr(error))}); check "
+                f"{self.url}: {what}: the server's answer can't be understood ({sanitize(repr(error))}); check "
                 "endpoint_url"
             ) from error
 
