@@ -237,7 +237,7 @@ class _Copy:
         if await self._target.empty():
             return set()
         keys = set(await self._target.list(""))
-        owners: set[str] = set()
+        owners = {owner_of(key) for key in (*self._inventory.packs, *self._inventory.manifests)}
         for numbers in batched(range(1, self._inventory.base + 1)):
             for record in await together(self._log.record, numbers):
                 owners.update((record.transaction, *record.transactions))

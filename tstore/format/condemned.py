@@ -6,7 +6,7 @@ says: `is_collectable` is asked where something is deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -49,34 +49,44 @@ def is_collectable(key: str) -> bool:
     return is_root(key) or is_written(key)
 
 
-def check_collection(record: Record, ledger: Ledger, used: Iterable[str]) -> None:
+def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
     """Raise `Corrupt` where a garbage collection does not follow from what lived before it.
 
-    `ledger` has the versions that live until then; `used` are the packs that the newest one is made of.
+    `ledger` has the versions that live until then; `used` are the packs that the newest one is made of. `voided`
+    are versions that the record names and that a repair has voided since. What those were is not known any more,
+    so tags and inherited objects are not compared then.
     """
     gone = record.collection
     assert gone is not None
     expired = set(gone.expired)
-    if len(expired) < len(gone.expired) or not expired <= ledger.alive.keys():
+    if len(expired) < len(gone.expired) or not expired <= ledger.alive.keys() | voided:
         raise Corrupt("it lets versions expire that do not live, or one twice")
-    if expired and max(ledger.alive) in expired:
-        raise Corrupt(f"it lets the newest version expire, {max(ledger.alive)}")
-    _check_alive(gone, ledger, expired)
-    _check_tags(gone.tags, ledger, expired)
+    forgotten: set[int] = set()  # expired by a garbage collection that was voided
+    if record.collected in voided:
+        forgotten = ledger.alive.keys() - expired - gone.versions
+    newest = max(ledger.alive.keys() - voided, default=0)
+    if newest in expired or newest in forgotten:
+        raise Corrupt(f"it lets the newest version expire, {newest}")
+    _check_alive(gone, ledger, expired | forgotten, voided)
+    _check_tags(gone.tags, ledger, expired, voided)
     _check_condemned(gone, set(used))
 
 
-def _check_alive(gone: Collection, ledger: Ledger, expired: set[int]) -> None:
+def _check_alive(gone: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
     """Raise `Corrupt` unless those live on that do not expire, and hold at least what they held."""
-    kept = [ledger.alive[version] for version in sorted(ledger.alive) if version not in expired]
-    if [entry.version for entry in gone.alive] != [entry.version for entry in kept]:
+    kept = (ledger.alive.keys() | (gone.versions & voided)) - expired
+    if gone.versions != kept:
         raise Corrupt("the versions that it says live are not those that lived and do not expire")
-    given = {key for version in expired for key in ledger.alive[version].holds}
-    owners = {ledger.alive[version].transaction for version in expired}
-    for entry, known in zip(gone.alive, kept, strict=True):
-        if not _same(entry, known):
+    known_gone = [ledger.alive[version] for version in expired & ledger.alive.keys()]
+    given = {key for entry in known_gone for key in entry.holds}
+    owners = {entry.transaction for entry in known_gone}
+    for entry in gone.alive:
+        known = ledger.alive.get(entry.version)
+        if known is None:
+            continue
+        if not _same(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"it says something else of version {entry.version} than the log")
-        inherited = set(entry.holds) - set(known.holds)
+        inherited = () if voided else set(entry.holds) - set(known.holds)
         if not all(is_written(key) and (key in given or owner_of(key) in owners) for key in inherited):
             raise Corrupt(f"it lets version {entry.version} hold what no version that expires wrote or held")
 
@@ -87,9 +97,9 @@ def _same(entry: Alive, known: Alive) -> bool:
     return alike and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
 
 
-def _check_tags(tags: Mapping[str, int], ledger: Ledger, expired: set[int]) -> None:
+def _check_tags(tags: Mapping[str, int], ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
     """Raise `Corrupt` unless the tags are those of versions that expire; one may have been moved on meanwhile."""
-    needed = {tag: version for version in expired for tag in ledger.alive[version].tags}
+    needed = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
     if not set(tags.values()) <= expired or any(tags.get(tag) != version for tag, version in needed.items()):
         raise Corrupt("the tags that it says expire are not those of the versions that do")
 

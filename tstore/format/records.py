@@ -227,6 +227,11 @@ class Record(Body, frozen=True):
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
     @property
+    def is_repair(self) -> bool:
+        """Whether a repair has put it in the place of a record that it voided."""
+        return self.void and self.transaction.startswith(REPAIR)
+
+    @property
     def voids(self) -> tuple[int, ...]:
         """The versions whose records a repair has voided, where it is the commit that tells of that."""
         listed = self.metadata.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()

@@ -205,7 +205,7 @@ async def _is_voided(log: Log, version: int) -> bool:
         record = await log.record(version)
     except (*_UNREADABLE, UnsupportedFormat):
         return False
-    return record.void and record.transaction.startswith(REPAIR)
+    return record.is_repair
 
 
 async def _gc_before(log: Log, version: int) -> int:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import check_collection, packs_of
 from tstore.format.records import Manifest, ObjectRef, Record, Root, check_of, decode, encode
+from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends
 from tstore.log.log import Log
@@ -92,8 +93,7 @@ class Admission:
         scope = sender.scope
         standing = await self._as_of(version - 1)
         check_form(record)
-        if record.collected != (last := standing.collected):
-            raise Corrupt(f"it says that {record.collected} was the last garbage collection; expected {last}")
+        await self._check_collected(standing, record, scope)
         if (became := standing.became(record)) is not None:
             raise Corrupt(f"its transaction became version {became} before")
         owned = [f"txn/{transaction}" for transaction in record.transactions]
@@ -191,6 +191,21 @@ class Admission:
             raise _unread(version)
         return standing
 
+    async def _check_collected(self, standing: Standing, record: Record, scope: Scope) -> None:
+        """Raise `Corrupt` unless the record names the last garbage collection.
+
+        In the copy of a history it may be one that a repair has voided, which stands for the one before it. Each
+        reader follows such names, so a token that may not collect adds none.
+        """
+        last, named = standing.collected, record.collected
+        if named == last:
+            return
+        if scope >= Scope.ADMIN and last < named <= standing.version:
+            log = Log(self._backend)
+            if (await log.record(named)).is_repair and await log.gc_named(named) == standing.gc:
+                return
+        raise Corrupt(f"it says that {named} was the last garbage collection; expected {last}")
+
     async def _collecting(self, standing: Standing, version: int, record: Record, scope: Scope) -> Next:
         if scope < Scope.ADMIN:
             raise Refused(
@@ -199,15 +214,39 @@ class Admission:
                 f"request has {scope.name.lower()}",
             )
         ledger = await standing.ledger(self._backend)
+        voided = await self._voided(record, standing, ledger)
         tree, whole, weight = standing.tree, standing.whole, standing.weight
         if standing.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
 
         def checked() -> Tree:
-            check_collection(record, ledger, packs_of(tree) if whole else ())
+            check_collection(record, ledger, packs_of(tree) if whole else (), voided)
             return tree.after(version, record, [])
 
         return Next(version, record, await run(checked), whole, weight)
+
+    async def _voided(self, record: Record, standing: Standing, ledger: Ledger) -> frozenset[int]:
+        """The versions named by the record of a garbage collection that a repair has voided, as far as it matters.
+
+        These are those that do not live by the log, and the newest of those that do and expire.
+        """
+        gone, log = record.collection, Log(self._backend)
+        assert gone is not None
+        found: set[int] = set()
+        if record.collected != standing.gc and (await log.record(record.collected)).is_repair:
+            found.add(record.collected)
+        for numbers in batched(sorted({*gone.expired, *gone.versions} - ledger.alive.keys())):
+            records = await together(log.record, numbers)
+            repairs = {number for number, other in zip(numbers, records, strict=True) if other.is_repair}
+            found |= repairs
+            if len(repairs) < len(numbers):
+                break  # it is refused
+        expired = set(gone.expired)
+        for version in sorted(ledger.alive, reverse=True):
+            if version not in expired or not (await log.record(version)).is_repair:
+                break
+            found.add(version)
+        return frozenset(found)
 
     async def _changing(self, before: Next, quick: bool, scope: Scope) -> Next:
         version, record, tree, whole, weight = before

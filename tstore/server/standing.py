@@ -32,7 +32,8 @@ class Standing:
 
     `tree` is what the records make. Where it is not `whole`, objects that it is made of are gone, as in the midst
     of a history of which much was collected; then its tags alone count. Its manifests have `weight` bytes at most.
-    `collected` is the version of the newest garbage collection.
+    `gc` is the version of the newest garbage collection, and `collected` the one that the next record has to name
+    as that: a later one where a repair has voided that, which stands for the one before it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Standing:
         self.whole = True
         self.weight = 0
         self.collected = 0
-        self._since = 0  # the version of the collection that `_alive` is of
+        self.gc = 0
         self._alive: tuple[Alive, ...] = ()
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
@@ -77,7 +78,7 @@ class Standing:
         self.collected = await log.collected(self.version)
         async for gc, collection in collections(log, await log.gc_named(self.collected)):
             if not self._condemned:
-                self._since, self._alive = gc, collection.alive
+                self.gc, self._alive = gc, collection.alive
             self._condemned.append(Condemned.by(collection))
             if len(self._condemned) == _GCS:
                 break
@@ -107,8 +108,9 @@ class Standing:
         self.version, self.check = version, check
         self.tree, self.whole, self.weight = tree, whole, weight
         self._remember(version, record)
+        self.collected = record.collected if record.collection is None else version
         if record.collection is not None:
-            self.collected = self._since = version
+            self.gc = version
             self._alive = record.collection.alive
             self._condemned = [Condemned.by(record.collection), *self._condemned[: _GCS - 1]]
             self._ledger = Ledger(self._alive)
@@ -126,7 +128,7 @@ class Standing:
         """Return a copy of the versions that live; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
-            ledger = await ledger_since(Log(backend), self._since, self._alive, version)
+            ledger = await ledger_since(Log(backend), self.gc, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger
