@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,51 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["verify", url]) == 0
     assert "holds files" not in capsys.readouterr().out
     assert tstore.sync.steps(url) == [0]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "garbage": lambda data: b"garbage",
+    "a flipped bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "another version's": lambda data: forged(decode(data, Record), base=7),
+    "too long": lambda data: data + bytes(9 << 20),
+}
+COMMANDS = [["log"], ["ls"], ["gc", "--keep-last", "1"]]
+
+
+def with_damaged_record(folder: Path, damage: Callable[[bytes], bytes]) -> str:
+    import tstore.sync
+
+    url = str(folder / "store")
+    for step in range(3):
+        tstore.sync.save(url, {"w": VALUES}, step)
+    record = Path(url, commit_key(3))
+    record.write_bytes(damage(record.read_bytes()))
+    return url
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_meet_a_damaged_record_name_the_repair(
+    command: list[str], damage: str, tmp_path: Path, capsys: Any
+) -> None:
+    url = with_damaged_record(tmp_path, DAMAGES[damage])
+    assert main([command[0], url, *command[1:]]) == 1
+    said = capsys.readouterr().err
+    assert commit_key(3) in said
+    assert "see tstore repair" in said
+    assert main(["repair", url]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("version 3 (damaged)")
+    assert "or see tstore repair" not in out
+
+
+@pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[2]])
+def test_a_record_that_names_no_collection_names_the_repair(
+    command: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    url = with_damaged_record(tmp_path, lambda data: forged(decode(data, Record), collected=1))
+    assert main([command[0], url, *command[1:]]) == 1
+    assert f"see tstore repair {url}" in capsys.readouterr().err
 
 
 async def test_verify_tells_of_a_record_that_names_no_gc() -> None:

@@ -73,4 +73,10 @@ class Objects:
         try:
             return decode(data, kind)
         except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
+            mend = f"; {self.advice}" if kind is Record and isinstance(error, Corrupt) else ""
+            raise type(error)(f"{self.backend.url}: {key}: {error}{mend}") from error
+
+    @property
+    def advice(self) -> str:
+        """What to do about a damaged or missing record."""
+        return f"restore it from a copy of the store, or see tstore repair {self.backend.url}"

@@ -221,7 +221,7 @@ class Records(Objects):
         try:
             record.check_number(version)
         except Corrupt as error:
-            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
+            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}; {self.advice}") from error
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self._voided.update(v for v in record.voids if 0 < v < version)
@@ -330,7 +330,7 @@ class Records(Objects):
             if not record.void:
                 raise Corrupt(
                     f"{self.backend.url}: {commit_key(last)} is named as the record of a garbage collection, and "
-                    "is none (tstore verify tells more)"
+                    f"is none; {self.advice}"
                 )
             last = record.collected
         return last
@@ -350,8 +350,8 @@ class Records(Objects):
 
     def _hole(self, version: int) -> Corrupt:
         return Corrupt(
-            f"{self.backend.url}: {commit_key(version)} is missing, though later commits are there; restore it "
-            "from a copy of the store, until then nothing can be committed (tstore verify tells more)"
+            f"{self.backend.url}: {commit_key(version)} is missing, though later commits are there, so nothing "
+            f"can be committed; {self.advice}"
         )
 
     async def _record_below(self, version: int, later: int) -> Record:

@@ -120,7 +120,7 @@ async def _damaged(log: Log) -> list[DamagedVersion]:
         except UnsupportedFormat as error:  # not damaged: a newer tstore reads it
             return DamagedVersion(version, str(error), True)
         except _UNREADABLE as error:
-            return DamagedVersion(version, str(error), readable)
+            return DamagedVersion(version, str(error).removesuffix(f"; {log.advice}"), readable)
         return None
 
     found = [one for numbers in batched(range(1, newest + 1)) for one in await together(look, numbers) if one]

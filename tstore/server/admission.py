@@ -191,6 +191,14 @@ class Admission:
             raise _unread(version)
         return standing
 
+    async def _record(self, version: int) -> Record:
+        """The record of a version; `Corrupt` does not say where the store lies."""
+        try:
+            return await Log(self._backend).record(version)
+        except (Corrupt, NotFound, UnsupportedFormat) as error:
+            _log.warning("version %d can't be read: %s", version, error)
+            raise _unread(version) from error
+
     async def _check_collected(self, standing: Standing, record: Record, scope: Scope) -> None:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
@@ -198,13 +206,10 @@ class Admission:
         reader follows such names, so a token that may not collect adds none.
         """
         last, named = standing.collected, record.collected
-        if named == last:
-            return
-        if scope >= Scope.ADMIN and last < named <= standing.version:
-            log = Log(self._backend)
-            if (await log.record(named)).is_repair and await log.gc_named(named) == standing.gc:
-                return
-        raise Corrupt(f"it says that {named} was the last garbage collection; expected {last}")
+        while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).is_repair:
+            named = void.collected
+        if named != last:
+            raise Corrupt(f"it says that {record.collected} was the last garbage collection; expected {last}")
 
     async def _collecting(self, standing: Standing, version: int, record: Record, scope: Scope) -> Next:
         if scope < Scope.ADMIN:
@@ -230,20 +235,20 @@ class Admission:
 
         These are those that do not live by the log, and the newest of those that do and expire.
         """
-        gone, log = record.collection, Log(self._backend)
+        gone = record.collection
         assert gone is not None
         found: set[int] = set()
-        if record.collected != standing.gc and (await log.record(record.collected)).is_repair:
+        if record.collected != standing.gc and (await self._record(record.collected)).is_repair:
             found.add(record.collected)
         for numbers in batched(sorted({*gone.expired, *gone.versions} - ledger.alive.keys())):
-            records = await together(log.record, numbers)
+            records = await together(self._record, numbers)
             repairs = {number for number, other in zip(numbers, records, strict=True) if other.is_repair}
             found |= repairs
             if len(repairs) < len(numbers):
                 break  # it is refused
         expired = set(gone.expired)
         for version in sorted(ledger.alive, reverse=True):
-            if version not in expired or not (await log.record(version)).is_repair:
+            if version not in expired or not (await self._record(version)).is_repair:
                 break
             found.add(version)
         return frozenset(found)

@@ -73,7 +73,8 @@ def overlong(where: str, most: int) -> Corrupt:
     """The error for an object that is longer than any of its kind."""
     return Corrupt(
         f"{where} is longer than {most} bytes, more than an object of its kind has, and was not read further; "
-        "restore it from a copy of the store, and find out what put this in its place"
+        "restore it from a copy of the store (for a record see tstore repair), and find out what put this in its "
+        "place"
     )
 
 
