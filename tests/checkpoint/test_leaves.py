@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a huge number": (lambda: 10**5000, "4300 digits"),
     "a cycle": (cycle, "contains itself"),
     "too many levels": (lambda: nested(5000), "more than 200 levels deep"),
+    "a path that is too long": (
+        lambda: {"x" * 40_000: {"y" * 30_000: np.ones(1)}},
+        "characters, more than 65,536",
+    ),
     "no values in a shard": (lambda: Shards((4,), "f4", [((slice(0, 4),), None)]), "has no values"),
     "a gap at the end": (
         lambda: Shards((4,), "f4", [((slice(0, 2),), np.ones(2, "f4"))]),

@@ -74,6 +74,7 @@ def group(*arguments: Any) -> Call:
 
 
 REFUSED: list[tuple[Call, str]] = [
+    (group("/".join("a" * 257)), "'a/a.* has 257 levels, more than 256; choose a shorter"),
     (transaction(message=None), r"message=None: expected text"),
     (transaction(message=b"m"), "message"),
     (transaction(message=LONE), "message: .*surrogates"),

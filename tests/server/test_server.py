@@ -707,3 +707,18 @@ async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
             for i in range(5):
                 assert (await (await snapshot.array(f"w{number}.{i}")).read() == number).all()
         assert (await stores[3].verify()).faults == []
+
+
+async def test_a_path_has_as_many_levels_through_a_server_as_in_a_folder(tmp_path: Path) -> None:
+    """One bound for all: what a folder takes, a server takes, and what no server takes is refused by the call."""
+    deepest = "/".join("a" * 256)
+    async with Server(tmp_path / "served") as server:
+        for url in (server.url, tmp_path / "folder"):
+            async with await tstore.open(url) as store:
+                async with store.transaction() as tx:
+                    await (await tx.create_array(deepest, (4,), "f4")).write(1)
+                    with pytest.raises(tstore.errors.InvalidArgument, match="257 levels, more than 256"):
+                        await tx.create_array(deepest + "/a", (4,), "f4")
+                    with pytest.raises(tstore.errors.InvalidArgument, match="300 levels, more than 256"):
+                        await tx.create_group("/".join("b" * 300))
+                assert (await store.snapshot()).paths() == [deepest]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import InvalidArgument
+from tstore.format.bounds import path_excess
 from tstore.format.tree_document import DEEPEST, SCALARS, Document, paths_in, scalar_node, scalar_value
 
 __all__ = [
@@ -41,6 +42,8 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
         path = path or "value"
         while path in leaves:
             path += "%"
+        if excess := path_excess(path):
+            raise InvalidArgument(f"{_shown(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
         leaves[path] = leaf
         return path
 

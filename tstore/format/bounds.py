@@ -18,6 +18,7 @@
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (a checksum)
+    path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, tags, objects, versions that expired)
     living versions              524,288
 
@@ -50,12 +51,15 @@ __all__ = [
     "METADATA_VALUES",
     "MOST_ALIVE",
     "MOST_NAMES",
+    "PATH_CHARACTERS",
+    "PATH_LEVELS",
     "RECORD_BYTES",
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
     "longest",
     "longest_of",
     "packed_excess",
+    "path_excess",
     "text_excess",
 ]
 
@@ -72,6 +76,7 @@ HEARTBEAT_BYTES = 4 << 10
 METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101
 DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
+PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MOST_NAMES = 1 << 20
 MOST_ALIVE = 1 << 19
 
@@ -112,6 +117,17 @@ def longest_of(key: str, head: bytes) -> int | None:
     if key.startswith("commits/") and len(head) >= HEAD and head[:HEAD] != _COLLECTING:
         return RECORD_BYTES
     return most
+
+
+def path_excess(path: str) -> str:
+    """Say how the path of a new node is longer or deeper than one may be, "" where it is not.
+
+    Writers are refused, and so are their commits by a server. Readers take any path, as older stores may have.
+    """
+    if len(path) > PATH_CHARACTERS:
+        return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
+    levels = path.count("/") + 1
+    return f"{levels:,} levels, more than {PATH_LEVELS}" if levels > PATH_LEVELS else ""
 
 
 def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:

@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
-from tstore.format.arguments import checked_attributes, checked_text
+from tstore.format.arguments import checked_attributes, checked_text, shown
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import text_excess
+from tstore.format.bounds import path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable, Span, layered
 from tstore.format.records import Manifest, Record, Root, Stored
 
@@ -48,6 +48,7 @@ __all__ = [
     "NodeChange",
     "Overlap",
     "Tree",
+    "checked_new_path",
     "checked_path",
     "group_document",
     "is_below",
@@ -290,6 +291,14 @@ def checked_path(path: str) -> str:
             "'.', '..' and 'zarr.json'"
         )
     return stripped
+
+
+def checked_new_path(path: str) -> str:
+    """The path of a node that is to be created, as `checked_path`; also `InvalidArgument` where it is too deep."""
+    checked = checked_path(path)
+    if excess := path_excess(checked):
+        raise InvalidArgument(f"the path {shown(checked)} has {excess}; choose a shorter one")
+    return checked
 
 
 def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bytes:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.bounds import path_excess
 from tstore.format.chunk_refs import block_checks, column
 from tstore.format.records import Manifest, ObjectRef, Record
 from tstore.format.tree import Node, Tree, parents, spared
@@ -24,9 +25,6 @@ __all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
 
 MOST_PARTS = 64
 """Transactions that share one record, and so the manifests that it has at most."""
-
-_MOST_LEVELS = 256
-_LONGEST_PATH = 64 << 10
 
 
 def check_form(record: Record) -> None:
@@ -162,5 +160,5 @@ def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: 
 
 
 def _check_path(path: str) -> None:
-    if path.count("/") >= _MOST_LEVELS or len(path) > _LONGEST_PATH:
-        raise Corrupt(f"{path[:60]!r}… has more than {_MOST_LEVELS} levels or {_LONGEST_PATH} characters")
+    if excess := path_excess(path):
+        raise Corrupt(f"the path {path[:60]!r}… has {excess}")

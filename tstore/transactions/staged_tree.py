@@ -13,7 +13,16 @@ from tstore.errors import AlreadyExists, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable, Run, Span
 from tstore.format.records import Manifest
-from tstore.format.tree import Changes, NodeChange, Tree, checked_path, group_document, is_below, parents
+from tstore.format.tree import (
+    Changes,
+    NodeChange,
+    Tree,
+    checked_new_path,
+    checked_path,
+    group_document,
+    is_below,
+    parents,
+)
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
@@ -39,14 +48,14 @@ class StagedTree:
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
         """The path under which the new array is staged; `AlreadyExists` where something is in its way."""
-        path = checked_path(path)
+        path = checked_new_path(path)
         self._check_free(path)
         self._stage(StagedArray(path, meta, fresh=True))
         return path
 
     def create_group(self, path: str, attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
-        path = "" if path in ("", "/") else checked_path(path)
+        path = "" if path in ("", "/") else checked_new_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
             self.reads.nodes((path, *parents(path)))
             raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
