@@ -13,6 +13,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -28,7 +29,12 @@ from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.format.frame import sealed
 from tstore.format.records import Manifest, Record, Root, encode
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
+from tstore.server.limits import LIMITS, PIECE
+from tstore.server.responses import Refused
+from tstore.server.transfers import Transfers
+from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.base import Durability
+from tstore.storage.pace import IDLE_SECONDS, SLOWEST
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
 
@@ -722,3 +728,60 @@ async def test_a_path_has_as_many_levels_through_a_server_as_in_a_folder(tmp_pat
                     with pytest.raises(tstore.errors.InvalidArgument, match="300 levels, more than 256"):
                         await tx.create_group("/".join("b" * 300))
                 assert (await store.snapshot()).paths() == [deepest]
+
+
+async def test_a_server_without_tokens_says_what_a_collected_store_needs(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for step in range(3):
+        await tstore.save(source, {"w": np.arange(2000.0) + step}, step)
+    async with await tstore.open(source) as store:
+        await store.collect(tstore.Keep(last=1))
+    async with Server(tmp_path / "served") as server:
+        with pytest.raises(Denied, match=r"admin.*serve with a --token-file that has one, or copy to a folder"):
+            await tstore.copy(source, server.url)
+
+
+@pytest.mark.parametrize(
+    "name", ["http://store.example", "store.example:7341", "store.example/path", "", "*", "größe.example", "a..b"]
+)
+def test_a_hostname_that_no_request_has_is_refused(name: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"expected a name alone, as ckpt.example.com, without http://, port"
+    ):
+        Server(tmp_path, hostnames=["store.example", name])
+    assert main(["serve", str(tmp_path), "--create", "--port", "0", "--hostname", name]) == 1
+    assert "expected a name alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "1025", "100000000", "x"])
+def test_a_rate_that_no_client_keeps_is_refused(rate: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["serve", str(tmp_path), "--create", "--min-rate", rate]) == 2
+    assert "--min-rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(rate=0), Limits(rate=1 << 30), Limits(stall=0), Limits(wait=float("nan")), Limits(drain=-1)],
+)
+def test_limits_that_are_none_are_refused(limits: Limits, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"Limits\([a-z]+=.*\): expected a number of at least"):
+        Server(tmp_path, limits=limits)
+
+
+@pytest.mark.parametrize("piece", [256 << 10, PIECE])
+def test_a_server_waits_for_a_body_as_slow_as_clients_wait_for(piece: int) -> None:
+    """32 bodies that share 2 Mbit/s: each is as slow as one may be, and silent once for as long as one may be."""
+
+    async def moved(rate: float) -> int:
+        with Transfers(LIMITS).begun("client") as transfer:
+            while transfer.moved < 64 << 20:
+                async with transfer.awaiting():
+                    silence = 0.99 * IDLE_SECONDS if not transfer.moved else 0
+                    await asyncio.sleep(silence + piece / rate)
+                    transfer.moved += piece
+        return transfer.moved
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(moved(SLOWEST)) == 64 << 20
+        with pytest.raises(Refused, match="bytes a second of all"):
+            runner.run(moved(SLOWEST / 2))

@@ -90,11 +90,12 @@ _log = logging.getLogger("tstore.server")
 )
 @click.option(
     "--min-rate",
-    type=click.IntRange(1),
-    default=32,
+    type=click.IntRange(1, 1024),
+    default=8,
     show_default=True,
     metavar="KB",
-    help="The average rate, in KB a second, below which an upload or download is ended after a minute.",
+    help="The average rate, in KB a second, below which an upload or download is ended after three minutes. "
+    "Clients of tstore demand 8 KB themselves.",
 )
 @click.option(
     "--hostname",

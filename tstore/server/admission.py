@@ -36,6 +36,7 @@ from tstore.log.recent import Recent
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
+from tstore.server.limits import SMALLER
 from tstore.server.responses import Refused
 from tstore.server.served import Served
 from tstore.server.shares import Shares
@@ -47,6 +48,7 @@ _log = logging.getLogger("tstore.server")
 
 _MOST_READ = 192 << 20
 _HEAVIEST = 256 << 20
+_WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
 _SMALL = 16 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
 _FEW = 4096  # nodes of a tree to which that applies
 _NEAR = 256  # versions that others created, which are read one by one
@@ -105,7 +107,9 @@ class Admission:
             return await self._collecting(standing, version, record, scope)
         total = sum(where.length for where in record.manifests if isinstance(where, ObjectRef))
         if total > _MOST_READ:
-            raise Corrupt(f"its manifests have {total} bytes; expected at most {_MOST_READ}")
+            raise Corrupt(
+                f"its manifests have {total} bytes; a server takes {_MOST_READ} in one commit: {SMALLER}"
+            )
         if not (standing.whole or record.replaces or scope >= Scope.ADMIN):
             standing = await self._whole_again(standing)
         weight = size + total + (0 if record.replaces else standing.weight)
@@ -215,8 +219,8 @@ class Admission:
         if scope < Scope.ADMIN:
             raise Refused(
                 403,
-                f"the record of a garbage collection needs a token of the scope admin, also in a copy; this "
-                f"request has {scope.name.lower()}",
+                "the record of a garbage collection, also in a copy, needs a token of the scope admin, this "
+                f"request has {scope.name.lower()}; {_WITH_TOKENS}",
             )
         ledger = await standing.ledger(self._backend)
         voided = await self._voided(record, standing, ledger)
@@ -270,8 +274,8 @@ class Admission:
         if absent and scope < Scope.ADMIN:
             raise Refused(
                 403,
-                f"this record names {absent[0]}, which is not here; to copy a store of which versions were "
-                f"collected needs a token of the scope admin, and this request has {scope.name.lower()}",
+                f"the record names {absent[0][:99]}, which is not here; to copy a collected store needs a token "
+                f"of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}",
             )
 
         def made() -> Next:

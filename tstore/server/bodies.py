@@ -11,7 +11,7 @@ from io import FileIO
 from aiohttp import web
 
 from tstore.server.access_log import tally
-from tstore.server.limits import PIECE
+from tstore.server.limits import LONGEST_HELD, PIECE, SMALLER
 from tstore.server.responses import Refused, headers
 from tstore.server.served import Found
 from tstore.server.transfers import Transfer
@@ -57,7 +57,9 @@ async def received(request: web.BaseRequest, most: int, transfer: Transfer) -> A
 
 
 def _too_long(most: int) -> Refused:
-    return Refused(413, f"the body is longer than the {most} bytes that are taken here", {"Connection": "close"})
+    advice = SMALLER if most == LONGEST_HELD else "pass a greater --max-pack to tstore serve"
+    said = f"the body is longer than the {most} bytes that are taken here; {advice}"
+    return Refused(413, said, {"Connection": "close"})
 
 
 async def send(request: web.BaseRequest, found: Found, kind: str, transfer: Transfer) -> web.StreamResponse:

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import resource
 import ssl
 from collections.abc import Collection, Mapping
@@ -14,11 +15,12 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from tstore.errors import InvalidArgument, NotAStore
+from tstore.format.arguments import shown
 from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
-from tstore.server.limits import LIMITS, Limits
+from tstore.server.limits import LIMITS, Limits, checked_limits
 from tstore.server.listening import Listening
 from tstore.server.names import Names
 from tstore.server.served import Served
@@ -29,6 +31,7 @@ __all__ = ["Certificate", "Server"]
 
 _MARKER = "tstore.json"
 _OTHER_FILES = 64
+_HOSTNAME = re.compile(r"(?=.{1,253})[A-Za-z0-9_-]{1,63}(?:[.][A-Za-z0-9_-]{1,63})*[.]?")
 
 _log = logging.getLogger("tstore.server")
 
@@ -48,7 +51,7 @@ class Server:
     the server may read and write, and so it listens to this machine alone. Port 0 is any free one: `url` tells
     which. `names="any"` serves any names that a backend may have, and not those of a store's layout alone.
     Requests without a token are answered only where their Host is an address, localhost, `host`, or one of
-    `hostnames`.
+    `hostnames`, which are names alone, without scheme or port.
     Raises `InvalidArgument`, `NotAStore`, `Denied` (the port, the key), `Unavailable` (the port is taken).
     """
 
@@ -79,8 +82,8 @@ class Server:
         self._access = access
         self._tls = None if certificate is None else _tls(certificate)
         self._names = names
-        self._hostnames = {host, *hostnames}
-        self._limits = limits
+        self._hostnames = {host, *map(_checked_hostname, hostnames)}
+        self._limits = checked_limits(limits)
 
     @property
     def url(self) -> str:
@@ -138,6 +141,16 @@ def _affordable(limits: Limits) -> Limits:
     if files == resource.RLIM_INFINITY:
         return limits
     return limits._replace(connections=min(limits.connections, max(1, (files - _OTHER_FILES) // 2)))
+
+
+def _checked_hostname(name: str) -> str:
+    """Return a name as the Host header of requests has it, without a port; `InvalidArgument` for what none has."""
+    if not _HOSTNAME.fullmatch(name):
+        raise InvalidArgument(
+            f"hostname {shown(name)}: expected a name alone, as ckpt.example.com, without http://, port or path; "
+            "one with other letters in its encoded form (xn--…); addresses need not be named"
+        )
+    return name
 
 
 def _check_reach(host: str, access: Access) -> None:

@@ -156,9 +156,9 @@ def refusal(answer: Answer, where: str, said: str) -> TStoreError:
         case 400 | 422 | 428:
             return InvalidArgument(f"{where}: the server refused the request as wrong{because}")
         case 413:
+            advice = because or "; raise its limit (nginx: client_max_body_size)"
             return StorageFull(
-                f"{where}: the server, or a proxy before it, takes no object of that length{because}; raise its "
-                "limit (nginx: client_max_body_size)"
+                f"{where}: the server, or a proxy before it, takes no object of that length{advice}"
             )
         case 507:
             return StorageFull(f"{where}: the server has no room for it{because}; make room there, then repeat")

@@ -44,6 +44,7 @@ __all__ = ["HttpObjects"]
 
 _REMEMBERED = 4096
 _PAGE = 1000
+_LONGEST_SAID = 320  # characters of what a server says of a refusal
 _LONGEST_PAGE = 4 << 20  # bytes: that many of the longest keys
 _CHECKED_HERE = 1 << 20
 
@@ -278,7 +279,7 @@ class HttpObjects:
                 said = msgspec.json.decode(said, type=_Refused).error
             except msgspec.DecodeError:
                 said = ""
-        said = self._session.hidden(said)
+        said = self._session.hidden(said, _LONGEST_SAID)
         because = f": {said}" if said else ""
         if response.status == 401 and not self._session.at_home(response):
             place = response.url.origin()
