@@ -335,7 +335,9 @@ def _bounded(made: Next) -> Next:
     root = made.tree.root(b"")
     weight = weight_of(root.manifest)
     if weight > _HEAVIEST:
-        raise Corrupt(f"the references to all chunks would have {weight} bytes; expected at most {_HEAVIEST}")
+        raise Corrupt(
+            f"the references to all chunks would have {weight} bytes; a server takes {_HEAVIEST}: {SMALLER}"
+        )
     return made._replace(tree=Tree.of(root), weight=weight)
 
 
