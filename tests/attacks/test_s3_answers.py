@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -31,7 +33,8 @@ def refusal(status: str, code: str, *fields: str) -> bytes:
     return ok(body.encode(), "Content-Type: application/xml", *fields, status=status)
 
 
-async def asked(server: Server, call: str, *arguments: object) -> object:
+@contextlib.asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[S3Objects]:
     objects = S3Objects(
         "s3://bucket/x",
         endpoint_url=server.url,
@@ -39,14 +42,21 @@ async def asked(server: Server, call: str, *arguments: object) -> object:
         secret=SECRET,
         config_kwargs={"read_timeout": 1, "connect_timeout": 1},
     )
-
-    async def listed() -> list[object]:
-        return [page async for page in objects.pages("")]
-
     try:
-        return await on_io(listed() if call == "pages" else getattr(objects, call)(*arguments))
+        yield objects
     finally:
         await on_io(objects.close())
+
+
+async def calling(objects: S3Objects, call: str, *arguments: object) -> object:
+    if call == "pages":
+        return [page async for page in objects.pages("")]
+    return await getattr(objects, call)(*arguments)
+
+
+async def asked(server: Server, call: str, *arguments: object) -> object:
+    async with connected(server) as objects:
+        return await on_io(calling(objects, call, *arguments))
 
 
 REFUSALS: list[tuple[bytes, type[TStoreError]]] = [
@@ -129,3 +139,25 @@ async def test_a_list_that_is_none(body: bytes) -> None:
     async with serving(ok(body, "Content-Type: text/html")) as server:
         with pytest.raises(TStoreError, match="s3://bucket/x"):
             await asked(server, "pages")
+
+
+GIVEN_UP: dict[str, tuple[str, tuple[object, ...], bytes]] = {
+    "a refusal that never ends": ("get", ("k",), ok(b"", status="500 No", length=100_000)),
+    "a list that never ends": ("pages", (), ok(b"", length=100_000)),
+    "a list that is too long": ("pages", (), ok(bytes(5 << 20), length=6 << 20)),
+    "a refusal that is too long": ("get", ("k",), ok(bytes(5 << 20), status="500 No", length=6 << 20)),
+    "an object with a date that is none": ("get", ("k",), ok(b"", "Last-Modified: soon", length=100_000)),
+    "an object that never ends": ("get", ("k",), ok(b"", length=100_000)),
+}
+
+
+@pytest.mark.parametrize(("call", "arguments", "answer"), GIVEN_UP.values(), ids=GIVEN_UP)
+async def test_an_answer_that_was_not_read_to_its_end_leaves_no_connection_open(
+    call: str, arguments: tuple[object, ...], answer: bytes
+) -> None:
+    async with serving(answer) as server, connected(server) as objects:
+        with pytest.raises(TStoreError) as raised:
+            await on_io(calling(objects, call, *arguments))
+        async with asyncio.timeout(10):  # while the error is kept, and with it all that its traceback has
+            await server.left.wait()
+        assert raised.value

@@ -41,6 +41,8 @@ class Server:
         self.asked: list[Request] = []
         self.connections = 0
         self.url = ""
+        self.left = asyncio.Event()
+        """Set once a client has closed a connection."""
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,6 +52,7 @@ class Server:
             while await self._answer(reader, writer):
                 pass
         writer.close()
+        self.left.set()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

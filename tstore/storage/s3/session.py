@@ -1,22 +1,43 @@
 """The HTTP session of botocore, which takes no more of an answer than an answer has.
 
 Objects are streamed, and whoever reads them says how long they may be. Any other answer is read whole by botocore:
-a list, or a refusal.
+a list, or a refusal. Where reading or parsing a response fails, botocore leaves its connection open;
+`closing_responses` closes it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Self
 
 import aiohttp
 from aiobotocore.httpsession import AIOHTTPSession
+from aiohttp.connector import Connection
 
 from tstore.errors import Corrupt
 
-__all__ = ["BoundedSession"]
+__all__ = ["BoundedSession", "closing_responses"]
 
 _LONGEST = 4 << 20  # bytes of a list of a thousand names, of 1024 bytes each, and all of them escaped
 _LONGEST_REFUSAL = 64 << 10
+
+_received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_kv_s3_received", default=None)
+
+
+@contextlib.contextmanager
+def closing_responses() -> Iterator[None]:
+    """Close the connections of responses received in the block that were not read to their end."""
+    received: list[aiohttp.ClientResponse] = []
+    before = _received.set(received)
+    try:
+        yield
+    finally:
+        _received.reset(before)
+        for response in received:
+            if not response.closed:
+                response.close()
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
@@ -29,6 +50,13 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
 
 
 class _Bounded(aiohttp.ClientResponse):
+    async def start(self, connection: Connection) -> Self:
+        """Wait for the head of the response."""
+        await super().start(connection)
+        if (received := _received.get()) is not None:
+            received.append(self)
+        return self
+
     async def read(self) -> bytes:
         """The whole body, or the beginning of one that tells why a request was refused."""
         if self._body is None:

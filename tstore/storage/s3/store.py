@@ -256,11 +256,14 @@ class S3Objects:
         self, action: str, key: str, longest: float | None = None
     ) -> AsyncIterator[tuple[Any, Pace]]:
         """The client, and the pace of one request to it; what it raises becomes an error of tstore."""
+        from tstore.storage.s3.session import closing_responses
+
         pace: Pace | None = None
         try:
-            client = await self._connected()
-            async with Pace(longest or self._silence) as pace:
-                yield client, pace
+            with closing_responses():
+                client = await self._connected()
+                async with Pace(longest or self._silence) as pace:
+                    yield client, pace
         except TStoreError:
             raise
         except Exception as error:
