@@ -147,7 +147,7 @@ def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int, dtype: n
 
 def energy(kind: Kind, src: Array) -> float:
     """See kernels.energy."""
-    return _sum_of_squares(reference.widen(src, kind))
+    return float(_sums_of_squares(reference.widen(src, kind)))
 
 
 def peaks(kind: Kind, runs: Array, out: Array) -> None:
@@ -158,24 +158,28 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
     """See kernels.noise."""
-    for i, run in enumerate(runs):
-        scaled = _scaled(kind, run, scales[i])
-        for k, factor in enumerate(factors.astype(scales.dtype)):
+    together = max(1, _BLOCK // max(1, runs.shape[1]))  # rows times factors
+    rows, many = max(1, together // factors.size), min(factors.size, together)
+    multipliers = factors.astype(scales.dtype)[:, None]
+    for i in range(0, len(runs), rows):
+        scaled = _scaled(kind, runs[i : i + rows], scales[i : i + rows, None])[:, None]
+        for k in range(0, factors.size, many):
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                z = np.abs(scaled * factor)
+                z = np.abs(scaled * multipliers[k : k + many])
                 near = reference.decode(reference.encode(z.astype(np.float64), layout), layout)
-                out[i, k] = _sum_of_squares((z - near.astype(z.dtype)).astype(np.float64))
+                out[i : i + rows, k : k + many] = _sums_of_squares((z - near.astype(z.dtype)).astype(np.float64))
 
 
-def _sum_of_squares(values: NDArray[np.float64]) -> float:
-    """Return the sum in the order of the kernels: element i in sum i mod 16, then halves of the 16 sums."""
-    lanes = np.zeros((-(-values.size // 16) + 1, 16))
+def _sums_of_squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sums over the last axis in the order of the kernels: element i in sum i mod 16, then halves."""
+    *others, size = values.shape
+    lanes = np.zeros((*others, max(1, -(-size // 16)) * 16))
     with np.errstate(over="ignore", under="ignore"):
-        lanes[1:].reshape(-1)[: values.size] = np.square(values)
-        sums = np.cumsum(lanes, axis=0)[-1]
+        np.square(values, out=lanes[..., :size])
+        sums = np.cumsum(lanes.reshape(*others, -1, 16), axis=-2)[..., -1, :]
         for half in (8, 4, 2, 1):
-            sums = sums[:half] + sums[half:]
-    return float(sums[0])
+            sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
 
 
 def least(
@@ -189,14 +193,16 @@ def least(
     error: Array,
 ) -> None:
     """See kernels.least; nothing is left out here."""
-    out = np.empty((1, factors.size))
+    rows = max(1, _BLOCK // max(1, runs.shape[1] * factors.size))
     order = np.argsort(factors, kind="stable")
-    for i in range(len(runs)):
-        noise(kind, layout, runs[i : i + 1], scales[i : i + 1], factors, out)
-        errors = out[0] / (factors * factors)
-        errors[tries[i] :] = np.inf
-        found[i] = order[np.argmin(errors[order])]
-        error[i] = errors[found[i]]
+    for i in range(0, len(runs), rows):
+        part = slice(i, i + rows)
+        errors = np.empty((len(runs[part]), factors.size))
+        noise(kind, layout, runs[part], scales[part], factors, errors)
+        errors /= factors * factors
+        errors[np.arange(factors.size) >= tries[part, None]] = np.inf
+        found[part] = order[np.argmin(errors[:, order], axis=1)]
+        error[part] = np.take_along_axis(errors, found[part, None], axis=1)[:, 0]
 
 
 def _scaled(kind: Kind, src: Array, scales: Array) -> Array:
