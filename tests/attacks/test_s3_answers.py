@@ -82,17 +82,25 @@ REFUSALS: list[tuple[bytes, type[TStoreError]]] = [
 ]
 
 
-@pytest.mark.parametrize("call", ["get", "put", "pages", "delete"])
+CALLS: list[tuple[str, tuple[object, ...]]] = [
+    ("get", ("k",)),
+    ("put", ("k", [b"x"], PutMode.CREATE)),
+    ("pages", ()),
+    ("delete", ("k",)),
+]
+
+
 @pytest.mark.parametrize(("answer", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
-async def test_refusals(answer: bytes, error: type[TStoreError], call: str) -> None:
-    arguments = {"get": ["k"], "delete": ["k"], "put": ["k", [b"x"], PutMode.CREATE], "pages": []}[call]
-    async with serving(answer) as server:
-        with pytest.raises(error, match="s3://bucket/x") as raised:
-            await asked(server, call, *arguments)
-        if isinstance(raised.value, Throttled) and b"Retry-After" in answer:
-            assert raised.value.retry_after == 7
-        assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r}"
-        assert len(server.asked) == 1, "a request is made once; repeating is not decided here"
+async def test_refusals(answer: bytes, error: type[TStoreError]) -> None:
+    async with serving(answer) as server, connected(server) as objects:  # to connect is what takes time
+        for call, arguments in CALLS:
+            server.asked.clear()
+            with pytest.raises(error, match="s3://bucket/x") as raised:
+                await on_io(calling(objects, call, *arguments))
+            if isinstance(raised.value, Throttled) and b"Retry-After" in answer:
+                assert raised.value.retry_after == 7
+            assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r}"
+            assert len(server.asked) == 1, "a request is made once; repeating is not decided here"
 
 
 async def test_a_create_that_fails_its_condition() -> None:
