@@ -23,6 +23,7 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
+from tstore.transactions import group
 from tstore.transactions.group import detected_attempt
 
 HOSTS = 8
@@ -33,6 +34,12 @@ ROWS = 16
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that waits takes over soon from one that was refused, in place of about a second later."""
+    monkeypatch.setattr(group, "_GRACE", 0.02)
 
 
 def tree(host: int, value: int = 0, hosts: int = HOSTS, rows: int = ROWS) -> dict[str, Any]:
@@ -276,6 +283,7 @@ DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.usefixtures("prompt")
 @pytest.mark.parametrize("what", DISAGREE)
 async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) -> None:
     change, text = DISAGREE[what]
@@ -288,6 +296,7 @@ async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) ->
     assert await tstore.steps(url) == []
 
 
+@pytest.mark.usefixtures("prompt")
 @pytest.mark.parametrize(
     "change", [{"step": 4}, {"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str
 )
@@ -299,6 +308,7 @@ async def test_hosts_with_another_structure_are_named(url: str, change: dict[str
     assert await tstore.steps(url) == []
 
 
+@pytest.mark.usefixtures("prompt")
 async def test_hosts_of_another_durability_are_named(url: str) -> None:
     calls = [save(url, h, timeout=5, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
     error = raised(await outcomes(calls), Inconsistent)
@@ -312,6 +322,7 @@ def rows_of(*ranges: tuple[int, int]) -> tstore.Shards:
     return tstore.Shards((16, 6), "int32", parts, shard_shape=(2, 6))
 
 
+@pytest.mark.usefixtures("prompt")
 async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of((6, 8), (14, 16)))
     error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
@@ -319,6 +330,7 @@ async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
     assert await tstore.steps(url) == []
 
 
+@pytest.mark.usefixtures("prompt")
 async def test_a_chunk_of_no_host_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of())
     error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
@@ -326,6 +338,7 @@ async def test_a_chunk_of_no_host_is_refused(url: str) -> None:
     assert await tstore.steps(url) == []
 
 
+@pytest.mark.usefixtures("prompt")
 async def test_tags_that_differ_are_refused(url: str) -> None:
     store = await tstore.open(url)
 
@@ -517,9 +530,11 @@ DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the e
 @pytest.mark.parametrize(("hosts", "other", "writer"), [(2, 0, 1), (2, 1, 0), (101, 100, 0)])
 @pytest.mark.parametrize("what", DISAGREEING)
 async def test_hosts_that_stand_in_each_others_way_are_refused(
-    url: str, what: str, hosts: int, other: int, writer: int
+    url: str, what: str, hosts: int, other: int, writer: int, request: pytest.FixtureRequest
 ) -> None:
     """Whichever of them has the lower number, and also where they meet only when merged fragments are merged."""
+    if hosts == 2:  # of a hundred all would look at once
+        request.getfixturevalue("prompt")
     act, text = DISAGREEING[what]
     store = await tstore.open(url)
     async with store.transaction() as tx:

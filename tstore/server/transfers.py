@@ -5,8 +5,8 @@ client counts, never what its own storage took.
 
 1. `Limits.stall`: each MiB must make its way within so many seconds.
 2. `Limits.rate`: the whole must reach an average of so many bytes a second, or each MiB could take all its time.
-   By default neither ends a body that tstore's own clients still wait for (`storage.pace`), so that 32 uploads of a
-   client that share 2 Mbit/s are finished.
+   By default neither ends a body that tstore's own clients still wait for (`storage.pace`): 32 uploads of a client
+   that share 2 Mbit/s are finished.
 3. Where as many requests are being answered as may be, the slowest body has to go, with 503, for one that comes.
 
 The third is what keeps a server reachable. It takes the place of a fixed quota for each client: eight hosts of a
