@@ -5,6 +5,7 @@ A forgery takes what is known of a store (`Known`) and gives the key and the byt
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,13 @@ __all__ = [
     "COLLECTIONS",
     "CONDEMNING",
     "FIELDS",
+    "HEAVY",
     "OTHERS",
     "ROOTS",
     "Forgery",
     "Known",
     "array",
+    "commit",
     "framed",
     "manifest",
     "record",
@@ -326,6 +329,31 @@ def _root(known: Known, number: int, **changes: Any) -> bytes:
     check = known.read(commit(number))[-16:] if number <= known.newest else b"\0" * 16
     fields: dict[str, Any] = {"version": number, "record": check, "tags": {"step/1": 2}, "manifest": manifest()}
     return framed(b"T", list((fields | changes).values()))
+
+
+_METRICS = {f"{number:05x}": 0 for number in range(1 << 20)}
+
+
+def _many_metrics(known: Known, count: int) -> list[Any]:
+    """Return the ledger as `_alive`; its last version has that many metrics, which take 15 times their bytes."""
+    *others, (version, transaction, moment, tags, replaces, _, holds) = _alive(known)
+    return [
+        *others,
+        [version, transaction, moment, tags, replaces, dict(itertools.islice(_METRICS.items(), count)), holds],
+    ]
+
+
+HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
+    "8 gcs with 500,000 metrics": (8, lambda k: _gc(k, alive=_many_metrics(k, 500_000))),
+    "32 gcs with 130,000 metrics": (32, lambda k: _gc(k, alive=_many_metrics(k, 130_000))),
+    "8 gcs of 500,000 objects": (8, lambda k: _gc(k, objects=[f"txn/a/pack-{n}" for n in range(500_000)])),
+    "2 gcs as long as may be": (2, lambda k: _gc(k, alive=_many_metrics(k, 1_048_000))),
+    "a gc of 7,000,000 names": (
+        1,
+        lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, list(_METRICS)] for n in range(1, 8)]),
+    ),
+}
+"""Records of gcs that take much memory: how many stand one behind the other, and what each says."""
 
 
 ROOTS: dict[str, tuple[int, Forgery]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.attacks import forgeries
 from tests.attacks.case import Case, check, family
 from tests.attacks.children import Children
 from tests.attacks.chunks import BOMBS, DOCUMENTS, documented
-from tests.attacks.forgeries import Forgery, Known, record_of
+from tests.attacks.forgeries import Forgery, Known, commit, record_of
 from tests.attacks.servers import SERVERS, Reply, Served, every_number, redirect
 from tests.attacks.stage import Stage
 from tests.attacks.target import files
@@ -30,11 +30,17 @@ __all__ = ["CASES"]
 SECONDS = 80.0
 """How long a client may take: a call ends after a minute, whatever a server says, and it does little else."""
 
-MEMORY = 400 << 20
+MEMORY = 512 << 20
 """The most that a client may have resident."""
 
 ADDRESS_SPACE = 2 << 30
 """How much more a client may map: enough for its threads, too little for a bomb."""
+
+WALKING = ("restore", "history", "verify", "gc")
+"""What reads all records of a store."""
+
+LONG = 160.0
+"""How long a client may take where it decodes much; one that keeps nothing of it decodes it several times."""
 
 TOKEN = "secret-0123456789"
 
@@ -45,12 +51,13 @@ async def endure(
     verbs: tuple[str, ...],
     options: dict[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
 ) -> dict[str, str]:
     """Let a client do all this with a hostile store, and return what came of it."""
     last: list[Any] = []
     ended = await children.run(
         visit, url, options, verbs,
-        seconds=SECONDS, limit=ADDRESS_SPACE, environment=environment, progress=last.append,
+        seconds=seconds, limit=ADDRESS_SPACE, environment=environment, progress=last.append,
     )  # fmt: skip
     verb = next((v for v in reversed(last) if isinstance(v, str)), "start")
     peak = max([ended.memory, *(v for v in last if isinstance(v, int))])
@@ -82,6 +89,34 @@ async def forged_folder(stage: Stage, forgery: Forgery) -> None:
         before = files(place)
         await endure(stage.children, str(place), READING)
         check(files(place) == before, "reading has changed the store")
+
+
+def heavy(known: Known, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> tuple[list[str], bytes]:
+    """Return the names of the next records of a store, and the bytes that all of them have."""
+    count, changes = many
+    _, body = record_of(changes)(known)
+    return [commit(number) for number in range(known.newest + 1, known.newest + 1 + count)], body
+
+
+async def heavy_folder(stage: Stage, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+    """Open a store with many records that take much memory once they are decoded."""
+    assert stage.specimen is not None
+    with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
+        place = copied(stage.specimen.folder, folder)
+        [first, *others], body = heavy(Known.of(place, stage.specimen.expired), many)
+        (place / first).write_bytes(body)
+        for key in others:
+            os.link(place / first, place / key)
+        await endure(stage.children, str(place), WALKING, seconds=LONG)
+
+
+async def heavy_server(stage: Stage, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+    """Open the same store over HTTP."""
+    assert stage.specimen is not None
+    keys, body = heavy(Known.of(stage.specimen.folder, stage.specimen.expired), many)
+    served = Served(files(stage.specimen.folder) | dict.fromkeys(keys, body), {})
+    async with answers.serving(served) as server:
+        await endure(stage.children, server.url, WALKING, seconds=LONG)
 
 
 async def hostile_server(stage: Stage, given: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
@@ -147,6 +182,9 @@ def _cases() -> Iterator[Case]:
             for name, changes in table.items()
         ],
     )  # fmt: skip
+    slow = f"right data or a TStoreError, within {LONG:g} s and {MEMORY >> 20} MiB"
+    for where, run in (("folder", heavy_folder), ("server", heavy_server)):
+        yield from family(f"heavy {where}", "has many long records of gcs", slow, run, forgeries.HEAVY.items())
     yield from family("object", "has an odd object", ends, forged_folder, forgeries.OTHERS.items())
     yield from family(
         "root",

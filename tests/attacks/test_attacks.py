@@ -33,7 +33,12 @@ CHOSEN = {
     ],
     "metadata": ["object: record of 100,000 levels", "object: hint of 4,000 digits"],
     "floods": ["silent connections"],
-    "stores": ["server: redirects round", "document: codecs of text", "bomb: zstd, no frame"],
+    "stores": [
+        "server: redirects round",
+        "document: codecs of text",
+        "heavy folder: a gc of 7,000,000 names",
+        "bomb: zstd, no frame",
+    ],
 }
 
 

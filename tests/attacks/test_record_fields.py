@@ -23,6 +23,7 @@ import tstore
 from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
+from tstore.format.layout import commit_key
 from tstore.format.records import (
     Alive,
     Collection,
@@ -36,7 +37,6 @@ from tstore.format.records import (
     encode,
 )
 from tstore.format.references import Body
-from tstore.log.reader import commit_key
 from tstore.storage.base import Backend
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

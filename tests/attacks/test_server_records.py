@@ -26,6 +26,7 @@ from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable, Run, Span, digest
+from tstore.format.layout import commit_key, root_key
 from tstore.format.records import (
     Alive,
     Collection,
@@ -38,7 +39,7 @@ from tstore.format.records import (
     reference,
 )
 from tstore.format.tree import group_document
-from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import ROOT_EVERY
 from tstore.server import Server, admission
 
 VALUES = np.arange(40_000.0)

@@ -37,8 +37,8 @@ from tstore.errors import (
     SnapshotExpired,
     Unavailable,
 )
+from tstore.format.layout import commit_key
 from tstore.log.expiry import living
-from tstore.log.reader import commit_key
 from tstore.storage import upload
 from tstore.storage.base import Durability, PackWriter
 from tstore.storage.connect import connect

@@ -18,7 +18,7 @@ from tstore import Keep
 from tstore.conformance.faulty import FaultyBackend
 from tstore.copying.copy import copy_to
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
-from tstore.log.reader import commit_key
+from tstore.format.layout import commit_key
 from tstore.storage.base import Backend, Durability
 from tstore.storage.connect import connect
 

@@ -13,8 +13,8 @@ import tstore
 from tests.support.served import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, InvalidArgument
+from tstore.format.layout import commit_key
 from tstore.format.records import REPAIR, Collection, Record, encode
-from tstore.log.reader import commit_key
 from tstore.server import Server
 
 VALUES = np.arange(4000.0)

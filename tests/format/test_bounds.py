@@ -11,6 +11,7 @@ import pytest
 
 from tstore.format import bounds
 from tstore.format.bounds import longest, longest_of, packed_excess, text_excess
+from tstore.format.collection_size import collection_excess
 
 TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
 NUMBERS = [0, -1, 200, -200, 70_000, -70_000, 1 << 40, -(1 << 40), (1 << 64) - 1, 1.5]
@@ -77,11 +78,24 @@ def test_the_structure_of_a_hundred_thousand_leaves_has_room() -> None:
 
 def test_every_kind_of_object_has_a_bound() -> None:
     assert longest("tstore.json") == 4 << 10
-    assert longest("commits/00000000000000000001") == 64 << 20
+    assert longest("commits/00000000000000000001") == 32 << 20
     assert longest("txn/a/part-00000-of-00001") == 8 << 20
     assert longest("txn/a/pack-0") is None
     assert longest("elsewhere") is None
-    assert longest_of("commits/00000000000000000001", b"tstoreR\2") == 64 << 20
+    assert longest_of("commits/00000000000000000001", b"tstoreR\2") == 32 << 20
     assert longest_of("commits/00000000000000000001", b"tstoreR\1") == 8 << 20
-    assert longest_of("commits/00000000000000000001", b"tst") == 64 << 20
+    assert longest_of("commits/00000000000000000001", b"tst") == 32 << 20
     assert longest_of("latest", b"tstoreR\1") == 64
+
+
+def test_a_collection_is_counted_as_long_as_it_is_packed() -> None:
+    living = [
+        [n, f"t{n}", 1.5, [f"step/{n}"], True, {f"m{i}": 0.5 for i in range(7)}, []] for n in range(1, 100_001)
+    ]
+    packed = msgspec.msgpack.encode([living, [], {}, [], []])
+    assert collection_excess(packed) == ""
+    many = dict.fromkeys(map(str, range(1 << 20)), 0)
+    names = [[1, "t", 0, [], False, many, []]]
+    assert "more than 2,097,152 values" in collection_excess(msgspec.msgpack.encode([names, [], {}, [], []]))
+    assert "values" in collection_excess(msgspec.msgpack.encode([[], [], many, ["t"], []]))
+    assert "values" in collection_excess(msgspec.msgpack.encode([[[]] * 500_000, [], {}, [], ["a" * (1 << 20)]]))

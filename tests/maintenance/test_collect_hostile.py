@@ -16,8 +16,8 @@ from tests.support.forging import forged
 from tstore import Keep
 from tstore.conformance.faulty import FaultyBackend, open_faulty
 from tstore.errors import Corrupt, Unavailable
+from tstore.format.layout import commit_key
 from tstore.format.records import Alive, Collection, Record
-from tstore.log.reader import commit_key
 from tstore.storage.base import Durability
 
 NOW = timedelta(0)

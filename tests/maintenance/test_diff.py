@@ -20,7 +20,8 @@ import tstore.sync as blocking
 from tstore.cli import main
 from tstore.conformance.faulty import open_faulty
 from tstore.errors import NotFound
-from tstore.log.reader import ROOT_EVERY, root_key
+from tstore.format.layout import root_key
+from tstore.log.reader import ROOT_EVERY
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
 

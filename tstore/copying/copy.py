@@ -52,13 +52,13 @@ from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, pl
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, Shipment, is_sound
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.format.layout import owner_of
+from tstore.format.layout import commit_key, owner_of, root_key
 from tstore.format.records import Collection, ObjectRef, Record, Root, decode, encode, reference
 from tstore.format.tree import Tree
 from tstore.log.expiry import ledger_since, unexpired
 from tstore.log.log import Log
 from tstore.log.marker import read_marker
-from tstore.log.reader import HINT, ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import HINT, ROOT_EVERY
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Backend, Durability
@@ -171,7 +171,7 @@ async def _expiry_of_others(log: Log, inventory: Inventory, name: uuid.UUID) -> 
     """The record of a gc that leaves one version; None where no other lives."""
     base = inventory.base
     last = await log.last_gc(base)
-    earlier = (await log.record(last)).collection if last else None
+    earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
     if not expired:

@@ -7,9 +7,9 @@ from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Denied
+from tstore.format.layout import commit_key
 from tstore.log.log import Log
 from tstore.log.marker import MARKER, Marker, read_marker
-from tstore.log.reader import commit_key
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Backend, Durability
 from tstore.storage.probe import prove

@@ -133,7 +133,7 @@ class Living(NamedTuple):
 async def living_as_of(log: Log, version: int) -> Living:
     """The versions that live as of one."""
     kept, gc = await living(log, version)
-    collection = (await log.record(gc)).collection if gc else None
+    collection = await log.collection(gc) if gc else None
     entries = collection.alive if collection is not None else ()
     return Living(gc, kept, frozenset(key for entry in entries for key in entry.holds))
 

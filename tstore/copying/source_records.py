@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.errors import Conflict, Corrupt, NotFound
+from tstore.format.layout import commit_key
 from tstore.format.records import Record, decode, encode
-from tstore.log.reader import commit_key
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Backend
 

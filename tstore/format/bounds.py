@@ -4,8 +4,8 @@
     marker                       tstore.json                 4 KiB
     hint                         latest                      64
     record                       commits/<20 digits>         8 MiB
-    record of a gc               commits/<20 digits>         64 MiB   (it lists the living versions)
-    damaged record               damaged/…                   64 MiB   (what `tstore repair` has put aside)
+    record of a gc               commits/<20 digits>         32 MiB   (it lists the living versions)
+    damaged record               damaged/…                   32 MiB   (what `tstore repair` has put aside)
     root                         roots/<20 digits>           1 GiB
     manifest                     txn/<id>/manifest…          1 GiB
     fragment                     txn/<id>/part-…             8 MiB
@@ -20,11 +20,13 @@
     structure of a fragment      64 bytes (a checksum)
     path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, tags, objects, versions that expired)
-    living versions              524,288
+    living versions              419,430
+    values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each tag that expired,
+                                 1 for each other name or number; so a client needs about 250 MiB for one
 
 A kind of record is told by its first 8 bytes, so that whoever receives one piece by piece can stop early
 (`longest_of`). Writers are refused by the call that would exceed a bound. There is room for the structure of 10^5
-leaves (about 10^6 values) and for 10^5 living versions (about 20 MiB).
+leaves (about 10^6 values) and for 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ import struct
 import numpy as np
 
 __all__ = [
+    "ALIVE_VALUES",
     "COLLECTION_BYTES",
+    "COLLECTION_VALUES",
     "DOCUMENT_BYTES",
     "DOCUMENT_LEVELS",
     "DOCUMENT_VALUES",
@@ -56,6 +60,7 @@ __all__ = [
     "RECORD_BYTES",
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
+    "contained",
     "longest",
     "longest_of",
     "packed_excess",
@@ -66,7 +71,7 @@ __all__ = [
 MARKER_BYTES = 4 << 10
 HINT_BYTES = 64
 RECORD_BYTES = 8 << 20
-COLLECTION_BYTES = 64 << 20
+COLLECTION_BYTES = 32 << 20
 ROOT_BYTES = 1 << 30
 MANIFEST_BYTES = 1 << 30
 FRAGMENT_BYTES = 8 << 20
@@ -78,7 +83,9 @@ DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MOST_NAMES = 1 << 20
-MOST_ALIVE = 1 << 19
+COLLECTION_VALUES = 1 << 21
+ALIVE_VALUES = 5
+MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD = 8
 """Bytes at the front of a record that tell its kind."""
@@ -154,6 +161,11 @@ def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
         if open_ones:
             open_ones[-1] -= 1
     return ""
+
+
+def contained(data: bytes | memoryview) -> int:
+    """Return how many values the first one of msgpack contains: the items of a list, keys and values of a map."""
+    return _inside(data, 0)[0] if len(data) else 0
 
 
 _LENGTHS = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "commit_key",
     "is_manifest",
     "is_object",
     "is_pack",
@@ -21,6 +22,7 @@ __all__ = [
     "is_transaction",
     "is_written",
     "owner_of",
+    "root_key",
 ]
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
@@ -30,6 +32,16 @@ _ROOT = re.compile("roots/[0-9]{20}")
 _WRITTEN = re.compile(f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
 _DAMAGED = "damaged/[0-9]{20}-[0-9a-f]{32}"
 _OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_DAMAGED}|{_WRITTEN.pattern}")
+
+
+def commit_key(version: int) -> str:
+    """The key of a commit's record."""
+    return f"commits/{version:020d}"
+
+
+def root_key(version: int) -> str:
+    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
+    return f"roots/{version:020d}"
 
 
 def is_object(key: str) -> bool:

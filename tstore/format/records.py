@@ -23,6 +23,7 @@ from tstore.format.bounds import (
     STRUCTURE_BYTES,
     packed_excess,
 )
+from tstore.format.collection_size import collection_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, check_of, sealed, unsealed
 from tstore.format.layout import is_pack, is_root, is_written, owner_of
 from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef, reference
@@ -319,6 +320,8 @@ def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
     try:
         if len(packed) > METADATA_VALUES and kind in _OUTLINES:
             outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+            if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
+                raise Corrupt(f"a garbage collection has {excess}")
             for holder in (outline, *getattr(outline, "parts", ())):
                 metadata = memoryview(holder.metadata)
                 excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)

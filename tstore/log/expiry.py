@@ -14,7 +14,7 @@ from tstore.format.records import Alive, Collection, Record, date_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.log import Log
-from tstore.runtime.concurrency import batched, together
+from tstore.runtime.concurrency import each
 
 __all__ = [
     "changes_nothing",
@@ -36,7 +36,7 @@ async def living(log: Log, at: int) -> tuple[frozenset[int], int]:
     What was committed after the gc lives too.
     """
     last = await log.last_gc(at)
-    collection = (await log.record(last)).collection if last else None
+    collection = await log.collection(last) if last else None
     return (frozenset(), 0) if collection is None else (collection.versions, last)
 
 
@@ -98,17 +98,17 @@ def changes_nothing(record: Record) -> bool:
 async def ledger_since(log: Log, gc: int, alive: Iterable[Alive], version: int) -> Ledger:
     """Return what lives as of a version: `alive` as of a gc (0 for none), and what was committed since then."""
     ledger = Ledger(alive)
-    for numbers in batched(range(gc + 1, version + 1)):
-        for number, record in zip(numbers, await together(log.record, numbers), strict=True):
-            ledger.add(number, record)
+    async for number, record in each(log.record, range(gc + 1, version + 1)):
+        ledger.add(number, record)
     return ledger
 
 
 async def collections(log: Log, last: int) -> AsyncIterator[tuple[int, Collection]]:
     """The gcs up to one, the newest first; each names an older one, so that their number is bounded."""
-    while last and (collection := (record := await log.record(last)).collection) is not None:
+    while last and (collection := await log.collection(last)) is not None:
         yield last, collection
-        last = await log.gc_named(record.collected)
+        del collection  # two of them may take too much memory
+        last = await log.gc_named((await log.record(last)).collected)
 
 
 async def _expired(log: Log, what: str, gc: int) -> SnapshotExpired:

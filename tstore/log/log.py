@@ -40,11 +40,12 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Record, Stored, check_of, encode, framed
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Entry, Newer, Retry, Validate, next_pause
-from tstore.log.reader import HINT, ROOT_EVERY, Records, commit_key, root_key
+from tstore.log.reader import HINT, ROOT_EVERY, Records
 from tstore.storage.base import Backend, Durability, Offer
 
 __all__ = ["Log"]
@@ -83,6 +84,11 @@ class _Offer:
             self._offer = self._backend.offer(self._framed.data, self.durability)
         await self._offer.create(commit_key(version))
         return Stored(self._framed.parsed, check_of(self._framed.data))
+
+    @property
+    def size(self) -> int:
+        """How many bytes the record has."""
+        return len(self._framed.data)
 
     async def withdraw(self) -> None:
         """Gives back what was prepared."""
@@ -123,8 +129,7 @@ class Log(Records):
 
         async def checked(newer: Newer) -> Record:
             for version, other in newer:
-                if other.collection is not None:  # of several that go together each may be condemned
-                    check_condemned(self.backend.url, record, version, other.collection)
+                await self._check_condemned(record, version, other)  # of several that go together each may be
             return await validate(newer)
 
         entry = Entry(record, checked, retried, changes, len(first.data))
@@ -159,7 +164,7 @@ class Log(Records):
                     await self._settle(version, record.transaction, offer.durability)
                     return await self._appended(version)
                 if other.collection is not None:  # before any is validated, as what it condemned may be gone
-                    check_condemned(self.backend.url, record, version, other.collection)
+                    await self._check_condemned(record, version, other)
                     collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
             # the manifests below `whole` may be collected; it meets all that they could meet
@@ -193,7 +198,7 @@ class Log(Records):
                 if await self._met(asked, record.transaction) is None:
                     raise  # else it landed before it failed, as when only its folder could not be made durable
             else:
-                self._records.put(asked, made)
+                self.keep(asked, made, offer.size)
                 return await self._appended(asked)
             tries += 1
 
@@ -211,8 +216,12 @@ class Log(Records):
         for version, other in enumerate(await self.above(base), base + 1):
             if other.transaction == transaction:
                 return
-            if other.collection is not None:
-                check_condemned(self.backend.url, Record(transaction, base, 0.0), version, other.collection)
+            await self._check_condemned(Record(transaction, base, 0.0), version, other)
+
+    async def _check_condemned(self, record: Record, version: int, other: Record) -> None:
+        """Raises `Conflict` where a newer commit is a gc's that condemned the record, or what that re-uses."""
+        if other.collection is not None and (gone := await self.collection(version)) is not None:
+            check_condemned(self.backend.url, record, version, gone)
 
     async def _decide(self, version: int, record: Record, cause: Unavailable) -> None:
         """Makes sure that the unanswered create of `version` has landed or never will."""

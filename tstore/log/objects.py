@@ -28,13 +28,17 @@ class Objects:
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._turns = weakref.WeakKeyDictionary()  # to read a long object
 
-    async def taken(self, key: str, take: Callable[[bytes], V]) -> V:
-        """What is made of the bytes of an object; where these are many, of no other at the same time."""
+    async def taken(self, key: str, take: Callable[[bytes], V], known: Callable[[], V | None] = lambda: None) -> V:
+        """What is made of the bytes of an object; where these are many, of no other at the same time.
+
+        `known` tells what another task has made of them meanwhile.
+        """
         try:
             data = await self.backend.get(key, SHORT)
         except Corrupt:  # it is longer, or `get` says the same again
             async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-                return take(await self.backend.get(key))
+                made = known()
+                return take(await self.backend.get(key)) if made is None else made
         return take(data)
 
     async def manifests(self, record: Record) -> list[Manifest]:

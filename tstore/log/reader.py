@@ -29,10 +29,13 @@ import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
 
+from msgspec.structs import replace
+
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
-from tstore.format.records import Manifest, Record, Root, Stored, check_of
+from tstore.format.layout import commit_key, root_key
+from tstore.format.records import Manifest, Record, Root, Stored, check_of, size_of
 from tstore.format.tree import Changes, Tree, tree_of
-from tstore.log.objects import Objects
+from tstore.log.decisions import Deciding
 from tstore.log.recent import Recent
 from tstore.log.search import NEVER, Search
 from tstore.runtime.concurrency import InTurn
@@ -40,24 +43,14 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Backend
 from tstore.storage.cache.store import forget
 
-__all__ = ["HINT", "ROOT_EVERY", "Records", "commit_key", "read_hint", "root_key"]
+__all__ = ["HINT", "ROOT_EVERY", "Records", "read_hint"]
 
 ROOT_EVERY = 64
 HINT = "latest"
 
-_CACHED, _CACHED_BYTES = 256, 64 << 20  # records, and their bytes as they are stored
+_CACHED, _CACHED_BYTES = 256, 8 << 20  # records, and their bytes as they are stored
 _TREES = 4
 _MOST_AHEAD = 32
-
-
-def commit_key(version: int) -> str:
-    """The key of a commit's record."""
-    return f"commits/{version:020d}"
-
-
-def root_key(version: int) -> str:
-    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
-    return f"roots/{version:020d}"
 
 
 async def read_hint(backend: Backend) -> int:
@@ -69,7 +62,7 @@ async def read_hint(backend: Backend) -> int:
     return hint if 0 < hint < NEVER else 0
 
 
-class Records(Objects):
+class Records(Deciding):
     """The commits of one store. `hint` is what `read_hint` gave, if that was asked already.
 
     The event loops of several threads may use one.
@@ -213,20 +206,26 @@ class Records(Objects):
         """The record of a version with its checksum; `NotFound` where there is none."""
         if (known := self._records.get(version)) is not None:
             return known
-        return await self.taken(commit_key(version), lambda data: self._keep_data(version, data))
+        key = commit_key(version)
+        return await self.taken(
+            key, lambda data: self._keep_data(version, data), lambda: self._records.get(version)
+        )
+
+    def keep(self, version: int, stored: Stored, size: int) -> Stored:
+        """Remember the record of a version, of `size` bytes, and return it as `stored` does."""
+        record = self._apart(version, stored.record, size)
+        if record is not stored.record:
+            stored, size = Stored(record, stored.check), size_of(replace(record, collection=None))
+        self._records.put(version, stored, size)
+        return stored
 
     def _keep_data(self, version: int, data: bytes) -> Stored:
         """The record in what was read of a version, which is kept."""
-        record = self.decoded(commit_key(version), data, Record)
-        try:
-            record.check_number(version)
-        except Corrupt as error:
-            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}; {self.advice}") from error
+        record = self._record_in(version, data)
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self._voided.update(v for v in record.voids if 0 < v < version)
-        self._records.put(version, stored := Stored(record, check_of(data)), len(data))
-        return stored
+        return self.keep(version, Stored(record, check_of(data)), len(data))
 
     async def _check_voided(self) -> None:
         """Raises `TimelineChanged` where a record that is known was voided since, by what a record says.
@@ -267,7 +266,7 @@ class Records(Objects):
         else:
             manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
         for number, record, found in zip(numbers, records, manifests, strict=True):
-            tree = tree.after(number, record, found)
+            tree = tree.after(number, await self.whole(number, record), found)
         if self._voided:  # told of by a record on the way
             return await self.tree(version)
         self._trees.put(version, tree)
@@ -308,32 +307,6 @@ class Records(Objects):
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # it only saves time
             return await self.read(root_key(version), Root)
         return None
-
-    async def collected(self, version: int) -> int:
-        """What the record of a version says is the newest gc up to it, 0 for none."""
-        if version == 0:
-            return 0
-        record = await self.record(version)
-        return record.collected if record.collection is None else version
-
-    async def last_gc(self, version: int) -> int:
-        """The version of the newest gc up to a version, 0 where there is none; `Corrupt`."""
-        return await self.gc_named(await self.collected(version))
-
-    async def gc_named(self, last: int) -> int:
-        """The version of the gc that a record names as the last before it.
-
-        Raises `Corrupt` where that is none. A void record stands for the gc before it: `tstore repair` may have
-        put it in the place of a gc's.
-        """
-        while last and (record := await self.record(last)).collection is None:
-            if not record.void:
-                raise Corrupt(
-                    f"{self.backend.url}: {commit_key(last)} is named as the record of a garbage collection, and "
-                    f"is none; {self.advice}"
-                )
-            last = record.collected
-        return last
 
     async def _exists(self, version: int) -> bool:
         if version in self._records:

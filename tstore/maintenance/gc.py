@@ -32,13 +32,13 @@ from typing import NamedTuple
 from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.condemned import is_collectable, packs_of
-from tstore.format.layout import is_manifest, is_object, is_pack, is_transaction, is_written, owner_of
+from tstore.format.layout import is_manifest, is_object, is_pack, is_transaction, is_written, owner_of, root_key
 from tstore.format.records import Collection, ObjectRef, Record
 from tstore.format.retention import Keep, Ledger
 from tstore.log.expiry import ledger_since, living
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
-from tstore.log.reader import ROOT_EVERY, root_key
+from tstore.log.reader import ROOT_EVERY
 from tstore.runtime import world
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import uncancelled
@@ -188,7 +188,7 @@ class _Plan:
 
 async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
     _, last = await living(log, base)
-    earlier = (await log.record(last)).collection if last else None
+    earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
     plan = _Plan(base, ledger)

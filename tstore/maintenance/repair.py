@@ -26,13 +26,13 @@ import numpy as np
 import xxhash
 
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.format.layout import is_record, is_transaction
+from tstore.format.layout import commit_key, is_record, is_transaction, root_key
 from tstore.format.records import REPAIR, VOIDED, Collection, Record, encode
 from tstore.format.retention import Ledger
 from tstore.log.expiry import changes_nothing, ledger_since, living
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
-from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import ROOT_EVERY
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Backend, Durability
@@ -279,7 +279,7 @@ def _with(record: Record, ledger: Ledger, gone: Collection) -> Record:
 async def _ledger(log: Log, base: int, voided: Sequence[int]) -> tuple[Ledger, Collection | None]:
     """The versions that live, and what a gc is to tell of those voided; None where the last one lists none."""
     last = await log.last_gc(base)
-    earlier = (await log.record(last)).collection if last else None
+    earlier = await log.collection(last) if last else None
     listed = [] if earlier is None else [v for v in voided if v in earlier.versions]
     if earlier is None or not listed:
         return Ledger(), None

@@ -12,13 +12,13 @@ import numpy as np
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.chunk_refs import BLOCK, ChunkRow, block_checks
-from tstore.format.layout import is_object, is_record
+from tstore.format.layout import commit_key, is_object, is_record, root_key
 from tstore.format.records import Manifest, ObjectRef, Record, Root
 from tstore.format.tree import OWN, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, living
 from tstore.log.log import Log
-from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import ROOT_EVERY
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import each
@@ -250,7 +250,7 @@ class _Rebuilt:
                     manifests = await self._log.manifests(record)
                 except (Corrupt, NotFound, UnsupportedFormat):
                     self._whole = False
-            self._tree = self._tree.after(number, record, manifests)
+            self._tree = self._tree.after(number, await self._log.whole(number, record), manifests)
 
 
 async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:

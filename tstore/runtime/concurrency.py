@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
-__all__ = ["InTurn", "batched", "together"]
+__all__ = ["InTurn", "batched", "each", "together"]
 
 _AT_ONCE = 64
 
@@ -31,6 +31,13 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
         async with _begun(call, batch) as calls:
             found += await asyncio.gather(*calls)
     return found
+
+
+async def each(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIterator[tuple[K, V]]:
+    """Yield each item with what the call returns for it, in order; some are under way at once."""
+    for batch in batched(items):
+        for item, found in zip(batch, await together(call, batch), strict=True):
+            yield item, found
 
 
 class InTurn(Generic[K, V]):

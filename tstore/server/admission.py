@@ -26,12 +26,13 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import check_collection, packs_of
+from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Manifest, ObjectRef, Record, Root, check_of, decode, encode
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends
 from tstore.log.log import Log
-from tstore.log.reader import ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import ROOT_EVERY
 from tstore.log.recent import Recent
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run

@@ -14,7 +14,6 @@ __all__ = [
     "HELD",
     "LIMITS",
     "LONGEST_HELD",
-    "LONGEST_SMALL",
     "MOST_RATE",
     "PIECE",
     "SMALLER",
@@ -34,16 +33,13 @@ HELD = 256 << 20
 """Bytes of bodies that are in memory at once: those that are checked before they are stored."""
 
 LONGEST_HELD = 192 << 20
-"""The longest body that is held in memory."""
+"""The longest body that is held in memory, where `bounds.longest` lets an object of its name be longer."""
 
 SMALLER = "choose larger chunks, or write to its storage directly"
 """What a client can do whose metadata is too long for a server."""
 
 UPLOADS = 8
 """Objects on their way at once to a storage that is not local; they are whole by then."""
-
-LONGEST_SMALL = 4 << 10
-"""The longest marker, hint or heartbeat."""
 
 
 MOST_RATE = 1 << 20

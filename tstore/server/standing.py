@@ -7,24 +7,25 @@ repair's own commit, the newest then, tells of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import Condemned
-from tstore.format.layout import owner_of
+from tstore.format.layout import commit_key, owner_of
 from tstore.format.records import Alive, Manifest, Record, check_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, ledger_since
 from tstore.log.log import Log
-from tstore.log.reader import commit_key
-from tstore.runtime.concurrency import batched, together
+from tstore.runtime.concurrency import each
 from tstore.storage.base import Backend
 
 __all__ = ["Standing", "weight_of"]
 
 _REMEMBERED = 1024
 _GCS = 8
+_CONDEMNED = 1 << 20  # names that the last gcs condemned together
 
 
 class Standing:
@@ -59,18 +60,16 @@ class Standing:
         log = Log(backend)
         found._ledger = None
         found.version, found.check = version, (await log.stored(version)).check
-        for numbers in batched(range(max(1, version - _REMEMBERED + 1), version + 1)):
-            for number, record in zip(numbers, await together(log.record, numbers), strict=True):
-                found._remember(number, record)
+        async for number, record in each(log.record, range(max(1, version - _REMEMBERED + 1), version + 1)):
+            found._remember(number, record)
         await found._read_collections(log)
         try:
             found.tree = await log.tree(version)
             found.weight = weight_of(found.tree.manifest())
         except (Corrupt, NotFound, UnsupportedFormat):
             found.whole = False
-            for numbers in batched(range(1, version + 1)):
-                for number, record in zip(numbers, await together(log.record, numbers), strict=True):
-                    found.tree = found.tree.after(number, record, [])
+            async for number, record in each(log.record, range(1, version + 1)):
+                found.tree = found.tree.after(number, await log.whole(number, record), [])
         return found
 
     async def _read_collections(self, log: Log) -> None:
@@ -79,28 +78,28 @@ class Standing:
         async for gc, collection in collections(log, await log.gc_named(self.collected)):
             if not self._condemned:
                 self.gc, self._alive = gc, collection.alive
-            self._condemned.append(Condemned.by(collection))
-            if len(self._condemned) == _GCS:
+            before, self._condemned = self._condemned, _last([*self._condemned, Condemned.by(collection)])
+            if len(self._condemned) in (len(before), _GCS):
                 break
 
     async def follow(self, backend: Backend, version: int) -> bool:
         """Go on to a later version, by the records that others created; False where one voided an older one."""
         log = Log(backend)
-        for numbers in batched(range(self.version + 1, version + 1)):
-            for number, (record, check) in zip(numbers, await together(log.stored, numbers), strict=True):
-                if record.voids:
-                    return False
-                manifests: list[Manifest] = []
-                there = True
-                try:
-                    manifests = await log.manifests(record)
-                except (Corrupt, NotFound, UnsupportedFormat):
-                    there = False
-                if number == self.version + 1:  # else it was taken in meanwhile
-                    whole = there and (self.whole or record.replaces)
-                    weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
-                    tree = self.tree.after(number, record, manifests)
-                    self.goes_on(number, record, check, tree, whole=whole, weight=weight)
+        async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
+            if record.voids:
+                return False
+            manifests: list[Manifest] = []
+            there = True
+            try:
+                manifests = await log.manifests(record)
+            except (Corrupt, NotFound, UnsupportedFormat):
+                there = False
+            record = await log.whole(number, record)
+            if number == self.version + 1:  # else it was taken in meanwhile
+                whole = there and (self.whole or record.replaces)
+                weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
+                tree = self.tree.after(number, record, manifests)
+                self.goes_on(number, record, check, tree, whole=whole, weight=weight)
         return True
 
     def goes_on(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
@@ -112,7 +111,7 @@ class Standing:
         if record.collection is not None:
             self.gc = version
             self._alive = record.collection.alive
-            self._condemned = [Condemned.by(record.collection), *self._condemned[: _GCS - 1]]
+            self._condemned = _last([Condemned.by(record.collection), *self._condemned])
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
             self._ledger.add(version, record)
@@ -158,6 +157,16 @@ class Standing:
             self._recent.update(dict.fromkeys(record.transactions, version))
         while len(self._recent) > _REMEMBERED:
             del self._recent[next(iter(self._recent))]
+
+
+def _last(condemned: Sequence[Condemned]) -> list[Condemned]:
+    """Return the newest of what gcs condemned, the newest first: so many that memory is bounded, one at least."""
+    counts = itertools.accumulate(len(gone.transactions) + len(gone.objects) for gone in condemned[:_GCS])
+    return [
+        gone
+        for at, (gone, count) in enumerate(zip(condemned, counts, strict=False))
+        if not at or count <= _CONDEMNED
+    ]
 
 
 def weight_of(manifest: Manifest) -> int:

@@ -16,12 +16,13 @@ import xxhash
 from aiohttp import web
 
 from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.bounds import longest
 from tstore.format.records import Record, Root
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
 from tstore.server.bodies import declared_length, received
-from tstore.server.limits import HELD, LONGEST_HELD, LONGEST_SMALL, PIECE, Limits
+from tstore.server.limits import HELD, LONGEST_HELD, PIECE, Limits
 from tstore.server.metadata import parsed
 from tstore.server.names import Kind, number_of
 from tstore.server.responses import Refused
@@ -33,7 +34,6 @@ from tstore.storage.objects import PutMode
 
 __all__ = ["Storing"]
 
-_SMALL = (Kind.MARKER, Kind.HINT, Kind.HEARTBEAT, Kind.MERGER)
 _SHORT = 16 << 10  # bytes that are parsed sooner than a thread is woken
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
@@ -91,7 +91,7 @@ class Storing:
             await self._receive(request, most, incoming.write)
 
     async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope) -> None:
-        most = LONGEST_SMALL if kind in _SMALL else LONGEST_HELD
+        most = min(LONGEST_HELD, longest(key) or LONGEST_HELD)
         declared_length(request, most)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import tstore
 from tstore.errors import NotAStore, SnapshotExpired, TStoreError
-from tstore.log.reader import commit_key
+from tstore.format.layout import commit_key
 from tstore.simulation.checker import Committed, violations
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History

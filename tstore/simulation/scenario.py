@@ -7,7 +7,7 @@ import random
 from typing import Literal, NamedTuple
 
 import tstore
-from tstore.log.reader import root_key
+from tstore.format.layout import root_key
 from tstore.runtime.pool import inline
 from tstore.runtime.world import inhabited
 from tstore.simulation.edits import create
