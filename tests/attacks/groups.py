@@ -6,10 +6,9 @@ from tests.attacks import floods, lists, metadata, requests, scopes, seeded, sto
 from tests.attacks.case import family
 from tests.attacks.judge import Group
 
-__all__ = ["PRELOAD", "SHARES", "groups"]
+__all__ = ["NAMES", "PRELOAD", "groups"]
 
-SHARES = {"requests": 2, "scopes": 10, "metadata": 5, "floods": 10, "stores": 0}
-"""The time of each in relation to the others', for each part of a group; those beside others take none."""
+NAMES = ("requests", "scopes", "metadata", "floods", "stores")
 
 PRELOAD = ["tests.attacks.honest", "tests.attacks.victim"]
 """What clients in processes of their own need."""
@@ -27,11 +26,11 @@ def groups(seed: int) -> list[Group]:
         [(str(n), n) for n in range(seed * _SEEDED, (seed + 1) * _SEEDED)],
     )
     return [
-        Group("requests", [*requests.CASES, *drawn], lambda stage: stage.target, bare=True),
-        Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True),
+        Group("requests", [*requests.CASES, *drawn], lambda stage: stage.target, bare=True, each=0.15),
+        Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True, each=0.15),
         Group("scopes", scopes.CASES, lambda stage: stage),
         Group("metadata", metadata.CASES, lambda stage: stage),
-        Group("floods", [*lists.CASES, *floods.PLAIN], lambda stage: stage),
-        Group("floods", floods.TLS, lambda stage: stage, tls=True),
-        Group("stores", stores.CASES, lambda stage: stage, together=12),
+        Group("floods", [*lists.CASES, *floods.PLAIN], lambda stage: stage, each=20),
+        Group("floods", floods.TLS, lambda stage: stage, tls=True, each=20),
+        Group("stores", stores.CASES, lambda stage: stage, together=12, each=20),
     ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tests.attacks.case import Broken, Case
 from tests.attacks.stage import Stage
 
-__all__ = ["Group", "Result", "run"]
+__all__ = ["Group", "Result", "run", "share", "untried"]
 
 LONGEST = 200.0
 """Seconds after which a case that does not end is broken."""
@@ -29,6 +29,22 @@ class Group(NamedTuple):
     tls: bool = False
     together: int = 0
     """How many cases run at once, if they need no server."""
+    each: float = 1.0
+    """Seconds that a case takes on two cores that have more to do."""
+
+    @property
+    def expected(self) -> float:
+        """Seconds that all its cases take on such a machine."""
+        return self.each * len(self.cases) / max(1, self.together)
+
+
+def share(left: float, expected: float, later: float) -> float:
+    """Return the seconds that a group may take, of those that are left for it and for later ones.
+
+    Where more is left than all are expected to take, it may take half of that besides its own.
+    """
+    spare = left - expected - later
+    return expected + spare / 2 if spare >= 0 else left * expected / (expected + later)
 
 
 @dataclass
@@ -66,6 +82,12 @@ class Result:
             "honest_requests": self.asked,
             "honest_requests_kept": self.kept,
         }
+
+
+def untried(results: Sequence[Result], seconds: float) -> str:
+    """Return a sentence about the cases that were not tried, "" if all were."""
+    left = ", ".join(f"{result.untried} of {result.name}" for result in results if result.untried)
+    return f"Not tried within {seconds:g} s: {left}. Allow more with --seconds." if left else ""
 
 
 async def run(

@@ -16,8 +16,8 @@ from rich.console import Console
 from tests.attacks import floods
 from tests.attacks.case import Case, check
 from tests.attacks.children import Children
-from tests.attacks.groups import PRELOAD, SHARES, groups
-from tests.attacks.judge import Group, Result, run
+from tests.attacks.groups import NAMES, PRELOAD, groups
+from tests.attacks.judge import Group, Result, run, share, untried
 from tests.attacks.specimen import Specimen
 from tests.attacks.stage import Stage
 from tests.attacks.table import show
@@ -82,7 +82,7 @@ def test_the_names_of_cases_are_different() -> None:
     for group in groups(0):
         names = [case.name for case in group.cases]
         assert [name for name in set(names) if names.count(name) > 1] == [], group.name
-    assert {group.name for group in groups(0)} == set(SHARES)
+    assert {group.name for group in groups(0)} == set(NAMES)
 
 
 async def test_a_case_that_breaks_is_told(specimens: tuple[Path, Path, Specimen]) -> None:
@@ -132,3 +132,22 @@ def test_the_command_lists_its_cases() -> None:
     place = Path(__file__).parent.parent.parent
     said = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "floods: slow packs: sends 128 packs" in said
+
+
+def test_a_group_may_take_what_the_others_leave() -> None:
+    assert share(400, 50, 150) == 150
+    assert share(100, 50, 150) == 25
+    assert share(60, 50, 0) == 55
+
+
+def test_cases_that_were_not_tried_are_told() -> None:
+    assert untried([Result("requests", held=3)], 5) == ""
+    assert untried([Result("requests", untried=36)], 5).startswith("Not tried within 5 s: 36 of requests.")
+
+
+@pytest.mark.timeout(120)
+def test_the_exit_status_tells_that_cases_were_not_tried() -> None:
+    command = [sys.executable, "-m", "tests.attacks", "--group", "metadata", "--seconds", "0.001"]
+    place = Path(__file__).parent.parent.parent
+    ended = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=100)
+    assert (ended.returncode, "of metadata" in ended.stderr) == (3, True), ended.stderr
