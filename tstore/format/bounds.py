@@ -118,12 +118,11 @@ def longest(key: str) -> int | None:
     return next((most for begin, most in _WRITTEN.items() if name.startswith(begin)), None)
 
 
-def longest_of(key: str, head: bytes) -> int | None:
+def longest_of(key: str, head: bytes | bytearray) -> int | None:
     """Return the same where the first `HEAD` bytes of the object are known: only a gc's record is a long one."""
-    most = longest(key)
-    if key.startswith("commits/") and len(head) >= HEAD and head[:HEAD] != _COLLECTING:
-        return RECORD_BYTES
-    return most
+    if key.startswith("commits/") and len(head) >= HEAD:
+        return COLLECTION_BYTES if head.startswith(_COLLECTING) else RECORD_BYTES
+    return longest(key)
 
 
 def path_excess(path: str) -> str:

@@ -20,6 +20,7 @@ from tstore.errors import Corrupt
 __all__ = [
     "BLOCK",
     "CHECK_SIZE",
+    "SHORT",
     "ChunkRow",
     "ChunkSource",
     "ChunkTable",
@@ -32,6 +33,7 @@ __all__ = [
     "gather",
     "largest",
     "layered",
+    "total",
 ]
 
 BLOCK = 1 << 20
@@ -40,7 +42,7 @@ BLOCK = 1 << 20
 CHECK_SIZE = 16
 
 _MERGED = 16
-_SHORT = 64  # values: up to so many are looked at faster one by one in Python than by NumPy
+SHORT = 64  # values, or rows: up to so many are looked at faster one by one in Python than by NumPy
 
 digest = xxhash.xxh3_128_digest
 
@@ -149,18 +151,14 @@ class ChunkTable:
     @functools.cached_property
     def rows(self) -> list[tuple[int, int, int, int, bytes]]:
         """The rows as Python values: number, pack, offset, length, checks; for loops over chunks."""
-        data, ends = self.checks.tobytes(), (self.blocks * CHECK_SIZE).tolist()
+        data, lengths = self.checks.tobytes(), self.length.tolist()
+        if len(lengths) <= SHORT:
+            ends = list(itertools.accumulate([_blocks_in(length) * CHECK_SIZE for length in lengths], initial=0))
+        else:
+            ends = (self.blocks * CHECK_SIZE).tolist()
         checks = [data[a:b] for a, b in itertools.pairwise(ends)]
-        return list(
-            zip(
-                self.index.tolist(),
-                self.pack.tolist(),
-                self.offset.tolist(),
-                self.length.tolist(),
-                checks,
-                strict=True,
-            )
-        )
+        columns = self.index.tolist(), self.pack.tolist(), self.offset.tolist(), lengths, checks
+        return list(zip(*columns, strict=True))
 
     def equals(self, other: ChunkTable) -> bool:
         """Whether both have the same rows in the same order; packs may be numbered in another one."""
@@ -182,11 +180,10 @@ class ChunkTable:
             raise Corrupt("the columns of a manifest differ in length")
         if n and largest(self.pack) >= len(self.packs):
             raise Corrupt("a manifest refers to a pack that it does not name")
-        if max(largest(self.length), largest(self.offset)) >= 1 << 62:
+        longest = largest(self.length)
+        if longest >= 1 << 62 or largest(self.offset) >= 1 << 62:
             raise Corrupt("a manifest holds an impossible offset or length")
-        short = n <= _SHORT
-        blocks = sum(map(_blocks_in, self.length.tolist())) if short else int(self.blocks[-1])
-        if blocks != len(self.checks):
+        if len(self.checks) != (n if longest <= BLOCK else int(self.blocks[-1])):
             raise Corrupt("a manifest holds a wrong number of checksums")
 
     def take(self, at: slice | npt.NDArray[np.integer[Any]]) -> ChunkTable:
@@ -373,14 +370,24 @@ def column(data: bytes, kind: str) -> npt.NDArray[Any]:
 
 def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
     """Return the largest value of a column, 0 where it is empty."""
-    return max(values.tolist(), default=0) if len(values) <= _SHORT else int(values.max())
+    if len(values) > SHORT:
+        return int(values.max())
+    listed = values.tolist()
+    return max(listed) if listed else 0
+
+
+def total(values: npt.NDArray[np.uint64], most: int) -> int:
+    """Return the sum of a column, or -1 where one value is above `most`, so that the sum may not fit 64 bits."""
+    if len(values) <= SHORT:
+        return sum(values.tolist())
+    return int(values.sum()) if largest(values) <= most else -1
 
 
 def as_checks(data: bytes) -> npt.NDArray[np.uint8]:
     """The checks in a column, one row of 16 bytes each."""
     if len(data) % CHECK_SIZE:
         raise Corrupt(f"{len(data)} bytes of checksums are no multiple of {CHECK_SIZE}")
-    return np.frombuffer(data, np.uint8).reshape(-1, CHECK_SIZE)
+    return np.ndarray((len(data) // CHECK_SIZE, CHECK_SIZE), np.uint8, data)
 
 
 def _blocks_in(length: int) -> int:

@@ -7,6 +7,7 @@ buffers and not a million objects. Columns are little-endian.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MOST_NAMES
-from tstore.format.chunk_refs import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest
+from tstore.format.chunk_refs import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest, total
 from tstore.format.frame import SHORTEST, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
@@ -78,39 +79,47 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @functools.cached_property
     def table(self) -> ChunkTable:
-        """All chunk rows; raises `Corrupt` where columns and node counts do not fit each other."""
+        """All chunk rows; raises `Corrupt` where any value of the manifest can't be."""
+        table = self._unchecked_table()
+        table.validate()
+        self._check_nodes(len(table))
+        check_keys(filter(None, self.packs), is_pack, "a pack")
+        if len(table) > 1:
+            self._check_order(table.index)
+        check_documents(self.documents)
+        return table
+
+    def validate(self) -> None:
+        """Raise `Corrupt` where its values can't be."""
+        _ = self.table
+
+    def _unchecked_table(self) -> ChunkTable:
         carried = iter(self.inline)
         if self.packs.count("") != len(self.inline):
             raise Corrupt("a manifest does not hold the packs that should travel in it")
-        table = ChunkTable(
-            tuple(key or next(carried) for key in self.packs),
+        return ChunkTable(
+            tuple([key or next(carried) for key in self.packs]),
             column(self.index, "<u8"),
             column(self.pack, "<u4"),
             column(self.offset, "<u8"),
             column(self.length, "<u8"),
             as_checks(self.checks),
         )
-        table.validate()
-        n, counts = len(self.paths), column(self.count, "<u8")
-        fits = len(self.document) == 4 * n and len(self.fresh) == n and len(self.count) == 8 * n
-        if not fits or largest(counts) > len(table) or int(counts.sum()) != len(table):
+
+    def _check_nodes(self, rows: int) -> None:
+        """Check the columns of the nodes, which have that many chunks together."""
+        n = len(self.paths)
+        if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
+            raise Corrupt("the columns of a manifest do not fit each other")
+        if total(column(self.count, "<u8"), rows) != rows:
             raise Corrupt("the columns of a manifest do not fit each other")
         if n and largest(column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not hold")
-        return table
-
-    def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
-        table = self.table
-        check_keys(filter(None, self.packs), is_pack, "a pack")
         check_paths([path for path in self.paths if path])
-        if len(set(self.paths)) < len(self.paths):
+        if len(set(self.paths)) < n:
             raise Corrupt("a manifest names a node twice")
         if self.fresh.translate(None, b"\0\1"):
             raise Corrupt("a manifest says neither that a node is fresh nor that it is not")
-        if len(table) > 1:
-            self._check_order(table.index)
-        check_documents(self.documents)
 
     def _check_order(self, index: npt.NDArray[np.uint64]) -> None:
         rising = index[1:] > index[:-1]
@@ -124,11 +133,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
         """Per node: path, document, fresh, and its rows."""
         table = self.table
-        counts = column(self.count, "<u8")
-        stops = np.cumsum(counts).tolist()
-        rows = zip(
-            self.paths, column(self.document, "<u4").tolist(), self.fresh, stops, counts.tolist(), strict=True
-        )
+        documents, counts = column(self.document, "<u4").tolist(), column(self.count, "<u8").tolist()
+        rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
         return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
 
     def reused(self, transaction: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ LONGEST_MESSAGE = 64 << 10
 
 _END_OF_TIME = 253_402_300_800.0  # the year 10,000, which a datetime can't hold
 _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
+_PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
 _NO_PATH = re.compile(r"[\x00-\x1f]")
 _NO_NAMES = frozenset(("", ".", "..", "zarr.json"))
 
@@ -52,11 +54,15 @@ def check_time(time: float) -> None:
 
 def check_tags(tags: Iterable[str]) -> None:
     """Check tags, of which none may come twice."""
-    seen: set[str] = set()
-    for tag in tags:
-        if tag in seen:
-            raise Corrupt(f"the tag {tag[:60]!r} is named twice")
-        seen.add(tag)
+    listed = tuple(tags)
+    if len(listed) > 1:
+        if len(set(listed)) < len(listed):
+            odd = next(tag for tag, times in Counter(listed).items() if times > 1)
+            raise Corrupt(f"the tag {odd[:60]!r} is named twice")
+        lines = "\n".join((*listed, ""))
+        if _PLAIN_TAGS.fullmatch(lines) and lines.count("\n") == len(listed):
+            return  # all at once, as a rule
+    for tag in listed:
         if not _PLAIN_TAG.fullmatch(tag):
             try:
                 checked_tag("tag", tag)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.bounds import HEAD, longest_of
+from tstore.format.bounds import longest_of
 from tstore.runtime.pool import WORKERS
 
 __all__ = [
@@ -63,7 +63,7 @@ def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> i
 
     `head` is how it begins, as far as that is known.
     """
-    kind = longest_of(key, bytes(head[:HEAD]))
+    kind = longest_of(key, head)
     if most is None:
         return LONGEST if kind is None else kind
     return most if kind is None else min(most, kind)
