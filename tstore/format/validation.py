@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess
-from tstore.format.chunk_refs import block_checks, column
+from tstore.format.chunk_refs import SHORT, ChunkTable, block_checks, column
 from tstore.format.records import Manifest, ObjectRef, Record
 from tstore.format.tree import Node, Tree, parents, spared
 
@@ -47,16 +46,26 @@ def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for table in (manifest.table for manifest in manifests):
-        ends = np.zeros(len(table.packs), np.uint64)
-        np.maximum.at(ends, table.pack, table.offset + table.length)
-        if np.bincount(table.pack, minlength=len(ends)).min(initial=1) == 0:
-            raise Corrupt("a manifest names a pack in which none of its chunks lies")
-        for pack, end in zip(table.packs, ends.tolist(), strict=True):
+        for pack, end in zip(table.packs, _ends(table), strict=True):
+            if end < 0:
+                raise Corrupt("a manifest names a pack in which none of its chunks lies")
             if isinstance(pack, str):
                 found[pack] = max(end, found.get(pack, 0))
             elif len(pack) < end:
                 raise Corrupt(f"a chunk lies beyond the end of the {len(pack)} bytes that hold it")
     return found
+
+
+def _ends(table: ChunkTable) -> list[int]:
+    """Return where the last chunk in each pack ends, -1 for a pack without one."""
+    if len(table) > SHORT:
+        far = np.full(len(table.packs), -1, np.int64)
+        np.maximum.at(far, table.pack, (table.offset + table.length).astype(np.int64))
+        return far.tolist()
+    ends = [-1] * len(table.packs)
+    for _, at, offset, length, _ in table.rows:
+        ends[at] = max(ends[at], offset + length)
+    return ends
 
 
 def check_inline(manifests: Sequence[Manifest]) -> None:
@@ -66,10 +75,13 @@ def check_inline(manifests: Sequence[Manifest]) -> None:
     """
     for table in (manifest.table for manifest in manifests):
         inline = {at: pack for at, pack in enumerate(table.packs) if isinstance(pack, bytes)}
+        if not inline:
+            continue
         left = {at: len(pack) for at, pack in inline.items()}
         seen: dict[tuple[int, int, int], bytes] = {}
-        for row in np.flatnonzero(np.isin(table.pack, list(inline))).tolist():
-            number, at, offset, length, checks = table.rows[row]
+        for number, at, offset, length, checks in table.rows:
+            if at not in inline:
+                continue
             made = seen.get(place := (at, offset, length))
             if made is None:
                 left[at] -= length
@@ -106,8 +118,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
     chunks that the array has no place for.
     """
     arrays: set[str] = set()
-    limits: list[int] = []
-    lengths: list[int] = []
+    limits: list[tuple[int, int]] = []  # of each node: chunks, and bytes of each chunk, 0 for any number
     for path, document, fresh, span in manifest.nodes():
         _check_path(path)
         node = Node(path, document, (span,))
@@ -118,14 +129,15 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
         if node.is_array and path:
             meta = ArrayMeta.parse(document)
             arrays.add(path)
-            limits.append(meta.chunk_count)
-            lengths.append(min(meta.encoded_bound, 1 << 63) if meta.chain.fixed else 0)
+            limits.append((meta.chunk_count, min(meta.encoded_bound, 1 << 63) if meta.chain.fixed else 0))
         else:
             _check_group(path, node)
-            limits.append(0)
-            lengths.append(0)
+            limits.append((0, 0))
         made[path] = document
-    _check_rows(manifest, np.array(limits, np.uint64), np.array(lengths, np.uint64))
+    wrong = _wrong_row(manifest, limits)
+    if wrong is not None:
+        path, number = wrong
+        raise Corrupt(f"chunk {number} of {path!r} is outside of its grid, or of a wrong length")
     return arrays
 
 
@@ -135,16 +147,23 @@ def _check_group(path: str, node: Node) -> None:
     _ = node.attributes  # `Corrupt` where they do not parse
 
 
-def _check_rows(manifest: Manifest, limits: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
-    """Raise `Corrupt` for a chunk outside of its grid, or of a wrong length."""
+def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[str, int] | None:
+    """Return the node and the number of a chunk outside of its grid, or of a wrong length; None where none is."""
     table, counts = manifest.table, column(manifest.count, "<u8").astype(np.int64)
+    if len(table) <= SHORT:
+        owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
+        for at, (number, _, _, length, _) in zip(owners, table.rows, strict=True):
+            most, expected = limits[at]
+            if number >= most or (expected and length != expected):
+                return manifest.paths[at], number
+        return None
     owner = np.repeat(np.arange(len(counts)), counts)
-    index, length = table.index, lengths[owner]
-    wrong = (index >= limits[owner]) | ((length > 0) & (table.length != length))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        path = manifest.paths[int(owner[at])]
-        raise Corrupt(f"chunk {int(index[at])} of {path!r} is outside of its grid, or of a wrong length")
+    most, expected = np.array(limits, np.uint64)[owner].T
+    wrong = (table.index >= most) | ((expected > 0) & (table.length != expected))
+    if not wrong.any():
+        return None
+    row = int(np.argmax(wrong))
+    return manifest.paths[int(owner[row])], int(table.index[row])
 
 
 def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: set[str]) -> None:
