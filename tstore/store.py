@@ -26,7 +26,7 @@ from tstore.format.arguments import checked_index, checked_metadata, checked_tex
 from tstore.format.retention import Keep
 from tstore.log.expiry import check_tag, newest_tree
 from tstore.log.history import Commit, history, version_at, version_named
-from tstore.log.log import Log
+from tstore.log.log import CheckedLog, Log
 from tstore.log.marker import MARKER, Marker, create_marker, read_marker
 from tstore.log.reader import read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
@@ -300,7 +300,7 @@ class Store:
 
         Bypasses the cache.
         """
-        return await verify_store(Log(uncached(self._log.backend)))
+        return await verify_store(CheckedLog(uncached(self._log.backend)))
 
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records can't be read or name what is not there; void those that are named.

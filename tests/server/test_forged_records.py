@@ -84,7 +84,7 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
     store = await filled(0)
     backend = store.log.backend
     record = decode(await backend.get(commit_key(1)), Record)
-    [manifest] = await store.log.manifests(record)
+    [manifest] = await store.log.manifests(1, record)
     assert len(manifest.paths) == 3  # with the root group
     column = np.array([*counts, 0], "<i8").tobytes()
     wrong = msgspec.structs.replace(manifest, count=column)
@@ -94,13 +94,55 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
         await store.snapshot()
 
 
+async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
+    """A store of three small versions, of which one has a manifest that no writer makes."""
+    store = await filled(0, 1, 2)
+    backend = store.log.backend
+    record = decode(await backend.get(commit_key(bad)), Record)
+    [manifest] = await store.log.manifests(bad, record)
+    wrong = msgspec.structs.replace(manifest, **values)
+    await backend.hint(commit_key(bad), forged(record, manifests=(wrong,)))
+    return await tstore.open(store.url, "r")
+
+
+ODD_MANIFESTS: list[dict[str, object]] = [
+    {"index": b"odd"},
+    {"count": b""},
+    {"document": b"\xff" * 12},
+    {"fresh": b"\x02" * 3},
+    {"pack": b"\xff" * 8},
+    {"paths": ("w", "w", "b")},
+    {"paths": ("..", "w", "b")},
+    {"checks": b"1" * 16},
+    {"packs": ("tstore.json",), "inline": ()},
+]
+
+
+@pytest.mark.parametrize("values", ODD_MANIFESTS, ids=str)
+async def test_the_history_asks_for_no_manifest_and_readers_refuse_an_odd_one(values: dict[str, object]) -> None:
+    store = await with_odd_manifest(2, **values)
+    assert [commit.version async for commit in store.history()] == [3, 2, 1]
+    with pytest.raises(Corrupt, match="commits/00000000000000000002: "):
+        await store.snapshot(2)
+    assert np.array_equal((await tstore.restore(store, 0))["w"], VALUES)
+
+
+@pytest.mark.parametrize("values", ODD_MANIFESTS, ids=str)
+async def test_an_odd_manifest_is_damage_to_verify_and_repair(values: dict[str, object]) -> None:
+    store = await with_odd_manifest(2, **values)
+    assert any("commits/00000000000000000002: " in fault for fault in (await store.verify()).faults)
+    [damaged] = (await store.repair()).damaged
+    assert damaged.version == 2
+    assert not damaged.readable
+
+
 @pytest.mark.parametrize(
     "name", ["tstore.json", "commits/00000000000000000001", "nothing", "txn/../latest", "txn/a/b"]
 )
 async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
     wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
     await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
@@ -149,7 +191,7 @@ async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() 
     backend = store.log.backend
     record = decode(await backend.get(commit_key(1)), Record)
     [reference] = record.manifests
-    [manifest] = await store.log.manifests(record)
+    [manifest] = await store.log.manifests(1, record)
     data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
     await backend.hint(reference.key, data)
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
@@ -208,7 +250,7 @@ def test_what_readers_refuse_is_not_encoded() -> None:
 async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
     at = manifest.paths.index("")
     number = int.from_bytes(manifest.document[4 * at : 4 * at + 4], "little")
     documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
@@ -226,7 +268,7 @@ async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: by
 async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record() -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
     deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
     wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
     await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)

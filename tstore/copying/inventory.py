@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.format.chunk_refs import BLOCK, ChunkTable, digest
-from tstore.format.records import ObjectRef
+from tstore.format.records import Manifest, ObjectRef, Record
 from tstore.log.expiry import changes_nothing, living
 from tstore.log.log import Log
 from tstore.runtime.concurrency import batched, together
@@ -143,10 +143,15 @@ async def of_all(log: Log, base: int, alive: Living) -> Inventory:
     found = Inventory(base, (), {}, {})
     versions = []
     orphaned = False  # whether the version below expired, so that what is left of it was not looked at
+
+    async def manifests(numbered: tuple[int, Record]) -> list[Manifest]:
+        return await log.manifests(*numbered)
+
     for numbers in batched(range(1, base + 1)):
         records = await together(log.record, numbers)
         lives = [v in alive and not changes_nothing(r) for v, r in zip(numbers, records, strict=True)]
-        read = iter(await together(log.manifests, itertools.compress(records, lives)))
+        numbered = zip(numbers, records, strict=True)
+        read = iter(await together(manifests, itertools.compress(numbered, lives)))
         for version, record, live in zip(numbers, records, lives, strict=True):
             own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
             if live:

@@ -35,12 +35,12 @@ _OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_DAMA
 
 
 def commit_key(version: int) -> str:
-    """The key of a commit's record."""
+    """Return the key of a commit's record."""
     return f"commits/{version:020d}"
 
 
 def root_key(version: int) -> str:
-    """The key of the whole tree as of a version that is a multiple of `ROOT_EVERY`."""
+    """Return the key of the whole tree as of a version that has one."""
     return f"roots/{version:020d}"
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "check_of",
     "date_of",
     "decode",
+    "decode_record",
     "encode",
     "framed",
     "reference",
@@ -179,15 +180,22 @@ class Record(Body, frozen=True):
 
     def validate(self) -> None:
         """Raise `Corrupt` where its values can't be."""
-        check_transactions((self.transaction,))
-        check_time(self.time)
-        check_tags((*self.tags, *self.dropped) if self.dropped else self.tags)
-        if self.deleted:
-            check_paths(self.deleted)
+        self.validate_own()
         for manifest in self.manifests:
             manifest.validate()
-        check_metadata(self.metadata)
-        check_keys(self.reused, is_pack, "a pack")
+
+    def validate_own(self) -> None:
+        """Raise the same, except for what its manifests say: that is checked as it is used (`Manifest.table`)."""
+        check_transactions((self.transaction,))
+        check_time(self.time)
+        if self.tags or self.dropped:
+            check_tags((*self.tags, *self.dropped))
+        if self.deleted:
+            check_paths(self.deleted)
+        if self.metadata:
+            check_metadata(self.metadata)
+        if self.reused:
+            check_keys(self.reused, is_pack, "a pack")
         if self.parts:
             self._check_parts()
         if self.collection is not None:
@@ -215,11 +223,11 @@ class Record(Body, frozen=True):
 
     def check_number(self, version: int) -> None:
         """Raise `Corrupt` where it can't have become that version: whoever followed it would walk in a circle."""
-        named = [self.base, self.collected]
+        latest = max(self.base, self.collected)
         if self.collection is not None:
-            named += [entry.version for entry in self.collection.alive[-1:]]
-            named += self.collection.expired[-1:]
-        if max(named) >= version:
+            living = [entry.version for entry in self.collection.alive[-1:]]
+            latest = max((latest, *living, *self.collection.expired[-1:]))
+        if latest >= version:
             raise Corrupt(f"it refers to version {version} or a later one")
 
     @property
@@ -235,7 +243,9 @@ class Record(Body, frozen=True):
     @property
     def voids(self) -> tuple[int, ...]:
         """The versions whose records a repair has voided, where it is the commit that tells of that."""
-        listed = self.metadata.get(VOIDED, ()) if self.transaction.startswith(REPAIR) else ()
+        if not self.transaction.startswith(REPAIR):
+            return ()
+        listed = self.metadata.get(VOIDED)
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
 
     def commits(self, transaction: str) -> bool:
@@ -293,7 +303,7 @@ class Root(Body, frozen=True):
     def validate(self) -> None:
         """Raise `Corrupt` where its values can't be."""
         check_tags(self.tags)
-        if not all(0 < named <= self.version for named in self.tags.values()):
+        if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
             raise Corrupt("a tag of a root names a version that it can't name")
         self.manifest.validate()
 
@@ -315,8 +325,8 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 }
 
 
-def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
-    """Return the body in msgpack, checked; `Corrupt`. What may hold anything is measured before it is decoded."""
+def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
+    """Return the body in msgpack; `Corrupt`. What may hold anything is measured before it is decoded."""
     try:
         if len(packed) > METADATA_VALUES and kind in _OUTLINES:
             outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
@@ -327,9 +337,13 @@ def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
                 excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
                 if excess or len(metadata) > METADATA_BYTES:
                     raise Corrupt(f"the metadata of a commit have {excess or f'{len(metadata):,} bytes'}")
-        body = msgspec.msgpack.decode(packed, type=kind)
+        return msgspec.msgpack.decode(packed, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error
+
+
+def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
+    body = _unpacked(packed, kind)
     body.validate()
     return body
 
@@ -370,6 +384,13 @@ def encode(body: Body) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """The body of a frame; `Corrupt` where a bit or a value is wrong, `UnsupportedFormat` where it is newer."""
     return _parsed(unsealed(data, _KINDS[kind]), kind)
+
+
+def decode_record(data: bytes) -> Record:
+    """The record in a frame, as `decode`; what its manifests say is checked when they are used."""
+    record = _unpacked(unsealed(data, b"R"), Record)
+    record.validate_own()
+    return record
 
 
 def date_of(time: float) -> datetime.datetime:

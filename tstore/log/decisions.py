@@ -96,7 +96,7 @@ class Deciding(Objects):
         """The record in what was read of a version, with what a gc decided."""
         if len(data) > SHORT:
             self._decided.drop(0)  # two long ones take too much memory
-        record = self.decoded(commit_key(version), data, Record)
+        record = self.decoded_record(commit_key(version), data)
         try:
             record.check_number(version)
         except Corrupt as error:

@@ -48,7 +48,7 @@ from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Entry, Newer, R
 from tstore.log.reader import HINT, ROOT_EVERY, Records
 from tstore.storage.base import Backend, Durability, Offer
 
-__all__ = ["Log"]
+__all__ = ["CheckedLog", "Log"]
 
 
 class _Framed(NamedTuple):
@@ -283,3 +283,11 @@ class Log(Records):
             await self.backend.hint(HINT, str(version).encode())
         except (Denied, StorageFull, Unavailable):
             return  # only a hint: the next reader gallops further
+
+
+class CheckedLog(Log):
+    """A log of which each record is checked whole as it is read, whether or not its manifests are asked for."""
+
+    def decoded_record(self, key: str, data: bytes) -> Record:
+        """The record in the bytes at a key."""
+        return self.decoded(key, data, Record)

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
-from tstore.format.records import Fragment, Manifest, ObjectRef, Record, Root, decode
+from tstore.format.layout import commit_key
+from tstore.format.records import Fragment, Manifest, ObjectRef, Record, Root, decode, decode_record
 from tstore.runtime.pool import run
 from tstore.storage.base import SHORT, Backend
 from tstore.storage.cache.store import forget
@@ -36,14 +37,23 @@ class Objects:
         try:
             data = await self.backend.get(key, SHORT)
         except Corrupt:  # it is longer, or `get` says the same again
-            async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-                made = known()
-                return take(await self.backend.get(key)) if made is None else made
+            return await self.taken_alone(key, take, known)
         return take(data)
 
-    async def manifests(self, record: Record) -> list[Manifest]:
-        """The manifests of a record, read where they do not travel in it."""
+    async def taken_alone(self, key: str, take: Callable[[bytes], V], known: Callable[[], V | None]) -> V:
+        """The same of an object of many bytes, in its turn."""
+        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            made = known()
+            return take(await self.backend.get(key)) if made is None else made
+
+    async def manifests(self, version: int, record: Record) -> list[Manifest]:
+        """The manifests of the record of a version, read where they do not travel in it; `Corrupt`."""
         inside = [m for m in record.manifests if isinstance(m, Manifest)]
+        try:
+            for manifest in inside:
+                manifest.validate()
+        except Corrupt as error:
+            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
         if len(inside) == len(record.manifests):
             return inside
         total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
@@ -55,8 +65,9 @@ class Objects:
         return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
 
     async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
-        """The manifest itself, or the one at that place, checked against its reference."""
+        """The manifest itself, or the one at that place, checked against its reference; `Corrupt`."""
         if isinstance(where, Manifest):
+            where.validate()
             return where
         data = await self.backend.get(where.key, where.length)
         if not where.is_to(data) and await run(forget, self.backend, where.key):
@@ -71,6 +82,13 @@ class Objects:
     async def read(self, key: str, kind: type[T]) -> T:
         """The object at a key; errors name it."""
         return self.decoded(key, await self.backend.get(key), kind)
+
+    def decoded_record(self, key: str, data: bytes) -> Record:
+        """The record in the bytes at a key; what its manifests say is checked once they are asked for."""
+        try:
+            return decode_record(data)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
 
     def decoded(self, key: str, data: bytes, kind: type[T]) -> T:
         """The object in the bytes at a key; `Corrupt` and `UnsupportedFormat` name it."""

@@ -40,7 +40,7 @@ from tstore.log.recent import Recent
 from tstore.log.search import NEVER, Search
 from tstore.runtime.concurrency import InTurn
 from tstore.runtime.pool import run
-from tstore.storage.base import Backend
+from tstore.storage.base import SHORT, Backend
 from tstore.storage.cache.store import forget
 
 __all__ = ["HINT", "ROOT_EVERY", "Records", "read_hint"]
@@ -207,9 +207,13 @@ class Records(Deciding):
         if (known := self._records.get(version)) is not None:
             return known
         key = commit_key(version)
-        return await self.taken(
-            key, lambda data: self._keep_data(version, data), lambda: self._records.get(version)
-        )
+        try:  # as `taken`, with one call less for each of thousands of records
+            data = await self.backend.get(key, SHORT)
+        except Corrupt:
+            return await self.taken_alone(
+                key, lambda data: self._keep_data(version, data), lambda: self._records.get(version)
+            )
+        return self._keep_data(version, data)
 
     def keep(self, version: int, stored: Stored, size: int) -> Stored:
         """Remember the record of a version, of `size` bytes, and return it as `stored` does."""
@@ -246,7 +250,7 @@ class Records(Deciding):
         """What the record of a version changed; many transactions of a process validate against the same ones."""
         known, changes = self._changes.get(version) or (None, None)
         if known is not record or changes is None:
-            changes = Changes.of(record, await self.manifests(record))
+            changes = Changes.of(record, await self.manifests(version, record))
             self._changes.put(version, (record, changes))
         return changes
 
@@ -259,12 +263,12 @@ class Records(Deciding):
         tree, records = await self._way_to(version)
         numbers = range(tree.version + 1, version + 1)
         last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
-        shown = [r for v, r in zip(numbers, records, strict=True) if v >= last]  # it replaces what came before
+        shown = [(v, r) for v, r in zip(numbers, records, strict=True) if v >= last]  # that one replaces the rest
         manifests: list[list[Manifest]] = [[]] * (len(records) - len(shown))
-        if all(isinstance(m, Manifest) for r in shown for m in r.manifests):
-            manifests += [await self.manifests(r) for r in shown]
+        if all(isinstance(m, Manifest) for _, r in shown for m in r.manifests):
+            manifests += [await self.manifests(v, r) for v, r in shown]
         else:
-            manifests += await asyncio.gather(*[self.manifests(r) for r in shown])
+            manifests += await asyncio.gather(*[self.manifests(v, r) for v, r in shown])
         for number, record, found in zip(numbers, records, manifests, strict=True):
             tree = tree.after(number, await self.whole(number, record), found)
         if self._voided:  # told of by a record on the way

@@ -31,7 +31,7 @@ from tstore.format.records import REPAIR, VOIDED, Collection, Record, encode
 from tstore.format.retention import Ledger
 from tstore.log.expiry import changes_nothing, ledger_since, living
 from tstore.log.group_commit import Newer
-from tstore.log.log import Log
+from tstore.log.log import CheckedLog, Log
 from tstore.log.reader import ROOT_EVERY
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
@@ -76,7 +76,7 @@ class RepairReport(NamedTuple):
 async def repair_store(backend: Backend, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
     """Find the damaged versions and void those that are named, by the steps at the top of this file."""
     backend = uncached(backend)
-    log = Log(backend)
+    log = CheckedLog(backend)
     damaged = await _damaged(log)
     wanted = sorted({*void, *void_readable})
     if not wanted:
@@ -96,12 +96,12 @@ async def repair_store(backend: Backend, void: Sequence[int], void_readable: Seq
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, left))} too"
         )
     kept = [key for version in wanted for key in await _void(backend, version, newest)]
-    told = await _tell(Log(backend), wanted, kept)
+    told = await _tell(CheckedLog(backend), wanted, kept)
     await _delete_roots(backend, wanted[0], told)  # writers that had not noticed may have made some until then
     return RepairReport(damaged, wanted, kept, told)
 
 
-async def _damaged(log: Log) -> list[DamagedVersion]:
+async def _damaged(log: CheckedLog) -> list[DamagedVersion]:
     """The damaged versions, the oldest first; behind a missing one only further missing ones are looked for."""
     newest = await log.newest()
     try:
@@ -116,7 +116,7 @@ async def _damaged(log: Log) -> list[DamagedVersion]:
             readable = True
             await log.gc_named(record.collected)
             if not changes_nothing(record) and (version > gc or version in alive):
-                await _check_objects(log, record)
+                await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged: a newer tstore reads it
             return DamagedVersion(version, str(error), True)
         except _UNREADABLE as error:
@@ -140,10 +140,10 @@ async def _missing(log: Log, newest: int) -> list[DamagedVersion]:
     ]
 
 
-async def _check_objects(log: Log, record: Record) -> None:
+async def _check_objects(log: Log, version: int, record: Record) -> None:
     """Raise `Corrupt` or `NotFound` where manifests are damaged or gone, or packs shorter than these say."""
     ends: dict[str, int] = {}
-    for table in [manifest.table for manifest in await log.manifests(record)]:
+    for table in [manifest.table for manifest in await log.manifests(version, record)]:
         stops = np.zeros(len(table.packs), np.uint64)
         np.maximum.at(stops, table.pack, table.offset + table.length)
         for key, stop in zip(table.packs, stops.tolist(), strict=True):
@@ -172,7 +172,7 @@ async def _check_voidable(
 
 async def _void(backend: Backend, version: int, newest: int) -> list[str]:
     """Put a void record in the place of a version's, and return the names under which its bytes are kept."""
-    log, key, kept = Log(backend), commit_key(version), []
+    log, key, kept = CheckedLog(backend), commit_key(version), []
     try:
         data = await backend.get(key)
     except NotFound:
@@ -220,7 +220,7 @@ async def _gc_before(log: Log, version: int) -> int:
 
 async def _delete_roots(backend: Backend, version: int, newest: int) -> None:
     first = -(-version // ROOT_EVERY) * ROOT_EVERY
-    last = max(newest, await Log(backend).newest())
+    last = max(newest, await CheckedLog(backend).newest())
     for numbers in batched(range(first, last + 1, ROOT_EVERY)):
         await together(backend.delete, [root_key(number) for number in numbers])
 

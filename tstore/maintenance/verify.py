@@ -17,7 +17,7 @@ from tstore.format.records import Manifest, ObjectRef, Record, Root
 from tstore.format.tree import OWN, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, living
-from tstore.log.log import Log
+from tstore.log.log import CheckedLog, Log
 from tstore.log.reader import ROOT_EVERY
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
@@ -55,7 +55,7 @@ class VerifyReport(NamedTuple):
         return not self.faults
 
 
-async def verify_store(log: Log) -> VerifyReport:
+async def verify_store(log: CheckedLog) -> VerifyReport:
     """Reads everything that any living version refers to; each chunk once, however many versions share it."""
     while True:
         report, gc = await _verify(log)
@@ -63,7 +63,7 @@ async def verify_store(log: Log) -> VerifyReport:
             return report  # else a gc removed meanwhile what was missed
 
 
-async def _verify(log: Log) -> tuple[VerifyReport, int]:
+async def _verify(log: CheckedLog) -> tuple[VerifyReport, int]:
     faults: list[str] = []
     wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
     arrays: set[str] = set()
@@ -247,7 +247,7 @@ class _Rebuilt:
             if number >= last:
                 self._whole = self._whole or number == last
                 try:
-                    manifests = await self._log.manifests(record)
+                    manifests = await self._log.manifests(number, record)
                 except (Corrupt, NotFound, UnsupportedFormat):
                     self._whole = False
             self._tree = self._tree.after(number, await self._log.whole(number, record), manifests)

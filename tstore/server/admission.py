@@ -31,7 +31,7 @@ from tstore.format.records import Manifest, ObjectRef, Record, Root, check_of, d
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends
-from tstore.log.log import Log
+from tstore.log.log import CheckedLog, Log
 from tstore.log.reader import ROOT_EVERY
 from tstore.log.recent import Recent
 from tstore.runtime.concurrency import batched, together
@@ -156,7 +156,7 @@ class Admission:
             known = self._standing
             if await known.stands(self._backend) and not await self._served.exists(commit_key(known.version + 1)):
                 return known
-            return await self._follow(await Log(self._backend).newest())
+            return await self._follow(await CheckedLog(self._backend).newest())
 
     async def _as_of(self, version: int) -> Standing:
         """The state as of the newest version; `AlreadyExists` where there is a later one already."""
@@ -309,7 +309,7 @@ class Admission:
         if below and not await self._served.exists(root_key(below)):
             raise Corrupt(f"{root_key(below)} is missing, from which it would be made")
         try:
-            return await Log(self._backend).tree(version)
+            return await CheckedLog(self._backend).tree(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be made: %s", version, error)
             raise Corrupt(f"version {version} can't be read here") from error

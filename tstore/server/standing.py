@@ -17,7 +17,7 @@ from tstore.format.records import Alive, Manifest, Record, check_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, ledger_since
-from tstore.log.log import Log
+from tstore.log.log import CheckedLog
 from tstore.runtime.concurrency import each
 from tstore.storage.base import Backend
 
@@ -57,7 +57,7 @@ class Standing:
         found = Standing()
         if version == 0:
             return found
-        log = Log(backend)
+        log = CheckedLog(backend)
         found._ledger = None
         found.version, found.check = version, (await log.stored(version)).check
         async for number, record in each(log.record, range(max(1, version - _REMEMBERED + 1), version + 1)):
@@ -72,7 +72,7 @@ class Standing:
                 found.tree = found.tree.after(number, await log.whole(number, record), [])
         return found
 
-    async def _read_collections(self, log: Log) -> None:
+    async def _read_collections(self, log: CheckedLog) -> None:
         """Read what the last collections decided; one that was voided, as by a repair, decided nothing."""
         self.collected = await log.collected(self.version)
         async for gc, collection in collections(log, await log.gc_named(self.collected)):
@@ -84,14 +84,14 @@ class Standing:
 
     async def follow(self, backend: Backend, version: int) -> bool:
         """Go on to a later version, by the records that others created; False where one voided an older one."""
-        log = Log(backend)
+        log = CheckedLog(backend)
         async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
             manifests: list[Manifest] = []
             there = True
             try:
-                manifests = await log.manifests(record)
+                manifests = await log.manifests(number, record)
             except (Corrupt, NotFound, UnsupportedFormat):
                 there = False
             record = await log.whole(number, record)
@@ -127,7 +127,7 @@ class Standing:
         """Return a copy of the versions that live; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
-            ledger = await ledger_since(Log(backend), self.gc, self._alive, version)
+            ledger = await ledger_since(CheckedLog(backend), self.gc, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger

@@ -376,7 +376,7 @@ async def _finish(log: Log, member: Membership) -> int:
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            overlap = changes.overlap(Changes.of(other, await log.manifests(other)))
+            overlap = changes.overlap(Changes.of(other, await log.manifests(version, other)))
             met = [*overlap.fatal, *overlap.chunks]
             if met:
                 raise Conflict(
