@@ -66,6 +66,9 @@ class ServedFolder(Served):
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
         """Stores an object, durable when this returns; `AlreadyExists` where `mode` is CREATE and one is there."""
+        if mode is PutMode.CREATE:
+            await run(self._create, key, data)  # in one turn of a thread
+            return
         await run(self._path, key)
         await super().put(key, data, mode)
 
@@ -124,6 +127,11 @@ class ServedFolder(Served):
             except FileNotFoundError:
                 break
         return path
+
+    def _create(self, key: str, data: bytes) -> None:
+        self._path(key)
+        with self.backend.created(key, Durability.FSYNC) as fd:
+            write_all(fd, [data], 0)
 
     def _open(self, key: str, kind: Kind) -> tuple[Found, FileIO]:
         path = self._path(key)
