@@ -1,7 +1,8 @@
 """Records, fragments and roots: what the store's metadata objects hold, and their bytes; pure, no I/O.
 
 Each is one frame (`frame`). What is decoded is checked, so that whoever reads it needs to check nothing that
-can be seen in the object alone; what the object refers to is another matter. What readers refuse is not encoded.
+can be seen in the object alone; the manifests in a record are checked when they are first used. What the object
+refers to is another matter. What readers refuse is not encoded.
 """
 
 from __future__ import annotations
