@@ -16,7 +16,8 @@ import msgspec
 import xxhash
 
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.records import Collection, Record, decode
+from tstore.format.encoding import decode
+from tstore.format.records import Collection, Record
 
 __all__ = [
     "COLLECTIONS",

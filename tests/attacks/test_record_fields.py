@@ -23,20 +23,10 @@ import tstore
 from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
+from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
-from tstore.format.records import (
-    Alive,
-    Collection,
-    Fragment,
-    Manifest,
-    ObjectRef,
-    Part,
-    Record,
-    Root,
-    decode,
-    encode,
-)
-from tstore.format.references import Body
+from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.format.references import Body, Manifest, ObjectRef
 from tstore.storage.base import Backend
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

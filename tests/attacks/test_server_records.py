@@ -26,18 +26,10 @@ from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable, Run, Span, digest
+from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import (
-    Alive,
-    Collection,
-    Manifest,
-    ObjectRef,
-    Part,
-    Record,
-    Root,
-    decode,
-    reference,
-)
+from tstore.format.records import Alive, Collection, Part, Record, Root
+from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import group_document
 from tstore.log.reader import ROOT_EVERY
 from tstore.server import Server, admission

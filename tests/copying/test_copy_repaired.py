@@ -13,8 +13,9 @@ import tstore
 from tests.support.served import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, InvalidArgument
+from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
-from tstore.format.records import REPAIR, Collection, Record, encode
+from tstore.format.records import REPAIR, Collection, Record
 from tstore.server import Server
 
 VALUES = np.arange(4000.0)

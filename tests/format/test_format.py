@@ -22,19 +22,9 @@ import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
 from tstore.format.chunk_refs import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
-from tstore.format.records import (
-    Alive,
-    Collection,
-    Fragment,
-    Manifest,
-    ObjectRef,
-    Part,
-    Record,
-    Root,
-    decode,
-    encode,
-    reference,
-)
+from tstore.format.encoding import decode, encode
+from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.log.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

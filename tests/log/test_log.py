@@ -12,8 +12,8 @@ import pytest
 import tstore
 from tstore.conformance.faulty import FaultyBackend, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
+from tstore.format.encoding import encode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import encode
 from tstore.log.reader import ROOT_EVERY, Records
 from tstore.storage.base import Durability
 from tstore.storage.memory import MemoryBackend, MemoryObjects

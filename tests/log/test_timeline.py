@@ -19,8 +19,9 @@ import tstore
 from tests.support.forging import forged
 from tstore import Keep
 from tstore.errors import Conflict, TimelineChanged
+from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Root, decode
+from tstore.format.records import Root
 from tstore.log.recent import Recent
 from tstore.storage.base import Backend, Durability
 from tstore.storage.memory import MemoryObjects

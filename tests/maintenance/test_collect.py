@@ -24,7 +24,7 @@ import tstore.sync as blocking
 from tstore import Keep
 from tstore.conformance.faulty import FaultyBackend, open_faulty
 from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
-from tstore.format.records import ObjectRef
+from tstore.format.references import ObjectRef
 from tstore.storage.connect import connect
 
 NEVER = timedelta(days=10_000)

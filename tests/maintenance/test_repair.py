@@ -19,8 +19,9 @@ from tests.support.forging import forged
 from tstore import Keep
 from tstore.cli import main
 from tstore.errors import Corrupt, Denied, InvalidArgument, TimelineChanged, TStoreError
+from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Collection, Record, decode
+from tstore.format.records import Collection, Record
 from tstore.log.reader import ROOT_EVERY
 from tstore.maintenance import repair
 from tstore.storage.base import Durability

@@ -16,8 +16,9 @@ import tstore
 from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
+from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root, decode, encode
+from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
 from tstore.log.marker import read_marker
 from tstore.log.reader import ROOT_EVERY
 from tstore.storage.base import Backend, Durability

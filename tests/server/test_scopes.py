@@ -12,7 +12,8 @@ import pytest
 import tstore
 from tstore import Keep
 from tstore.errors import Denied, TStoreError
-from tstore.format.records import Record, decode, encode
+from tstore.format.encoding import decode, encode
+from tstore.format.records import Record
 from tstore.server import Access, Server
 
 TOKENS = {scope: f"{scope}-token-of-the-test" for scope in ("read", "write", "admin")}

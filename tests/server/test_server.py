@@ -26,8 +26,10 @@ import tstore
 from tests.support.served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
 from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
+from tstore.format.encoding import encode
 from tstore.format.frame import sealed
-from tstore.format.records import Manifest, Record, Root, encode
+from tstore.format.records import Record, Root
+from tstore.format.references import Manifest
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, written
 from tstore.server.limits import LIMITS, PIECE
 from tstore.server.responses import Refused

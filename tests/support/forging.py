@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tstore.format.records import Fragment, Manifest, Record, Root
+from tstore.format.records import Fragment, Record, Root
+from tstore.format.references import Manifest
 
 KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 

@@ -52,8 +52,10 @@ from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, pl
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, Shipment, is_sound
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key, owner_of, root_key
-from tstore.format.records import Collection, ObjectRef, Record, Root, decode, encode, reference
+from tstore.format.records import Collection, Record, Root
+from tstore.format.references import ObjectRef, reference
 from tstore.format.tree import Tree
 from tstore.log.expiry import ledger_since, unexpired
 from tstore.log.log import Log

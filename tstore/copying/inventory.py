@@ -13,7 +13,8 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.format.chunk_refs import BLOCK, ChunkTable, digest
-from tstore.format.records import Manifest, ObjectRef, Record
+from tstore.format.records import Record
+from tstore.format.references import Manifest, ObjectRef
 from tstore.log.expiry import changes_nothing, living
 from tstore.log.log import Log
 from tstore.runtime.concurrency import batched, together

@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.errors import Conflict, Corrupt, NotFound
+from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
-from tstore.format.records import Record, decode, encode
+from tstore.format.records import Record
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Backend
 

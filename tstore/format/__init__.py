@@ -2,9 +2,9 @@
 
 1. `layout`: the names of all objects. `bounds`: how long each may be. `arguments`: what callers may put into them.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
-   fragments. `references`: where objects lie; manifests. `wellformed`: the checks of all that is decoded.
-   `collection_size`: how much a garbage collection's record may hold. `tree_document`: the structure of a saved
-   tree.
+   fragments. `references`: where objects lie; manifests. `encoding`: all of these to bytes and back. `wellformed`:
+   the checks of what is decoded. `collection_size`: how much the record of a garbage collection may hold.
+   `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
    the `zarr.json` of an array. `chunk_refs`: references to chunks, as columns.
 4. `tree`: the groups and arrays of a version, what a commit changes in them, and when two commits conflict.

@@ -39,7 +39,8 @@ from tstore.format.arguments import checked_attributes, checked_text, shown
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable, Span, layered
-from tstore.format.records import Manifest, Record, Root, Stored
+from tstore.format.records import Record, Root, Stored
+from tstore.format.references import Manifest
 
 __all__ = [
     "OWN",

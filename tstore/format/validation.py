@@ -17,7 +17,8 @@ from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess
 from tstore.format.chunk_refs import SHORT, ChunkTable, block_checks, column
-from tstore.format.records import Manifest, ObjectRef, Record
+from tstore.format.records import Record
+from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, spared
 
 __all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]

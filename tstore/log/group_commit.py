@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
 from tstore.format.bounds import RECORD_BYTES
-from tstore.format.records import Manifest, Part, Record
+from tstore.format.records import Part, Record
+from tstore.format.references import Manifest
 from tstore.format.tree import Changes
 from tstore.runtime import world
 

@@ -40,8 +40,10 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.format.encoding import encode, framed
+from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Record, Stored, check_of, encode, framed
+from tstore.format.records import Record, Stored
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Entry, Newer, Retry, Validate, next_pause

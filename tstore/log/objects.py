@@ -9,8 +9,10 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
+from tstore.format.encoding import decode, decode_record
 from tstore.format.layout import commit_key
-from tstore.format.records import Fragment, Manifest, ObjectRef, Record, Root, decode, decode_record
+from tstore.format.records import Fragment, Record, Root
+from tstore.format.references import Manifest, ObjectRef
 from tstore.runtime.pool import run
 from tstore.storage.base import SHORT, Backend
 from tstore.storage.cache.store import forget

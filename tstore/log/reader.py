@@ -32,8 +32,11 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, TimelineChanged, UnsupportedFormat
+from tstore.format.encoding import size_of
+from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Manifest, Record, Root, Stored, check_of, size_of
+from tstore.format.records import Record, Root, Stored
+from tstore.format.references import Manifest
 from tstore.format.tree import Changes, Tree, tree_of
 from tstore.log.decisions import Deciding
 from tstore.log.recent import Recent

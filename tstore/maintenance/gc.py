@@ -33,7 +33,8 @@ from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.condemned import is_collectable, packs_of
 from tstore.format.layout import is_manifest, is_object, is_pack, is_transaction, is_written, owner_of, root_key
-from tstore.format.records import Collection, ObjectRef, Record
+from tstore.format.records import Collection, Record
+from tstore.format.references import ObjectRef
 from tstore.format.retention import Keep, Ledger
 from tstore.log.expiry import ledger_since, living
 from tstore.log.group_commit import Newer

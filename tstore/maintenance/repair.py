@@ -26,8 +26,9 @@ import numpy as np
 import xxhash
 
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.format.encoding import encode
 from tstore.format.layout import commit_key, is_record, is_transaction, root_key
-from tstore.format.records import REPAIR, VOIDED, Collection, Record, encode
+from tstore.format.records import REPAIR, VOIDED, Collection, Record
 from tstore.format.retention import Ledger
 from tstore.log.expiry import changes_nothing, ledger_since, living
 from tstore.log.group_commit import Newer

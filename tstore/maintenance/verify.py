@@ -13,7 +13,8 @@ from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.chunk_refs import BLOCK, ChunkRow, block_checks
 from tstore.format.layout import commit_key, is_object, is_record, root_key
-from tstore.format.records import Manifest, ObjectRef, Record, Root
+from tstore.format.records import Record, Root
+from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import OWN, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, living

@@ -26,8 +26,11 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import check_collection, packs_of
+from tstore.format.encoding import decode, encode
+from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, root_key
-from tstore.format.records import Manifest, ObjectRef, Record, Root, check_of, decode, encode
+from tstore.format.records import Record, Root
+from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends

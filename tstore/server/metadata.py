@@ -11,7 +11,9 @@ import re
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.records import Fragment, Manifest, Record, Root, decode
+from tstore.format.encoding import decode
+from tstore.format.records import Fragment, Record, Root
+from tstore.format.references import Manifest
 from tstore.log.marker import Marker
 from tstore.log.reader import ROOT_EVERY
 from tstore.server.names import Kind, number_of

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import Condemned
+from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, owner_of
-from tstore.format.records import Alive, Manifest, Record, check_of
+from tstore.format.records import Alive, Record
+from tstore.format.references import Manifest
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, ledger_since

@@ -15,7 +15,8 @@ import numpy as np
 
 from tstore.errors import Inconsistent
 from tstore.format.chunk_refs import Span
-from tstore.format.records import Fragment, Manifest, Record
+from tstore.format.records import Fragment, Record
+from tstore.format.references import Manifest
 from tstore.format.tree import Node, Tree, is_below, parents
 
 __all__ = ["FAN", "check_complete", "fragment_of", "merged", "record_of"]

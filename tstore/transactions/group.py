@@ -42,7 +42,9 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.arguments import checked_index, checked_name
-from tstore.format.records import INLINE_MANIFEST, Fragment, Record, encode, reference
+from tstore.format.encoding import encode
+from tstore.format.records import INLINE_MANIFEST, Fragment, Record
+from tstore.format.references import reference
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log

@@ -12,7 +12,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable, Run, Span
-from tstore.format.records import Manifest
+from tstore.format.references import Manifest
 from tstore.format.tree import (
     Changes,
     NodeChange,

@@ -26,8 +26,10 @@ from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound
 from tstore.format.array_metadata import ArrayMeta, Codecs
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.encoding import encode, size_of
 from tstore.format.grid import Selection
-from tstore.format.records import INLINE_MANIFEST, Manifest, ObjectRef, Record, encode, reference, size_of
+from tstore.format.records import INLINE_MANIFEST, Record
+from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Changes, Tree, checked_path
 from tstore.log.expiry import check_alive, newest_tree, unexpired
 from tstore.log.group_commit import Newer, Retry
@@ -54,13 +56,11 @@ Isolation = Literal["snapshot", "serializable"]
 class Transaction:
     """Staged changes over a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version it became, None before. `retries` tells what came in the way of the commit and was
-    overcome: versions that others took first, and those over which parts of chunks were written again.
-    Only the process that began it goes on with it, no forked child.
+    `version` is the version it became, None before. `retries` lists the versions that the commit had to get past.
+    A forked child cannot go on with it.
 
-    Its operations may run at the same time; each takes effect as if they came one after the other. `commit` and
-    `abort` wait for those that began before; one that begins later is `Misuse`, and so is an access to an array
-    whose shape or other metadata have changed since the handle or view was taken: take another one.
+    Operations may run concurrently, as if one after another. `commit` and `abort` wait for those under way; later
+    ones are `Misuse`, as is the use of an array handle or view from before a change of its metadata.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ class Transaction:
         self._reused = manifest.reused(self.id)
         if size_of(manifest) <= INLINE_MANIFEST:
             return manifest
-        data = encode(manifest)
         self._manifests_written += 1
+        data = encode(manifest)
         key = f"txn/{self.id}/manifest-{self._suffix}-{self._manifests_written}"
         await self._log.backend.create(key, data, self._durability)
         return reference(key, data)
