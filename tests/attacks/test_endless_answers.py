@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.answers import Answer, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
+from tstore.format.bounds import COLLECTION_BYTES
 from tstore.log.log import Log
 from tstore.runtime.io_loop import on_io
 from tstore.runtime.threads import Workers
@@ -533,7 +534,7 @@ async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> Non
 # ---- long objects, many of them
 
 
-LONG_RECORD = b"tstoreR\2" + bytes((64 << 20) - 8)
+LONG_RECORD = b"tstoreR\2" + bytes(COLLECTION_BYTES - 8)
 
 
 class Held(MemoryObjects):
@@ -565,7 +566,7 @@ async def test_long_objects_are_not_read_ahead() -> None:
     objects = Held(str(uuid.uuid4()))
     keys = [f"commits/{version:020d}" for version in range(1, 33)]
     found, broken, cut = await served(objects).leading(keys)
-    assert ([len(data) for data in found], broken, cut) == ([64 << 20] * 2, False, True)
+    assert ([len(data) for data in found], broken, cut) == ([COLLECTION_BYTES] * 2, False, True)
     assert objects.most_held == 1
 
 

@@ -202,7 +202,7 @@ async def verbs(url: str) -> None:
         lambda: tstore.restore(store),
         lambda: tstore.restore(store, 1),
         store.repair,
-        store.transactions,
+        store.pending,
         lambda: store.outcome("nobody"),
         lambda: store.diff(3),
         lambda: tstore.copy(store, f"memory://{uuid.uuid4()}"),

@@ -386,7 +386,7 @@ async def reads(url: str) -> None:
         lambda: tstore.restore(store, at="big", only="many/1"),
         lambda: tstore.restore(store, at="whole"),
         store.verify,
-        store.transactions,
+        store.pending,
         lambda: store.outcome("nobody"),
         lambda: store.collect(Keep(last=1), dry_run=True),
         lambda: store.collect(Keep(best=(1, "loss"), every=2), abandoned=NOW, dry_run=True),

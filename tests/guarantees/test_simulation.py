@@ -66,7 +66,7 @@ from tests.support.mutation import Edit
 from tstore.log import log
 from tstore.log import reader as records
 from tstore.runtime import pool
-from tstore.simulation import runs as simulation
+from tstore.simulation.__main__ import main
 from tstore.simulation.miniature import reduced
 from tstore.simulation.runs import simulate, simulate_many
 from tstore.simulation.scenario import make_beginnings
@@ -333,7 +333,7 @@ print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
 
 
 def test_the_command_tells_the_story_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulation.main(["--seed", "7", "--story"]) == 0
+    assert main(["--seed", "7", "--story"]) == 0
     told = capsys.readouterr().out
     assert "starts at version" in told
     assert "creates commits/" in told
@@ -346,7 +346,7 @@ def test_the_command_names_the_seeds_that_broke_a_promise(
     for edit in MUTATIONS["conflict check skipped"]:
         edit.apply(monkeypatch)
     seed = next(s for s in range(MOST) if simulate(s).violations)
-    assert simulation.main(["--seed", str(seed)]) == 1
+    assert main(["--seed", str(seed)]) == 1
     assert "both changed" in capsys.readouterr().out
 
 

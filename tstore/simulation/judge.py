@@ -105,7 +105,7 @@ async def judge_power_failure(born: Born, darkroom: Darkroom, log: Log, chance: 
 
 async def committed(store: Store, version: int) -> Committed:
     """A version as it stands: its record, and its state unless it has expired."""
-    record = await store.log.record(version)
+    record = await store.log.whole(version, await store.log.record(version))
     try:
         snapshot = await store.snapshot(version)
     except SnapshotExpired:
