@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documents import DOCUMENTS, ROOT
+
 pytestmark = [
     pytest.mark.timeout(300),  # compiles, and two type checkers read NumPy
     pytest.mark.xdist_group("install"),  # one clone for all
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
 UNTRACKED = shutil.ignore_patterns(
     ".git", ".*_cache", ".hypothesis", ".venv", "__pycache__", "*.so", "build", "dist"
 )
@@ -173,10 +174,10 @@ def test_the_kernels_are_compiled(clone: Clone) -> None:
 
 @pytest.fixture(scope="module")
 def user(clone: Clone) -> list[str]:
-    """Scripts beside the clone: every block of the README, and one that states the types it expects."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    """Scripts beside the clone: every Python block of the documents, and one that states the types it expects."""
+    blocks = [text for document in DOCUMENTS for text in document.of_language("python")]
     assert blocks
-    scripts = {"user.py": USER} | {f"readme_{number:02}.py": text for number, text in enumerate(blocks)}
+    scripts = {"user.py": USER} | {f"block_{number:02}.py": text for number, text in enumerate(blocks)}
     for name, text in {**scripts, "misuse.py": MISUSE}.items():
         (clone.folder / name).write_text(text)
     return list(scripts)
@@ -187,7 +188,7 @@ def judge(errors: set[tuple[str, int]]) -> None:
     assert errors == {("misuse.py", line) for line in range(4, 1 + MISUSE.count("\n"))}
 
 
-def test_mypy_accepts_the_readme_and_a_users_script(
+def test_mypy_accepts_the_documents_and_a_users_script(
     clone: Clone, user: list[str], pytestconfig: pytest.Config
 ) -> None:
     assert pytestconfig.cache is not None
@@ -203,7 +204,7 @@ def test_mypy_accepts_the_readme_and_a_users_script(
     judge({(e["file"], e["line"]) for e in found if e["severity"] == "error"})
 
 
-def test_pyright_accepts_the_readme_and_a_users_script(clone: Clone, user: list[str]) -> None:
+def test_pyright_accepts_the_documents_and_a_users_script(clone: Clone, user: list[str]) -> None:
     project = {"typeCheckingMode": "standard", "include": [*user, "misuse.py"]}
     (clone.folder / "pyrightconfig.json").write_text(json.dumps(project))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", f"--pythonpath={clone.python}"]

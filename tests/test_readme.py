@@ -1,7 +1,9 @@
-"""Every code block of the README and every example is executed, as a reader would."""
+"""The documents: every code block and example is executed, and every link, name and command in them exists."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shlex
 import shutil
@@ -9,14 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+import tstore.sync
+from tests.support.documents import DOCUMENTS, README, ROOT, Document
 from tests.support.weights import real_weights
+from tstore.cli.commands import cli
 
-ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-PYTHON = [text for kind, text in BLOCKS if kind == "python"]
-SHELL = [text for kind, text in BLOCKS if kind == "sh"]
+INSTALL = "pip install -e . && tstore demo\n"
+PYTHON = [document for document in DOCUMENTS if document.of_language("python")]
+SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
+MOST_LINES = 290
+
+
+def name_of(document: Document) -> str:
+    return document.name
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -25,50 +35,170 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_python_blocks_in_order(tmp_path: Path) -> None:
-    assert len(PYTHON) == 16
-    for text in PYTHON:
-        run([sys.executable, "-W", "error", "-c", text], tmp_path)
+def run_python(document: Document, folder: Path) -> None:
+    for text in document.of_language("python"):
+        run([sys.executable, "-W", "error", "-c", text], folder)
 
 
-def test_every_promise_is_held_up_by_tests_that_are_there() -> None:
-    text = (ROOT / "README.md").read_text()
-    [table] = re.findall(r"^\| promise \| held up by \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.M)
+def test_there_are_no_other_documents() -> None:
+    listed = {document.path for document in DOCUMENTS}
+    folders = ("tests", "codecs", "examples", "bench", "tstore")
+    assert {path for folder in folders for path in (ROOT / folder).rglob("*.md")} <= listed
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_block_is_of_a_language_that_is_tested(document: Document) -> None:
+    assert document.text.count("\n```") == 2 * len(document.blocks)
+    assert {block.language for block in document.blocks} <= {"python", "sh", "text"}
+    assert document is README or not document.of_language("text")
+
+
+@pytest.mark.parametrize("document", PYTHON, ids=name_of)
+def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
+    run_python(document, tmp_path)
+
+
+@pytest.mark.parametrize("document", SHELL, ids=name_of)
+def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
+    """After the Python blocks, whose stores they name; installation apart."""
+    if document is README:
+        shutil.copy(real_weights(), tmp_path / "model.safetensors")
+    else:
+        run_python(document, tmp_path)
+    for text in document.of_language("sh"):
+        if not text.startswith("pip install "):
+            for line in text.splitlines():
+                assert line.startswith("tstore ")
+                run([sys.executable, "-m", *shlex.split(line)], tmp_path)
+    if document is README:
+        assert (tmp_path / "out.safetensors").read_bytes() == real_weights().read_bytes()
+
+
+def test_the_two_install_blocks_are_those_of_a_fresh_clone() -> None:
+    install, test = [text for text in README.of_language("sh") if text.startswith("pip install ")]
+    assert install == INSTALL
+    assert test.startswith("pip install -e '.[test]' && ")
+    assert test.endswith("&& pytest -n auto\n")
+    assert test.count("\n") == 1
+
+
+def test_the_recording_is_what_the_demo_prints(tmp_path: Path) -> None:
+    """Line by line from the first on, sizes and other numbers apart."""
+    recording = README.of_language("text")[0].splitlines()
+    assert recording.pop() == "…"
+    printed = run([sys.executable, "-m", "tstore", "demo", "--size", "2", "--store", "demo"], tmp_path)
+    numbers = re.compile(r"\d[\d.,]*(?: [kMG]?B\b)?")
+    lines = [numbers.sub("#", line) for line in printed.splitlines()]
+    assert [numbers.sub("#", line) for line in recording] == lines[: len(recording)]
+
+
+def test_the_layout_is_what_a_store_holds(tmp_path: Path) -> None:
+    layout = README.of_language("text")[1]
+    names = {re.split(r"[/<]", line.split()[0])[0] for line in layout.splitlines()}
+    tree = {f"w{i}": [float(i)] * 10 for i in range(3)}
+    for step in range(64):
+        tstore.sync.save(tmp_path / "store", tree, step, durability="none")
+    assert {path.name for path in (tmp_path / "store").iterdir()} <= names
+    assert names == {"tstore.json", "commits", "roots", "txn", "latest"}
+
+
+def test_the_readme_is_short() -> None:
+    assert README.text.count("\n") <= MOST_LINES
+    assert len([line for line in README.of_language("python")[0].splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_link_leads_somewhere(document: Document) -> None:
+    by_path = {other.path: other for other in DOCUMENTS}
+    for link in document.links:
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.path.parent / path).resolve() if path else document.path
+        assert target.exists(), link
+        assert not anchor or anchor in by_path[target].anchors, link
+
+
+def test_the_readme_links_every_guide() -> None:
+    assert {d.name for d in DOCUMENTS if d.name.startswith("examples/")} <= set(README.links)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=name_of)
+def test_every_name_of_the_packages_exists(document: Document) -> None:
+    for span in document.code:
+        for dotted in re.findall(r"(?<![\w./-])((?:tstore|exmy)(?:\.\w+)+)(?![\w/]|\.\w)", span):
+            if dotted != "tstore.json":
+                assert resolves(dotted), dotted
+
+
+def resolves(dotted: str) -> bool:
+    """Whether it names a module, or an attribute of the blocking module or another one."""
+    package, *rest = dotted.replace("tstore.", "tstore.sync.", 1).split(".")
+    for parts in ([package, *rest], dotted.split(".")):
+        for length in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:length]))
+            except ModuleNotFoundError:
+                continue
+            for name in parts[length:]:
+                found = getattr(found, name, None)
+            if found is not None:
+                return True
+            break
+    return False
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=name_of)
+def test_every_command_and_option_exists(document: Document) -> None:
+    assert isinstance(cli, click.Group)
+    options = {option for command in cli.commands.values() for p in command.params for option in p.opts} | {"--help"}
+    for span in document.code:
+        if command := re.match(r"tstore ([a-z]+)\b", span):
+            known = {option for p in cli.commands[command[1]].params for option in p.opts} | {"--help"}
+            assert set(re.findall(r"--[a-z-]+", span)) <= known, span
+        elif span.startswith("--") and document.name.startswith("examples/guides/"):
+            assert span.split()[0] in options, span
+
+
+def test_the_walks_name_functions_that_exist() -> None:
+    walks = README.text.partition("## Reading the source")[2].partition("A package imports")[0]
+    steps = re.findall(r"\(\d\) `([\w.]+)`\s+in\s+`([\w/]+\.py)`", walks)
+    assert len(steps) == len(re.findall(r"\(\d\)", walks)) > 16
+    for name, file in steps:
+        assert name in definitions(ROOT / "tstore" / file), f"{name} in {file}"
+
+
+def definitions(path: Path) -> set[str]:
+    """The functions and classes of a module, and the methods of these."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def test_every_promise_is_held_up_by_tests() -> None:
+    document = Document("tests/README.md")
+    [table] = re.findall(r"^\| promise \| held up by \|\n\|---\|---\|\n((?:\|.*\n)+)", document.text, re.M)
     for row in table.splitlines():
         promise, proofs = row.strip("| ").rsplit(" | ", 1)
-        links = re.findall(r"\[(\w+)\]\((tests/[\w/]+\.py)\)", proofs)
+        links = re.findall(r"\[(\w+)\]\(([\w/]+\.py)\)", proofs)
+        assert links, promise
         assert ", ".join(f"[{name}]({link})" for name, link in links) == proofs, promise
         for name, link in links:
             assert Path(link).stem == name
-            assert re.search(r"^(async )?def test_|^class Test", (ROOT / link).read_text(), re.M), link
+            text = (document.path.parent / link).read_text()
+            assert re.search(r"^(async )?def test_|^class Test", text, re.M), link
 
 
-def test_every_link_to_a_file_of_the_repository_leads_there() -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
-    assert len(links) > 20
-    for link in links:
-        assert "://" in link or (ROOT / link.partition("#")[0]).exists(), link
-
-
-def test_the_example_has_at_most_twelve_lines() -> None:
-    for text in PYTHON[:2]:
-        assert len([line for line in text.splitlines() if line.strip()]) <= 12
-
-
-def test_command_line_block(tmp_path: Path) -> None:
-    shutil.copy(real_weights(), tmp_path / "model.safetensors")
-    [commands] = [text for text in SHELL if text.startswith("tstore ")]
-    for line in commands.splitlines():
-        run([sys.executable, "-m", *shlex.split(line)], tmp_path)
-    assert (tmp_path / "out.safetensors").read_bytes() == real_weights().read_bytes()
-
-
-def test_install_blocks_are_the_two_that_ci_runs() -> None:
-    rest = [text for text in SHELL if not text.startswith("tstore ")]
-    assert [text.count("\n") for text in rest] == [1, 1]
-    assert rest[0] == "pip install -e . && tstore demo\n"
-    assert rest[1].startswith("pip install -e '.[test]' && ")
-    assert rest[1].endswith("&& pytest -n auto\n")
+def test_every_folder_of_tests_is_introduced() -> None:
+    text = Document("tests/README.md").text
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert [name for name in sorted([*(f"{folder}/" for folder in folders), *files]) if f"`{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

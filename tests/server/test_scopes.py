@@ -1,4 +1,4 @@
-"""The table of scopes in the README, line by line, against a server."""
+"""The table of scopes in `examples/guides/http_server.md`, line by line, against a server."""
 
 from __future__ import annotations
 
