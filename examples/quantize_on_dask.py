@@ -1,7 +1,7 @@
-"""Quantize a checkpoint on a Dask cluster: its workers read, encode and write; the arrays never pass through here.
+"""Quantize a checkpoint on a Dask cluster: its workers read, encode and write the arrays.
 
-Any `concurrent.futures.Executor` will do. All workers must reach the store by its URL. Run it with no arguments
-(it starts a cluster of two processes), or with the address of a scheduler and a store of your own:
+Any `concurrent.futures.Executor` will do; its workers must reach the store by its URL. Without arguments this
+starts a cluster of two processes. Or pass the address of a scheduler, and a store:
 
     python examples/quantize_on_dask.py [SCHEDULER STORE]
 """

@@ -1,6 +1,8 @@
-"""A training job on two hosts is preempted and goes on with three: save, restart, restore on another mesh.
+"""A training job on two hosts is preempted and resumes on three: save, restart, restore on another mesh.
 
-Run it as `python examples/train_and_resume.py`; it works in a temporary folder. Each host is a process.
+    python examples/train_and_resume.py
+
+Each host is a process. The store lies in a temporary folder.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ SPEC = P("data", None)
 
 
 def train(store: str, host: int, hosts: int, attempt: str, steps: range) -> None:
-    """One host: restores its rows of the newest step, if there is one, trains, and saves after each step."""
+    """Run one host: restore its rows of the newest step, if any, then train and save step by step."""
     mesh = Mesh({"data": hosts})
     [index] = mesh.host_shards(host, SHAPE, SPEC)
     w = np.zeros(SHAPE, "float32")[index]
@@ -34,7 +36,7 @@ def train(store: str, host: int, hosts: int, attempt: str, steps: range) -> None
 
 
 def start(store: str, hosts: int, attempt: str, steps: range) -> None:
-    """Runs a job on so many hosts to its end."""
+    """Run a job on a number of hosts until it ends."""
     context = multiprocessing.get_context("spawn")
     jobs = [context.Process(target=train, args=(store, h, hosts, attempt, steps)) for h in range(hosts)]
     for job in jobs:

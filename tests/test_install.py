@@ -175,9 +175,11 @@ def test_the_kernels_are_compiled(clone: Clone) -> None:
 @pytest.fixture(scope="module")
 def user(clone: Clone) -> list[str]:
     """Scripts beside the clone: every Python block of the documents, and one that states the types it expects."""
-    blocks = [text for document in DOCUMENTS for text in document.of_language("python")]
-    assert blocks
-    scripts = {"user.py": USER} | {f"block_{number:02}.py": text for number, text in enumerate(blocks)}
+    scripts = {"user.py": USER}
+    for document in DOCUMENTS:
+        stem = document.name.removesuffix(".md").replace("/", "_")
+        scripts |= {f"{stem}_{number}.py": text for number, text in enumerate(document.of_language("python"))}
+    assert len(scripts) > 10
     for name, text in {**scripts, "misuse.py": MISUSE}.items():
         (clone.folder / name).write_text(text)
     return list(scripts)
