@@ -234,4 +234,11 @@ def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> N
         for path in folder.rglob("*")
         if path.is_file() and path.suffix not in (".so", ".pyc")
     }
-    assert {"tstore/py.typed", "tstore/sync.pyi", "exmy/py.typed", "exmy/_kernels.c", "exmy/FORMAT.md"} <= held
+    assert {
+        "tstore/py.typed",
+        "tstore/sync.pyi",
+        "exmy/py.typed",
+        "exmy/_kernels.c",
+        "exmy/FORMAT.md",
+        "exmy/README.md",
+    } <= held

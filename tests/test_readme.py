@@ -1,4 +1,7 @@
-"""The documents: every code block and example is executed, and every link, name and command in them exists."""
+"""The documents: every code block and example is executed, and every link, name and command in them exists.
+
+`cli/test_demo.py` compares the recording of the demo, and `test_install.py` has type checkers read the blocks.
+"""
 
 from __future__ import annotations
 
@@ -80,16 +83,6 @@ def test_the_first_two_commands_install_and_test_a_clone() -> None:
     assert install == "pip install -e . && tstore demo"
     assert test.startswith("pip install -e '.[test]' && ")
     assert test.endswith(" && pytest -n auto")
-
-
-def test_the_recording_is_what_the_demo_prints(tmp_path: Path) -> None:
-    """Line by line from the first on, sizes and other numbers apart."""
-    recording = README.of_language("text")[0].splitlines()
-    assert recording.pop() == "…"
-    printed = run([sys.executable, "-m", "tstore", "demo", "--size", "2", "--store", "demo"], tmp_path)
-    numbers = re.compile(r"\d[\d.,]*(?: [kMG]?B\b)?")
-    lines = [numbers.sub("#", line) for line in printed.splitlines()]
-    assert [numbers.sub("#", line) for line in recording] == lines[: len(recording)]
 
 
 def test_the_layout_is_what_a_store_holds(tmp_path: Path) -> None:
