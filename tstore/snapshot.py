@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.data.exmy_chunks import read_packed
-from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole

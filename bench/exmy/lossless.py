@@ -25,7 +25,8 @@ from rich.table import Table
 from safetensors import safe_open
 
 from bench import machine
-from tstore.format.array_metadata import ArrayMeta, Codecs, dtype_named
+from tstore.format.array_metadata import ArrayMeta, dtype_named
+from tstore.format.codecs import Codecs
 
 CHUNK = 4 << 20
 # Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed size of models

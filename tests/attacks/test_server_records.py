@@ -25,7 +25,8 @@ from tests.support.served import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable, Run, Span, digest
+from tstore.format.checksums import digest
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Alive, Collection, Part, Record, Root
@@ -109,8 +110,10 @@ def manifest(
 ) -> Manifest:
     """Return the manifest of one array of one chunk, which travels in it."""
     data = run.pop("pack", CHUNK)
-    table = ChunkTable.of([Run([chunk], data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))])
-    return Manifest.of([(path, document, fresh, [Span(table, 0, 1)])])
+    table = ChunkTable.from_rows(
+        [ChunkRow(chunk, data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))]
+    )
+    return Manifest.of([(path, document, fresh, [table])])
 
 
 def commit(*manifests: Manifest | ObjectRef, **fields: Any) -> Record:
@@ -131,7 +134,9 @@ def part(transaction: str = "one", tags: tuple[str, ...] = (), bytes_added: int 
 
 FAR = reference("txn/forged/manifest-0", framed(manifest()))
 NO_CODEC = META.document.replace(b'"bytes"', b'"of-nobody"')
-TWICE = ChunkTable.of([Run([1, 0], CHUNK * 2, 0, len(CHUNK), digest(CHUNK) * 2)])
+TWICE = ChunkTable.from_rows(
+    [ChunkRow(n, CHUNK * 2, i * len(CHUNK), len(CHUNK), digest(CHUNK)) for i, n in enumerate((1, 0))]
+)
 WIDE = ArrayMeta.of((8,), "f4", (4,)).document
 
 RECORDS: dict[str, Callable[[], bytes]] = {
@@ -165,14 +170,10 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a chunk outside of its grid": lambda: of(manifest(chunk=1)),
     "a chunk beyond 2^62": lambda: of(manifest(chunk=(1 << 63) + 1)),
     "chunks out of order": lambda: of(
-        msgspec.structs.replace(
-            Manifest.of([("f", WIDE, True, [Span(TWICE, 0, 2)])]), index=np.array([1, 0], "<u8").tobytes()
-        )
+        msgspec.structs.replace(Manifest.of([("f", WIDE, True, [TWICE])]), index=np.array([1, 0], "<u8").tobytes())
     ),
     "a chunk twice": lambda: of(
-        msgspec.structs.replace(
-            Manifest.of([("f", WIDE, True, [Span(TWICE, 0, 2)])]), index=np.array([1, 1], "<u8").tobytes()
-        )
+        msgspec.structs.replace(Manifest.of([("f", WIDE, True, [TWICE])]), index=np.array([1, 1], "<u8").tobytes())
     ),
     "a chunk of another length": lambda: of(manifest(length=8)),
     "a chunk behind the end of what holds it": lambda: of(manifest(offset=8)),
@@ -713,10 +714,12 @@ async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
 async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place, scope: str) -> None:
     client = place.write.with_token(scope)
     other = np.full(4, 2, "f4").tobytes()
-    twice = ChunkTable.of([Run([0, 1], CHUNK * 2, 0, len(CHUNK), digest(CHUNK) * 2)])
+    twice = ChunkTable.from_rows(
+        [ChunkRow(n, CHUNK * 2, n * len(CHUNK), len(CHUNK), digest(CHUNK)) for n in (0, 1)]
+    )
     same = np.zeros(2, "<u8").tobytes()
     across = np.array([0, 1], "<u8").tobytes()
-    wide = Manifest.of([("f", WIDE, True, [Span(twice, 0, 2)])])
+    wide = Manifest.of([("f", WIDE, True, [twice])])
     for wrong, said in [
         (manifest(pack=other), "another checksum"),
         (msgspec.structs.replace(wide, inline=(CHUNK + other,)), "another checksum"),

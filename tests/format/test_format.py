@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
-from tstore.format.chunk_refs import BLOCK, ChunkTable, Span, as_checks, block_checks, gather
+from tstore.format.checksums import BLOCK, as_checks, block_checks
+from tstore.format.chunk_layers import gather
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import decode, encode
 from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
@@ -35,15 +37,13 @@ def table_of(packs: tuple[str | bytes, ...], rows: list[tuple[int, int, int, int
     columns = list(zip(*rows, strict=True)) or [()] * 5
     kinds = ("<u8", "<u4", "<u8", "<u8")
     index, pack, offset, length = (np.array(c, k) for c, k in zip(columns, kinds, strict=False))
-    return ChunkTable(packs, index, pack, offset, length, as_checks(b"".join(columns[4])))
+    return ChunkTable.from_columns(packs, index, pack, offset, length, as_checks(b"".join(columns[4])))
 
 
 TABLE = table_of(
     ("txn/a/pack-0", b"in"), [(0, 0, 0, 10, b"0" * 16), (2, 1, 0, 2, b"1" * 16), (7, 0, 10, BLOCK + 1, b"2" * 32)]
 )
-MANIFEST = Manifest.of(
-    [("w", DOCUMENT, True, (Span(TABLE, 0, 2),)), ("v/b", DOCUMENT, False, (Span(TABLE, 2, 3),))]
-)
+MANIFEST = Manifest.of([("w", DOCUMENT, True, (TABLE.part(0, 2),)), ("v/b", DOCUMENT, False, (TABLE.part(2, 3),))])
 RECORD = Record(
     "0123abc",
     41,
@@ -259,25 +259,23 @@ def test_a_manifest_gives_back_the_nodes_it_was_made_of(nodes: list[tuple[bool, 
     given_nodes = []
     for i, (fresh, old, new) in enumerate(nodes):
         document = DOCUMENT + b" " * (i % 2)
-        spans = tuple(Span(t, 0, len(t)) for t in (table(old), table(new)))
-        given_nodes.append((f"n/{i}", document, fresh, spans))
+        given_nodes.append((f"n/{i}", document, fresh, (table(old), table(new))))
     manifest = decode(encode(Manifest.of(given_nodes)), Manifest)
     found = manifest.nodes()
     assert [(p, d, f) for p, d, f, _ in found] == [(p, d, f) for p, d, f, _ in given_nodes]
-    for (_, old, new), (*_, span) in zip(nodes, found, strict=True):
+    for (_, old, new), (*_, chunks) in zip(nodes, found, strict=True):
         expected = {**{r[0]: r for r in old}, **{r[0]: r for r in new}}
-        chunks = span.chunks()
-        assert chunks.index.tolist() == sorted(expected)
+        assert chunks.number.tolist() == sorted(expected)
         for number, pack, offset, length, checks in chunks.rows:
             n, p, o, s, c = expected[number]
             assert (n, packs[p], o, s, c * 16 * max(1, -(-s // BLOCK))) == (
                 number,
-                chunks.packs[pack],
+                pack,
                 offset,
                 length,
                 checks,
             )
-    assert gather([spans for *_, spans in given_nodes])[1].tolist() == [
+    assert gather([tables for *_, tables in given_nodes])[1].tolist() == [
         len({r[0] for r in old} | {r[0] for r in new}) for _, old, new in nodes
     ]
 

@@ -413,7 +413,7 @@ async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: 
                     continue
                 with pytest.raises(Corrupt) as caught:
                     await view.read()
-                assert f"w, chunk ({row}, {column})" in str(caught.value) or "behind it" in str(caught.value), name
+                assert f"w, chunk ({row}, {column})" in str(caught.value) or "after it" in str(caught.value), name
         await backend.hint(pack, data)
 
 

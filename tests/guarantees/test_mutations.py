@@ -86,7 +86,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "checksums are not compared": (
         "guarantees/test_corruption.py::test_every_flipped_byte_is_found",
-        Edit("tstore.data.reader:_read_batch", "elif block_checks(piece.data) != part.checks:", "elif False:"),
+        Edit("tstore.data.pieces:ChunkPiece.deliver", "if block_checks(data.data) != self.checks:", "if False:"),
     ),
     "a chunk of no host passes": (
         "transactions/test_group.py::test_a_chunk_of_no_host_is_refused",

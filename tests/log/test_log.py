@@ -294,7 +294,7 @@ async def test_a_long_lived_process_keeps_its_tree_small() -> None:
         async with store.transaction(durability="none") as tx:
             await (await tx.array("w"))[version % 100].write(version)
     tree = (await store.snapshot()).tree
-    assert len(tree.nodes["w"].spans) <= ROOT_EVERY
+    assert len(tree.nodes["w"].tables) <= ROOT_EVERY
     assert await state(url) == (199, expected(199))
 
 

@@ -287,9 +287,9 @@ async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path)
     most = 0
     for version in range(1, 500):
         await write(writer, version, 0)
-        spans = (await reader.snapshot()).tree.nodes["w"].spans
-        most = max(most, len(spans))
-        assert sum(len(span.table.packs) for span in spans) <= 50, "what was overwritten is let go of"
+        tables = (await reader.snapshot()).tree.nodes["w"].tables
+        most = max(most, len(tables))
+        assert sum(len(table.packs) for table in tables) <= 50, "what was overwritten is let go of"
     assert most <= 35
     assert await state(reader) == expected(499, 499, 0)
     for at in (1, 40, 250, 333):

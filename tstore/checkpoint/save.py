@@ -24,7 +24,8 @@ from tstore.format.arguments import (
     checked_step,
     checked_text,
 )
-from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.codecs import Codecs
 from tstore.format.grid import chunk_counts, chunk_numbers, default_chunks
 from tstore.format.tree import OWN
 from tstore.quantization.plan import rules_for

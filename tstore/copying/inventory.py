@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.format.chunk_refs import BLOCK, ChunkTable, digest
+from tstore.format.checksums import BLOCK, digest
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.log.expiry import changes_nothing, living
@@ -190,9 +191,9 @@ async def place(log: Log, inventory: Inventory, pack: str, offset: int) -> str:
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:
                 continue
-            for number, at, begin, length, _ in node.chunks.rows:
-                if node.chunks.packs[at] == pack and begin <= offset < begin + max(1, length):
+            for row in node.chunks.rows:
+                if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):
                     counts = node.meta.counts
-                    chunk = tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
+                    chunk = tuple(int(i) for i in np.unravel_index(row.number, counts)) if counts else ()
                     return f"version {version}: {path}, chunk {chunk}"
     return f"version {inventory.base}"

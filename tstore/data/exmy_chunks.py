@@ -14,7 +14,8 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.reader import ReadJob, new_values, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import new_values, read_chunks
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkSource

@@ -1,13 +1,13 @@
-"""From values to packs: copy, encode, checksum, compare with the previous version, write.
+"""Writes: values into packs, copied, encoded, checksummed and compared with the previous version.
 
 What is written is what was hashed, even if the caller changes its arrays meanwhile: every byte is first copied
-into a worker's scratch memory, and only the copy is encoded, hashed and written, while it is in the caches. Short
-chunks travel in batches, many of them copied by one strided copy. A long chunk that lies contiguous in memory is
-copied, hashed and written block by block. A chunk whose checksums equal those of the previous version becomes a
-reference to it and costs no bytes.
+into a worker's scratch memory, and only the copy is encoded, hashed and written, while it is in the CPU's caches.
+Short chunks are written in batches, many of them gathered by one strided copy. A long chunk that is contiguous in
+memory is copied, hashed and written block by block. A chunk whose checksums equal those of the previous version
+becomes a reference to it and costs no bytes.
 
-A file system serialises the writers of one file, so each worker has a pack of its own. A pack that takes no more
-is finished, and another begun.
+A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
+next one begun.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy.typing as npt
 
 from tstore.errors import NotFinite
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import BLOCK, CHECK_SIZE, ChunkSource, Run, block_checks, digest
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
+from tstore.format.chunk_refs import ChunkRow, ChunkSource
 from tstore.format.grid import boxes, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
 from tstore.runtime.budget import scratch
@@ -33,24 +35,24 @@ from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
 
 __all__ = ["PackSet", "WriteJob"]
 
-_BATCH = 1 << 20  # stays in a core's cache on its way from the caller's memory to the pack
+_BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
 _ALIGNMENT = 64
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
-"""Encoded bytes of a transaction that travel in its manifest rather than in a pack."""
+"""Most encoded bytes of a transaction that are stored inline in its manifest rather than in a pack."""
 
 Values = npt.NDArray[Any]
 
 
 class WriteJob:
-    """Values for whole chunks of one array, and after the write the runs of chunks that refer to them.
+    """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    `pieces` are (chunk coordinates of the first element, values); values begin on a chunk's edge and end on
-    one or at the array's edge. `prior` is where the chunks of the version to compare with are looked up.
+    `pieces` are pairs of the first chunk's coordinates and values, which begin at a chunk's edge and end at one or
+    at the array's edge. `prior` looks up the chunks of the version to compare with.
     """
 
-    __slots__ = ("meta", "path", "pieces", "prior", "runs")
+    __slots__ = ("meta", "path", "pieces", "prior", "rows")
 
     def __init__(
         self,
@@ -63,14 +65,11 @@ class WriteJob:
         self.meta = meta
         self.pieces = pieces
         self.prior = prior
-        self.runs: list[Run] = []
+        self.rows: list[ChunkRow] = []
 
 
 class _Box(NamedTuple):
-    """Some chunks of a job that are next to each other: `values` begin at chunk `first`.
-
-    `room` is how much scratch their values need, up to where the next box may begin.
-    """
+    """Neighbouring chunks of a job, from chunk `first` on; `room` is the scratch memory for their values."""
 
     job: WriteJob
     first: tuple[int, ...]
@@ -80,18 +79,23 @@ class _Box(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """Chunks of a job, `length` bytes each, one behind the other in `data`."""
+    """Encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
 
     job: WriteJob
     numbers: Sequence[int]
     data: memoryview
     length: int
 
-    def checks(self) -> bytes:
-        """The checks of all of them."""
+    def checks(self) -> list[bytes]:
+        """Return the checksums of each chunk."""
         check = block_checks if self.length > BLOCK else digest
         step, data = self.length, self.data
-        return b"".join([check(data[i : i + step]) for i in range(0, len(data), step)])
+        return [check(data[i : i + step]) for i in range(0, len(data), step)]
+
+    def refer(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
+        """Add the references to the chunks, which were written to a pack at `offset`, to the job."""
+        offsets = range(offset, offset + len(self.data), self.length)
+        self.job.rows += map(ChunkRow, self.numbers, repeat(pack), offsets, repeat(self.length), checks)
 
 
 class PackSet:
@@ -110,33 +114,33 @@ class PackSet:
         self.bytes_written = 0
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
-        """Fills the `runs` of the jobs; on return their bytes are written, though durable only later."""
+        """Write the chunks of all jobs and fill their `rows`; they are durable only after `settle`."""
         batches, first = itertools.tee(_batches(jobs))
         head = list(itertools.islice(first, WORKERS * _WORKER_SHARE // _BATCH))
         del first
         if not head:
             return
         if len(head) == 1 and self._inline + _encoded_size(head[0]) <= INLINE:
-            self._write_inline(head[0])  # so little takes less time than the way to a thread
+            self._write_inline(head[0])  # takes less time than the hop to a thread
             return
         size = sum(box.room for batch in head for box in batch)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         await each(self._write_batch, batches, workers)
 
     async def settle(self) -> None:
-        """Returns when all that was written is durable, if that was asked for."""
+        """Finish all packs; return when they are durable, if the transaction's durability asks for it."""
         if self._all:
-            await each(lambda pack: pack.finish(), self._idle)  # the others were finished when they were full
+            await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
             await self._backend.settle(self._folder, self._durability)
         self._all, self._idle = [], []
 
     async def discard(self) -> None:
-        """Gives up what was written and not yet settled."""
+        """Discard all packs written since the last `settle`."""
         packs, self._all, self._idle = self._all, [], []
         await each(lambda pack: pack.discard(), packs)
 
     def _append(self, buffers: BufferStream, size: int) -> tuple[str, int]:
-        """Puts the buffers into a pack; returns its key, and their offset in it."""
+        """Append the buffers to a pack; return its key and their offset in it."""
         while True:
             with self._lock:
                 pack = self._idle.pop() if self._idle else None
@@ -160,7 +164,7 @@ class PackSet:
         with _encoded_chunks(batch) as pieces:
             for piece, checks in _fresh(pieces):
                 data = bytes(piece.data)
-                piece.job.runs.append(Run(piece.numbers, data, 0, piece.length, checks))
+                piece.refer(data, 0, checks)
                 self._inline += len(data)
                 self.bytes_written += len(data)
 
@@ -183,7 +187,7 @@ class PackSet:
             size = sum(map(len, buffers))
             key, offset = self._append(buffers, size)
         for piece, checks in fresh:
-            piece.job.runs.append(Run(piece.numbers, key, offset, piece.length, checks))
+            piece.refer(key, offset, checks)
             offset += len(piece.data)
         with self._lock:
             self.bytes_written += size
@@ -201,13 +205,14 @@ class PackSet:
 
         with scratch(BLOCK) as room:
             key, offset = self._append(blocks(room), len(data))
-        box.job.runs.append(Run(_numbers(box), key, offset, len(data), b"".join(checks)))
+        [number] = _numbers(box)
+        box.job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
         with self._lock:
             self.bytes_written += len(data)
 
 
-def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
-    """What must be written, with its checks; what the previous version holds already becomes a run of that."""
+def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
+    """Return the chunks to be written, with their checksums; refer to the previous version for all others."""
     fresh = []
     for piece in pieces:
         checks = piece.checks()
@@ -215,15 +220,15 @@ def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, bytes]]:
             fresh.append((piece, checks))
             continue
         old = piece.job.prior.row(piece.numbers[0])  # with a prior version, each piece is one chunk
-        if old is not None and old.length == piece.length and old.checks == checks:
-            piece.job.runs.append(Run(piece.numbers, old.pack, old.offset, old.length, checks))
+        if old is not None and old.length == piece.length and old.checks == checks[0]:
+            piece.job.rows.append(old)
         else:
             fresh.append((piece, checks))
     return fresh
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
-    """Boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch of its own."""
+    """Yield boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch alone."""
     batch: list[_Box] = []
     size = chunks = 0
     for job in jobs:
@@ -257,7 +262,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
 
 
 def _is_long(box: _Box) -> bool:
-    """Whether the box is one chunk of more than a block that lies in the caller's memory as it is stored."""
+    """Return whether the box is one chunk of over a block, in the caller's memory as it is to be stored."""
     meta, values = box.job.meta, box.values
     return (
         meta.encoded_bound > BLOCK
@@ -269,34 +274,36 @@ def _is_long(box: _Box) -> bool:
 
 
 def _is_unchanged(box: _Box) -> bool:
-    """Whether the previous version has the bytes of a long chunk, which then becomes a reference to them.
+    """Return whether the previous version has the bytes of a long chunk; if so, refer to it.
 
     Nothing is copied: the caller's bytes were equal when they were hashed, and they are not written.
     """
-    numbers, data = _numbers(box), _bytes_of(box.values)
-    old = None if box.job.prior is None else box.job.prior.row(numbers[0])
+    if box.job.prior is None:
+        return False
+    data = _bytes_of(box.values)
+    old = box.job.prior.row(_numbers(box)[0])
     if old is None or old.length != len(data):
         return False
     for i, start in enumerate(range(0, len(data), BLOCK)):
         if digest(data[start : start + BLOCK].data) != old.checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE]:
             return False
-    box.job.runs.append(Run(numbers, old.pack, old.offset, old.length, old.checks))
+    box.job.rows.append(old)
     return True
 
 
 def _bytes_of(values: Values) -> npt.NDArray[np.uint8]:
-    """The bytes of a contiguous array, as a view."""
+    """Return the bytes of a contiguous array as a view."""
     return values.reshape(-1).view(np.uint8)
 
 
 def _encoded_size(batch: list[_Box]) -> int:
-    """Bytes that the chunks of a batch have at most once they are encoded."""
+    """Return the most bytes of the encoded chunks of a batch."""
     return sum(box.job.meta.encoded_bound * box.chunks for box in batch)
 
 
 @contextlib.contextmanager
 def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
-    """The encoded chunks of a batch, in scratch while inside."""
+    """Yield the encoded chunks of a batch, in scratch memory until the context ends."""
     raw = sum(box.room for box in batch)
     encoded = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
     with scratch(raw + encoded) as room:
@@ -315,7 +322,7 @@ def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
 
 
 def _aligned(size: int) -> int:
-    """The first offset behind that many bytes at which values of any dtype are aligned."""
+    """Return the first offset from `size` on that is aligned for every dtype."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -338,15 +345,15 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
         except NotFinite as error:
             at = tuple(int(k) for k in np.unravel_index(number, meta.counts)) if meta.counts else ()
             raise NotFinite(
-                f"{box.job.path}, chunk {at}: {error}; repair the values, or leave this array as it is by a "
-                "rule with None"
+                f"{box.job.path}, chunk {at}: {error}; repair the values, or keep this array unencoded by a rule "
+                "with None"
             ) from error
         pieces.append(_Encoded(box.job, (number,), data, len(data)))
     return pieces
 
 
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
-    """A copy of the chunks of a box at the front of a buffer, in C order; those at the edge are filled up."""
+    """Return a copy of the chunks of a box, in C order at the front of a buffer; pad those at the array's edge."""
     meta, values = box.job.meta, box.values
     chunks = meta.chunks
     buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunks]
@@ -371,11 +378,11 @@ def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
 
 
 def _numbers(box: _Box) -> Sequence[int]:
-    """The numbers of the box's chunks in the array's grid, in C order."""
+    """Return the numbers of the box's chunks in the array's grid, in C order."""
     meta = box.job.meta
     if box.chunks == 1:
         return (chunk_number(box.first, meta.counts),)
     counts = chunk_counts(box.values.shape, meta.chunks)
     sides = [range(f, f + n) for f, n in zip(box.first, counts, strict=True)]
-    found: list[int] = chunk_numbers(sides, meta.counts).tolist()
-    return found
+    numbers: list[int] = chunk_numbers(sides, meta.counts).tolist()
+    return numbers

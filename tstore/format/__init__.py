@@ -6,7 +6,8 @@
    the checks of what is decoded. `collection_size`: how much the record of a garbage collection may hold.
    `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
-   the `zarr.json` of an array. `chunk_refs`: references to chunks, as columns.
+   the `zarr.json` of an array. `checksums`: those of objects and chunks. `chunk_refs`: references to chunks, as
+   columns. `chunk_layers`: tables of them over each other.
 4. `tree`: the groups and arrays of a version, what a commit changes in them, and when two commits conflict.
    `validation`: whether a record can be the next commit.
 5. `retention`: which versions to keep, and the ledger of living versions. `condemned`: what a garbage collection

@@ -1,7 +1,8 @@
-"""References to chunks: where each lies and what its bytes must be, as columns; pure, no I/O.
+"""References to chunks: the pack, place, length and checksums of each, as rows of a columnar table; pure, no I/O.
 
-A chunk's checks are the xxh3-128 of each `BLOCK` of its encoded bytes, so that a part of a long chunk can be
-read and still be checked.
+A chunk has one xxh3-128 checksum for each `BLOCK` of its encoded bytes, so that a part of a long chunk can be read
+and verified without the rest. A reference has two forms: `ChunkTable`, in memory and in manifests, and `ChunkRow`,
+of which the writer makes one for each chunk and the reader looks one up.
 """
 
 from __future__ import annotations
@@ -13,42 +14,33 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from tstore.errors import Corrupt
+from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks
 
 __all__ = [
-    "BLOCK",
-    "CHECK_SIZE",
     "SHORT",
     "ChunkRow",
     "ChunkSource",
     "ChunkTable",
-    "Run",
-    "Span",
-    "as_checks",
-    "block_checks",
     "column",
-    "digest",
-    "gather",
     "largest",
-    "layered",
+    "ranges",
     "total",
 ]
 
-BLOCK = 1 << 20
-"""Bytes of an encoded chunk under one checksum."""
+SHORT = 64
+"""Length up to which Python's loops over a column are faster than NumPy's functions."""
 
-CHECK_SIZE = 16
-
-_MERGED = 16
-SHORT = 64  # values, or rows: up to so many are looked at faster one by one in Python than by NumPy
-
-digest = xxhash.xxh3_128_digest
+_SMALL = 1 << 16  # rows: all rows of fewer are kept as Python objects once one of them is looked up
 
 
 class ChunkRow(NamedTuple):
-    """Where one chunk lies: its number in the grid, its pack (a key, or the bytes themselves), its checks."""
+    """The reference to one chunk.
+
+    `number` is its C-order number in the grid, `pack` the key of its pack, or the pack itself if that is stored
+    inline, and `checks` its joined checksums.
+    """
 
     number: int
     pack: str | bytes
@@ -57,210 +49,269 @@ class ChunkRow(NamedTuple):
     checks: bytes
 
     def mismatch(self, at: int, url: str) -> str:
-        """What to tell of a chunk, in the store at `url`, whose bytes from `at` on do not have their checksum."""
+        """Return the message for a chunk whose bytes fail their checksum, `at` bytes into it."""
         place = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
         return (
-            f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (from byte {at} of the chunk "
-            "on); the bytes have changed since they were committed: restore the file from a copy, or read "
+            f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (in the block at byte {at} of "
+            "the chunk); the bytes have changed since they were committed: restore the file from a copy, or read "
             "another version"
         )
 
 
-def block_checks(data: memoryview) -> bytes:
-    """The concatenated xxh3-128 digests of each `BLOCK` of the bytes; one digest for no bytes."""
-    if len(data) <= BLOCK:
-        return digest(data)
-    return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
-
-
-class Run(NamedTuple):
-    """Chunks of one array that lie one behind the other in a pack, each of the same length.
-
-    `checks` are those of all of them, in order.
-    """
-
-    numbers: Sequence[int]
-    pack: str | bytes
-    offset: int
-    length: int
-    checks: bytes
-
-
 class ChunkSource(Protocol):
-    """Where the chunks of one array are looked up."""
+    """Lookup of the references to one array's chunks."""
 
     def row(self, number: int) -> ChunkRow | None:
-        """Where one chunk lies, None where it was never written."""
+        """Return the reference to a chunk, or None if it was never written."""
 
-    @property
-    def chunks(self) -> ChunkTable:
-        """All of them, sorted by number."""
+    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """Return the references to these chunks, in their order, without those that were never written."""
 
 
-class ChunkTable:
-    """References to chunks, as columns: number in the grid, pack, offset, length, checks."""
+class _Columns:
+    """The columns of one or many tables, named like the fields of `ChunkRow`.
+
+    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block, so one or more for each chunk.
+    """
 
     def __init__(
         self,
         packs: tuple[str | bytes, ...],
-        index: npt.NDArray[np.uint64],
+        number: npt.NDArray[np.uint64],
         pack: npt.NDArray[np.uint32],
         offset: npt.NDArray[np.uint64],
         length: npt.NDArray[np.uint64],
         checks: npt.NDArray[np.uint8],
     ) -> None:
         self.packs = packs
-        self.index = index
+        self.number = number
         self.pack = pack
         self.offset = offset
         self.length = length
-        self.checks = checks  # (blocks, 16)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @staticmethod
-    def empty() -> ChunkTable:
-        """The table of no chunks."""
-        return ChunkTable.of([])
-
-    @staticmethod
-    def of(runs: Sequence[Run]) -> ChunkTable:
-        """The table of these runs, one after the other."""
-        packs: dict[str | bytes, int] = {}
-        numbers = [packs.setdefault(run.pack, len(packs)) for run in runs]
-        counts = np.array([len(run.numbers) for run in runs], np.int64)
-        lengths = np.repeat(np.array([run.length for run in runs], "<u8"), counts)
-        ends = np.cumsum(counts)
-        within = np.arange(len(lengths)) - np.repeat(ends - counts, counts)
-        return ChunkTable(
-            tuple(packs),
-            np.array(list(itertools.chain.from_iterable(run.numbers for run in runs)), "<u8"),
-            np.repeat(np.array(numbers, "<u4"), counts),
-            np.repeat(np.array([run.offset for run in runs], "<u8"), counts) + within.astype("<u8") * lengths,
-            lengths,
-            as_checks(b"".join([run.checks for run in runs])),
-        )
+        self.checks = checks
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
-        """Where the checks of each row begin, and after the last where they end."""
-        per_row = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(per_row)])
+        """The first row of `checks` of each chunk, and the end of the last."""
+        counts = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
     @functools.cached_property
-    def rows(self) -> list[tuple[int, int, int, int, bytes]]:
-        """The rows as Python values: number, pack, offset, length, checks; for loops over chunks."""
+    def rows(self) -> list[ChunkRow]:
         data, lengths = self.checks.tobytes(), self.length.tolist()
         if len(lengths) <= SHORT:
-            ends = list(itertools.accumulate([_blocks_in(length) * CHECK_SIZE for length in lengths], initial=0))
+            ends = list(itertools.accumulate([_blocks_in(n) * CHECK_SIZE for n in lengths], initial=0))
         else:
             ends = (self.blocks * CHECK_SIZE).tolist()
+        packs = map(self.packs.__getitem__, self.pack.tolist())
         checks = [data[a:b] for a, b in itertools.pairwise(ends)]
-        columns = self.index.tolist(), self.pack.tolist(), self.offset.tolist(), lengths, checks
-        return list(zip(*columns, strict=True))
+        return list(map(ChunkRow, self.number.tolist(), packs, self.offset.tolist(), lengths, checks))
+
+
+class ChunkTable:
+    """References to chunks: rows `start` to `stop` of columns, which many tables can share.
+
+    The chunks of one array are sorted by number. A part of a table copies nothing.
+    """
+
+    __slots__ = ("columns", "start", "stop")
+
+    def __init__(self, columns: _Columns, start: int, stop: int) -> None:
+        self.columns = columns
+        self.start = start
+        self.stop = stop
+
+    @staticmethod
+    def from_columns(
+        packs: tuple[str | bytes, ...],
+        number: npt.NDArray[np.uint64],
+        pack: npt.NDArray[np.uint32],
+        offset: npt.NDArray[np.uint64],
+        length: npt.NDArray[np.uint64],
+        checks: npt.NDArray[np.uint8],
+    ) -> ChunkTable:
+        """Return the table of these columns; `checks` has 16 columns and a row for each block."""
+        return ChunkTable(_Columns(packs, number, pack, offset, length, checks), 0, len(number))
+
+    @staticmethod
+    def from_rows(rows: Sequence[ChunkRow]) -> ChunkTable:
+        """Return the table of these rows, in their order."""
+        number, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+        names: dict[str | bytes, int] = {}
+        positions = [names.setdefault(p, len(names)) for p in pack]
+        return ChunkTable.from_columns(
+            tuple(names),
+            np.array(number, "<u8"),
+            np.array(positions, "<u4"),
+            np.array(offset, "<u8"),
+            np.array(length, "<u8"),
+            as_checks(b"".join(checks)),
+        )
+
+    @staticmethod
+    def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
+        """Return the rows of all tables, one table after the other; each pack is named once."""
+        if len(tables) == 1:
+            return tables[0]
+        names: dict[str | bytes, int] = {}
+        packs = [
+            np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack] for t in tables if len(t)
+        ]
+        return ChunkTable.from_columns(
+            tuple(names),
+            _joined([t.number for t in tables], "<u8"),
+            _joined(packs, "<u4"),
+            _joined([t.offset for t in tables], "<u8"),
+            _joined([t.length for t in tables], "<u8"),
+            _joined([t.checks for t in tables], np.uint8).reshape(-1, CHECK_SIZE),
+        )
+
+    @staticmethod
+    def overlay(tables: Sequence[ChunkTable]) -> ChunkTable:
+        """Return each chunk's row of the last table that has one, sorted by number."""
+        return ChunkTable.concat(tables).latest()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def packs(self) -> tuple[str | bytes, ...]:
+        """The packs by position; a part of a table may refer to few of them."""
+        return self.columns.packs
+
+    @property
+    def number(self) -> npt.NDArray[np.uint64]:
+        """The number of each chunk in its grid."""
+        return self.columns.number[self.start : self.stop]
+
+    @property
+    def pack(self) -> npt.NDArray[np.uint32]:
+        """The position of each chunk's pack in `packs`."""
+        return self.columns.pack[self.start : self.stop]
+
+    @property
+    def offset(self) -> npt.NDArray[np.uint64]:
+        """The offset of each chunk in its pack, in bytes."""
+        return self.columns.offset[self.start : self.stop]
+
+    @property
+    def length(self) -> npt.NDArray[np.uint64]:
+        """The encoded length of each chunk, in bytes."""
+        return self.columns.length[self.start : self.stop]
+
+    @property
+    def checks(self) -> npt.NDArray[np.uint8]:
+        """The checksums of all blocks, of shape (blocks, 16)."""
+        if self._is_whole():
+            return self.columns.checks
+        blocks = self.columns.blocks
+        return self.columns.checks[blocks[self.start] : blocks[self.stop]]
+
+    @property
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """The first row of `checks` of each chunk, and the end of the last."""
+        blocks = self.columns.blocks
+        return blocks if self._is_whole() else blocks[self.start : self.stop + 1] - blocks[self.start]
+
+    @property
+    def rows(self) -> list[ChunkRow]:
+        """All rows as Python objects; they are kept."""
+        return self.columns.rows[self.start : self.stop]
+
+    def _is_whole(self) -> bool:
+        return self.stop - self.start == len(self.columns.number)
+
+    def part(self, start: int, stop: int) -> ChunkTable:
+        """Return the rows from `start` up to `stop`, without copying them."""
+        return ChunkTable(self.columns, self.start + start, self.start + stop)
+
+    def take(self, positions: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """Return a copy of the rows at these positions, in their order."""
+        begin, size = self.blocks[:-1][positions], np.diff(self.blocks)[positions]
+        checks = self.checks[ranges(begin, size)]
+        return ChunkTable.from_columns(
+            self.packs,
+            self.number[positions],
+            self.pack[positions],
+            self.offset[positions],
+            self.length[positions],
+            checks,
+        )
+
+    def row(self, number: int) -> ChunkRow | None:
+        """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
+        columns = self.columns
+        if self.stop - self.start == 1 and len(columns.number) <= _SMALL:  # one of thousands of small arrays
+            row = columns.rows[self.start]
+            return row if row.number == number else None
+        at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
+        if at == self.stop or int(columns.number[at]) != number:
+            return None
+        first, last = columns.blocks[at : at + 2].tolist()
+        return ChunkRow(
+            number,
+            columns.packs[int(columns.pack[at])],
+            int(columns.offset[at]),
+            int(columns.length[at]),
+            columns.checks[first:last].tobytes(),
+        )
+
+    def locate(self, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+        """Return the position of each chunk, or -1 if it has no row. The table must be sorted by number."""
+        if not len(self):
+            return np.full(len(numbers), -1, np.int64)
+        numbers, own = numbers.astype(np.uint64), self.number
+        at = np.minimum(np.searchsorted(own, numbers), len(self) - 1).astype(np.int64)
+        return np.where(own[at] == numbers, at, -1)
+
+    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """Return the rows of these chunks, in their order, without those that have none."""
+        at = self.locate(numbers)
+        return self.take(at[at >= 0])
+
+    def latest(self) -> ChunkTable:
+        """Return the last row of each chunk, sorted by number."""
+        number = self.number
+        if bool(np.all(number[1:] > number[:-1])):
+            return self
+        _, first = np.unique(number[::-1], return_index=True)
+        return self.take(len(self) - 1 - first)
+
+    def renumbered(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """Return the same rows with other chunk numbers."""
+        number = numbers.astype("<u8")
+        return ChunkTable.from_columns(self.packs, number, self.pack, self.offset, self.length, self.checks)
 
     def equals(self, other: ChunkTable) -> bool:
-        """Whether both have the same rows in the same order; packs may be numbered in another one."""
+        """Return whether both have the same rows in the same order, however each numbers its packs."""
         mine, theirs = self.compact(), other.compact()
         names = {pack: number for number, pack in enumerate(mine.packs)}
         numbers = np.array([names.get(pack, len(names)) for pack in theirs.packs], "<u4")
         return (
-            np.array_equal(mine.index, theirs.index)
+            np.array_equal(mine.number, theirs.number)
             and np.array_equal(mine.pack, numbers[theirs.pack])
             and np.array_equal(mine.offset, theirs.offset)
             and np.array_equal(mine.length, theirs.length)
             and np.array_equal(mine.checks, theirs.checks)
         )
 
-    def validate(self) -> None:
-        """Raises `Corrupt` where the columns do not fit each other."""
-        n = len(self.index)
-        if not len(self.pack) == len(self.offset) == len(self.length) == n:
-            raise Corrupt("the columns of a manifest differ in length")
-        if n and largest(self.pack) >= len(self.packs):
-            raise Corrupt("a manifest refers to a pack that it does not name")
-        longest = largest(self.length)
-        if longest >= 1 << 62 or largest(self.offset) >= 1 << 62:
-            raise Corrupt("a manifest holds an impossible offset or length")
-        if len(self.checks) != (n if longest <= BLOCK else int(self.blocks[-1])):
-            raise Corrupt("a manifest holds a wrong number of checksums")
-
-    def take(self, at: slice | npt.NDArray[np.integer[Any]]) -> ChunkTable:
-        """The rows at these positions, in their order."""
-        if isinstance(at, slice):
-            low, high, _ = at.indices(len(self))
-            checks = self.checks[self.blocks[low] : self.blocks[high]]
-        else:
-            begin, size = self.blocks[:-1][at], np.diff(self.blocks)[at]
-            ends = np.cumsum(size)
-            total = int(ends[-1]) if len(ends) else 0
-            checks = self.checks[np.arange(total) + np.repeat(begin - (ends - size), size)]
-        return ChunkTable(self.packs, self.index[at], self.pack[at], self.offset[at], self.length[at], checks)
-
-    @property
-    def chunks(self) -> ChunkTable:
-        """The table itself, as the source of its array's chunks; it must be sorted by number."""
-        return self
-
-    def row(self, number: int) -> ChunkRow | None:
-        """The row of a chunk number, None where it has none. The table must be sorted by number."""
-        at = int(np.searchsorted(self.index, np.uint64(number)))
-        if at == len(self) or int(self.index[at]) != number:
-            return None
-        first, last = self.blocks[at : at + 2].tolist()
-        return ChunkRow(
-            number,
-            self.packs[int(self.pack[at])],
-            int(self.offset[at]),
-            int(self.length[at]),
-            self.checks[first:last].tobytes(),
-        )
-
-    def renumbered(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
-        """The same rows under other chunk numbers."""
-        return ChunkTable(self.packs, numbers.astype("<u8"), self.pack, self.offset, self.length, self.checks)
-
-    def locate(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The row of each chunk number, -1 where it has none. The table must be sorted by number."""
-        if not len(self):
-            return np.full(len(numbers), -1, np.int64)
-        at = np.minimum(np.searchsorted(self.index, numbers), len(self) - 1).astype(np.int64)
-        return np.where(self.index[at] == numbers, at, -1)
-
     def differing(self, other: ChunkTable) -> npt.NDArray[np.uint64]:
-        """The numbers of the chunks that only one of the tables has, or whose checks differ, sorted.
+        """Return the numbers of the chunks that only one table has, or whose bytes differ, sorted.
 
-        Both tables must be sorted by number. Equal bytes count as equal wherever they lie.
+        Both tables must be sorted by number. Equal bytes are equal wherever they are stored.
         """
-        common, mine, theirs = np.intersect1d(self.index, other.index, assume_unique=True, return_indices=True)
-        alike = self.length[mine] == other.length[theirs]
-        a, b = self.take(mine[alike]), other.take(theirs[alike])
+        both, mine, theirs = np.intersect1d(self.number, other.number, assume_unique=True, return_indices=True)
+        same_length = self.length[mine] == other.length[theirs]
+        a, b = self.take(mine[same_length]), other.take(theirs[same_length])
         wrong = (a.checks != b.checks).any(axis=1)
         owner = np.repeat(np.arange(len(a)), np.diff(a.blocks))
         return np.union1d(
-            np.setxor1d(self.index, other.index, assume_unique=True),
-            np.concatenate([common[~alike], a.index[owner[wrong]]]),
+            np.setxor1d(self.number, other.number, assume_unique=True),
+            np.concatenate([both[~same_length], a.number[owner[wrong]]]),
         )
 
-    @staticmethod
-    def concat(tables: Sequence[ChunkTable]) -> ChunkTable:
-        """All rows of the tables, one after the other; a pack that several use is named once."""
-        names: dict[str | bytes, int] = {}
-        numbers = [
-            np.array([names.setdefault(p, len(names)) for p in t.packs], "<u4")[t.pack] for t in tables if len(t)
-        ]
-        return ChunkTable(
-            tuple(names),
-            _joined([t.index for t in tables], "<u8"),
-            _joined(numbers, "<u4"),
-            _joined([t.offset for t in tables], "<u8"),
-            _joined([t.length for t in tables], "<u8"),
-            _joined([t.checks for t in tables], np.uint8).reshape(-1, CHECK_SIZE),
-        )
-
-    def ordered(self) -> ChunkTable:
-        """The same rows, naming the packs that they refer to in the order in which these come first."""
+    def compact(self) -> ChunkTable:
+        """Return the same rows without packs that none of them refers to, in the order of first reference."""
         count = len(self.packs)
         if count <= 1 and len(self):
             return self
@@ -272,104 +323,34 @@ class ChunkTable:
         renamed = np.zeros(count, "<u4")
         renamed[order] = np.arange(len(order))
         packs = tuple(self.packs[p] for p in order.tolist())
-        return ChunkTable(packs, self.index, renamed[self.pack], self.offset, self.length, self.checks)
+        pack = renamed[self.pack]
+        return ChunkTable.from_columns(packs, self.number, pack, self.offset, self.length, self.checks)
 
-    def compact(self) -> ChunkTable:
-        """The same rows, naming only the packs that they refer to."""
-        used, renamed = np.unique(self.pack, return_inverse=True)
-        if len(used) == len(self.packs):
-            return self
-        packs = tuple(self.packs[p] for p in used.tolist())
-        return ChunkTable(packs, self.index, renamed.astype("<u4"), self.offset, self.length, self.checks)
-
-    @staticmethod
-    def overlay(tables: Sequence[ChunkTable]) -> ChunkTable:
-        """The rows by chunk number, the last table's where several have one; sorted by number."""
-        if len(tables) == 1 and bool(np.all(tables[0].index[1:] > tables[0].index[:-1])):
-            return tables[0]
-        joined = ChunkTable.concat(tables)
-        # the first occurrence in reversed order is the newest
-        _, first = np.unique(joined.index[::-1], return_index=True)
-        return joined.take(len(joined) - 1 - first)
-
-
-class Span(NamedTuple):
-    """A run of rows of a table."""
-
-    table: ChunkTable
-    start: int
-    stop: int
-
-    @property
-    def level(self) -> int:
-        """The power of sixteen below which the number of rows is."""
-        return -(-(self.stop - self.start).bit_length() // 4)
-
-    def chunks(self) -> ChunkTable:
-        """The rows as a table of their own."""
-        return self.table.take(slice(self.start, self.stop))
-
-
-def layered(spans: tuple[Span, ...], newest: Span) -> tuple[Span, ...]:
-    """Return the spans with one more over them; small ones at the end are overlaid once they are many.
-
-    Spans of about the same length, to a power of sixteen, and shorter ones are merged sixteen or more at a time.
-    So a row is copied a few times however many commits follow, and about fifteen spans are left for each power.
-    """
-    joined = (*spans, newest)
-    while len(joined) >= _MERGED:
-        level = joined[-1].level
-        first = len(joined) - 1
-        while first and joined[first - 1].level <= level:
-            first -= 1
-        if len(joined) - first < _MERGED:
-            break
-        table = ChunkTable.overlay([span.chunks() for span in joined[first:]]).compact()
-        joined = (*joined[:first], Span(table, 0, len(table)))
-    return joined
-
-
-def gather(nodes: Sequence[Sequence[Span]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
-    """The overlaid rows of each node, one node after the other in one table, and their number per node.
-
-    The table depends on the rows alone, not on the tables that they come from. Whole tables are joined and taken
-    from once, whatever the number of nodes.
-    """
-    base: dict[int, int] = {}
-    tables: list[ChunkTable] = []
-    total = 0
-    for table, *_ in (span for spans in nodes for span in spans):
-        if id(table) not in base:
-            base[id(table)] = total
-            tables.append(table)
-            total += len(table)
-    joined = ChunkTable.concat(tables)
-    owners = np.array([i for i, spans in enumerate(nodes) for _ in spans], np.int64)
-    starts = np.array([base[id(t)] + a for spans in nodes for t, a, _ in spans], np.int64)
-    sizes = np.array([b - a for spans in nodes for _, a, b in spans], np.int64)
-    ends = np.cumsum(sizes)
-    at = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
-    owner = np.repeat(owners, sizes)
-    order = np.lexsort((joined.index[at], owner))  # stable: of equal numbers the newest is the last
-    at, owner = at[order], owner[order]
-    number = joined.index[at]
-    newest = np.ones(len(at), np.bool_)
-    newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
-    counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
-    return joined.take(at[newest]).ordered(), counts
+    def validate(self) -> None:
+        """Raise `Corrupt` if the columns do not fit each other."""
+        n, columns = len(self), self.columns
+        if not len(columns.pack) == len(columns.offset) == len(columns.length) == n:
+            raise Corrupt("the columns of a manifest differ in length")
+        if n and largest(self.pack) >= len(self.packs):
+            raise Corrupt("a manifest refers to a pack that it does not name")
+        longest = largest(self.length)
+        if longest >= 1 << 62 or largest(self.offset) >= 1 << 62:
+            raise Corrupt("a manifest has an impossible offset or length")
+        if len(columns.checks) != (n if longest <= BLOCK else int(columns.blocks[-1])):
+            raise Corrupt("a manifest has a wrong number of checksums")
 
 
 def column(data: bytes, kind: str) -> npt.NDArray[Any]:
-    """The values of a column; `Corrupt` where its bytes hold no whole number of them."""
+    """Return the values of a column; raise `Corrupt` if one is cut short."""
     try:
         return np.frombuffer(data, kind)
     except ValueError:
         size = np.dtype(kind).itemsize
-        raise Corrupt(f"a column of {len(data)} bytes does not hold whole values of {size}") from None
+        raise Corrupt(f"a column of {len(data)} bytes is not a whole number of values of {size} bytes") from None
 
 
 def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
-    """Return the largest value of a column, 0 where it is empty."""
+    """Return the largest value of a column, 0 if it is empty."""
     if len(values) > SHORT:
         return int(values.max())
     listed = values.tolist()
@@ -377,21 +358,22 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
 
 
 def total(values: npt.NDArray[np.uint64], most: int) -> int:
-    """Return the sum of a column, or -1 where one value is above `most`, so that the sum may not fit 64 bits."""
+    """Return the sum of a column, or -1 if a value exceeds `most`, in which case the sum may not fit 64 bits."""
     if len(values) <= SHORT:
         return sum(values.tolist())
     return int(values.sum()) if largest(values) <= most else -1
 
 
-def as_checks(data: bytes) -> npt.NDArray[np.uint8]:
-    """The checks in a column, one row of 16 bytes each."""
-    if len(data) % CHECK_SIZE:
-        raise Corrupt(f"{len(data)} bytes of checksums are no multiple of {CHECK_SIZE}")
-    return np.ndarray((len(data) // CHECK_SIZE, CHECK_SIZE), np.uint8, data)
-
-
 def _blocks_in(length: int) -> int:
     return max(1, -(-length // BLOCK))
+
+
+def ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the integers of all ranges, one range after the other."""
+    ends = np.cumsum(sizes)
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+    values: npt.NDArray[np.int64] = within + np.repeat(starts, sizes)
+    return values
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], kind: Any) -> npt.NDArray[Any]:

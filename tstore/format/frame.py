@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
-from tstore.format.chunk_refs import CHECK_SIZE, digest
+from tstore.format.checksums import CHECK_SIZE, digest
 
 __all__ = ["COLLECTING", "DROPPING", "PLAIN", "SHORTEST", "check_of", "check_size", "sealed", "unsealed"]
 

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MOST_NAMES
-from tstore.format.chunk_refs import CHECK_SIZE, ChunkTable, Span, as_checks, column, gather, largest, total
+from tstore.format.checksums import CHECK_SIZE, as_checks
+from tstore.format.chunk_layers import gather
+from tstore.format.chunk_refs import ChunkTable, column, largest, total
 from tstore.format.frame import SHORTEST, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
@@ -85,7 +87,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         self._check_nodes(len(table))
         check_keys(filter(None, self.packs), is_pack, "a pack")
         if len(table) > 1:
-            self._check_order(table.index)
+            self._check_order(table.number)
         check_documents(self.documents)
         return table
 
@@ -97,7 +99,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         carried = iter(self.inline)
         if self.packs.count("") != len(self.inline):
             raise Corrupt("a manifest does not hold the packs that should travel in it")
-        return ChunkTable(
+        return ChunkTable.from_columns(
             tuple([key or next(carried) for key in self.packs]),
             column(self.index, "<u8"),
             column(self.pack, "<u4"),
@@ -121,21 +123,21 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if self.fresh.translate(None, b"\0\1"):
             raise Corrupt("a manifest says neither that a node is fresh nor that it is not")
 
-    def _check_order(self, index: npt.NDArray[np.uint64]) -> None:
-        rising = index[1:] > index[:-1]
+    def _check_order(self, number: npt.NDArray[np.uint64]) -> None:
+        rising = number[1:] > number[:-1]
         if rising.all():
             return
         firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
-        rising[firsts[(firsts > 0) & (firsts < len(index))] - 1] = True  # where the next node begins
+        rising[firsts[(firsts > 0) & (firsts < len(number))] - 1] = True  # where the next node begins
         if not rising.all():
             raise Corrupt("the chunks of a node are not in the order of their numbers, or one comes twice")
 
-    def nodes(self) -> list[tuple[str, bytes, bool, Span]]:
+    def nodes(self) -> list[tuple[str, bytes, bool, ChunkTable]]:
         """Per node: path, document, fresh, and its rows."""
         table = self.table
         documents, counts = column(self.document, "<u4").tolist(), column(self.count, "<u8").tolist()
         rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
-        return [(path, self.documents[d], bool(f), Span(table, stop - n, stop)) for path, d, f, stop, n in rows]
+        return [(path, self.documents[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
 
     def reused(self, transaction: str) -> tuple[str, ...]:
         """The packs that it refers to and another transaction wrote."""
@@ -143,11 +145,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return tuple(key for key in self.packs if key and not key.startswith(own))
 
     @staticmethod
-    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[Span]]]) -> Manifest:
-        """The manifest of these nodes: path, document, fresh, and their chunks (later spans overlay)."""
+    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
+        """Return the manifest of nodes: path, document, fresh, and chunk tables, later over earlier ones."""
         documents: dict[bytes, int] = {}
         numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
-        table, counts = gather([spans for *_, spans in nodes])
+        table, counts = gather([tables for *_, tables in nodes])
         return Manifest(
             packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
             inline=tuple(p for p in table.packs if isinstance(p, bytes)),
@@ -156,7 +158,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             document=np.array(numbers, "<u4").tobytes(),
             fresh=bytes(fresh for _, _, fresh, _ in nodes),
             count=counts.astype("<u8").tobytes(),
-            index=table.index.tobytes(),
+            index=table.number.tobytes(),
             pack=table.pack.tobytes(),
             offset=table.offset.tobytes(),
             length=table.length.tobytes(),

@@ -38,7 +38,8 @@ from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
 from tstore.format.arguments import checked_attributes, checked_text, shown
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess, text_excess
-from tstore.format.chunk_refs import ChunkRow, ChunkTable, Span, layered
+from tstore.format.chunk_layers import layered
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
 
@@ -63,14 +64,14 @@ OWN = "tstore"
 
 
 class Node:
-    """A group or an array of a tree; its chunks lie in spans of manifests, later ones over earlier ones."""
+    """A group or an array of a tree; its chunks are in tables, later ones over earlier ones."""
 
-    __slots__ = ("_chunks", "document", "path", "spans")
+    __slots__ = ("_chunks", "document", "path", "tables")
 
-    def __init__(self, path: str, document: bytes, spans: tuple[Span, ...]) -> None:
+    def __init__(self, path: str, document: bytes, tables: tuple[ChunkTable, ...]) -> None:
         self.path = path
         self.document = document
-        self.spans = spans
+        self.tables = tables
         self._chunks: ChunkTable | None = None
 
     @property
@@ -99,24 +100,19 @@ class Node:
             return found
 
     def row(self, number: int) -> ChunkRow | None:
-        """Where one chunk of the array lies, None where it was never written."""
-        if len(self.spans) == 1 and self._chunks is None:
-            table, start, stop = self.spans[0]
-            if stop - start == 1 and len(table) <= _SMALL_TABLE:  # one of thousands of small arrays in one table
-                found, pack, offset, length, checks = table.rows[start]
-                return ChunkRow(number, table.packs[pack], offset, length, checks) if found == number else None
-        return self.chunks.row(number)
+        """Return the reference to a chunk of the array, or None if it was never written."""
+        return (self.tables[0] if len(self.tables) == 1 else self.chunks).row(number)
+
+    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+        """Return the references to these chunks, in their order, without those that were never written."""
+        return self.chunks.select(numbers)
 
     @property
     def chunks(self) -> ChunkTable:
         """The references to all chunks of the array, sorted by number."""
         if self._chunks is None:
-            self._chunks = ChunkTable.overlay([s.chunks() for s in self.spans]) if self.spans else _NO_CHUNKS
+            self._chunks = ChunkTable.overlay(self.tables)
         return self._chunks
-
-
-_NO_CHUNKS = ChunkTable.empty()
-_SMALL_TABLE = 1 << 16
 
 
 class Tree:
@@ -141,18 +137,18 @@ class Tree:
         nodes = {} if record.replaces else dict(spared(self.nodes, record.deleted))
         made: set[str] = set()
         for manifest in manifests:
-            for path, document, fresh, span in manifest.nodes():
+            for path, document, fresh, table in manifest.nodes():
                 old = nodes.get(path)
                 if old is None or (fresh and path not in made):
-                    nodes[path] = Node(path, document, (span,))
+                    nodes[path] = Node(path, document, (table,))
                     made.add(path)
                 else:
-                    nodes[path] = Node(path, document, layered(old.spans, span))
+                    nodes[path] = Node(path, document, layered(old.tables, table))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
         """All nodes and their chunks in one manifest, sorted; every node is fresh in it."""
-        return Manifest.of([(path, n.document, True, n.spans) for path, n in sorted(self.nodes.items())])
+        return Manifest.of([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record: bytes) -> Root:
         """This tree as the object that spares the reading of all records before it.
@@ -180,7 +176,7 @@ class Tree:
     @staticmethod
     def of(root: Root) -> Tree:
         """The tree in a root."""
-        nodes = {path: Node(path, document, (span,)) for path, document, _, span in root.manifest.nodes()}
+        nodes = {path: Node(path, document, (table,)) for path, document, _, table in root.manifest.nodes()}
         return Tree(root.version, nodes, root.tags)
 
 
@@ -211,8 +207,8 @@ class Changes(NamedTuple):
     def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """The changes that a committed record made."""
         nodes: dict[str, NodeChange] = {}
-        for path, _, fresh, span in (node for manifest in manifests for node in manifest.nodes()):
-            numbers = span.table.index[span.start : span.stop]
+        for path, _, fresh, table in (node for manifest in manifests for node in manifest.nodes()):
+            numbers = table.number
             if path in nodes:  # transactions that were committed together wrote different chunks of it
                 fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
             nodes[path] = NodeChange(fresh, numbers)

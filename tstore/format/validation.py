@@ -16,7 +16,8 @@ import numpy as np
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess
-from tstore.format.chunk_refs import SHORT, ChunkTable, block_checks, column
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import SHORT, ChunkTable, column
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, spared
@@ -64,8 +65,8 @@ def _ends(table: ChunkTable) -> list[int]:
         np.maximum.at(far, table.pack, (table.offset + table.length).astype(np.int64))
         return far.tolist()
     ends = [-1] * len(table.packs)
-    for _, at, offset, length, _ in table.rows:
-        ends[at] = max(ends[at], offset + length)
+    for at, row in zip(table.pack.tolist(), table.rows, strict=True):
+        ends[at] = max(ends[at], row.offset + row.length)
     return ends
 
 
@@ -75,20 +76,19 @@ def check_inline(manifests: Sequence[Manifest]) -> None:
     Chunks may be the same bytes, but do not overlap otherwise, so that no byte is looked at many times.
     """
     for table in (manifest.table for manifest in manifests):
-        inline = {at: pack for at, pack in enumerate(table.packs) if isinstance(pack, bytes)}
-        if not inline:
+        left = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
+        if not left:
             continue
-        left = {at: len(pack) for at, pack in inline.items()}
         seen: dict[tuple[int, int, int], bytes] = {}
-        for number, at, offset, length, checks in table.rows:
-            if at not in inline:
+        for number, pack, offset, length, checks in table.rows:
+            if not isinstance(pack, bytes):
                 continue
-            made = seen.get(place := (at, offset, length))
+            made = seen.get(place := (id(pack), offset, length))
             if made is None:
-                left[at] -= length
-                if left[at] < 0:
+                left[id(pack)] -= length
+                if left[id(pack)] < 0:
                     raise Corrupt(f"chunk {number} overlaps others in the bytes that hold it")
-                made = seen[place] = block_checks(memoryview(inline[at])[offset : offset + length])
+                made = seen[place] = block_checks(memoryview(pack)[offset : offset + length])
             if made != checks:
                 raise Corrupt(f"chunk {number}, which travels in a manifest, has another checksum than it says")
 
@@ -120,9 +120,9 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
     """
     arrays: set[str] = set()
     limits: list[tuple[int, int]] = []  # of each node: chunks, and bytes of each chunk, 0 for any number
-    for path, document, fresh, span in manifest.nodes():
+    for path, document, fresh, table in manifest.nodes():
         _check_path(path)
-        node = Node(path, document, (span,))
+        node = Node(path, document, (table,))
         if not fresh:
             before = made.get(path) or (base[path].document if path in base else None)
             if before != document:
@@ -160,11 +160,11 @@ def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[s
         return None
     owner = np.repeat(np.arange(len(counts)), counts)
     most, expected = np.array(limits, np.uint64)[owner].T
-    wrong = (table.index >= most) | ((expected > 0) & (table.length != expected))
+    wrong = (table.number >= most) | ((expected > 0) & (table.length != expected))
     if not wrong.any():
         return None
     row = int(np.argmax(wrong))
-    return manifest.paths[int(owner[row])], int(table.index[row])
+    return manifest.paths[int(owner[row])], int(table.number[row])
 
 
 def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: set[str]) -> None:

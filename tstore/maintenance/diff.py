@@ -14,7 +14,8 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import Selection
@@ -135,7 +136,7 @@ class _ArrayPair:
             )
             self.numbers = one.differing(other)
         else:
-            self.numbers = after.chunks.index
+            self.numbers = after.chunks.number
 
     @property
     def regions(self) -> Iterator[Selection]:
@@ -212,7 +213,9 @@ def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...
     """The chunks numbered as in a grid that is at least as long on every side; their order stays."""
     if counts == larger or not len(chunks):
         return chunks
-    return chunks.renumbered(np.ravel_multi_index(np.unravel_index(chunks.index.astype(np.int64), counts), larger))
+    return chunks.renumbered(
+        np.ravel_multi_index(np.unravel_index(chunks.number.astype(np.int64), counts), larger)
+    )
 
 
 def _is_float(meta: ArrayMeta) -> bool:

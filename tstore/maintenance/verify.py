@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tstore.data.reader import pack_reader
+from tstore.data.packs import pack_reader
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
-from tstore.format.chunk_refs import BLOCK, ChunkRow, block_checks
+from tstore.format.checksums import BLOCK, block_checks
+from tstore.format.chunk_refs import ChunkRow
 from tstore.format.layout import commit_key, is_object, is_record, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
@@ -153,23 +154,21 @@ def _collect(
     arrays: set[str],
     faults: list[str],
 ) -> None:
-    for path, document, _, span in manifest.nodes():
+    for path, document, _, table in manifest.nodes():
         place = f"version {version}: {path or 'the root group'}"
         with _noted(f"{place}: ", faults), parsing("its metadata"):
-            node = Node(path, document, (span,))
+            node = Node(path, document, (table,))
             if not node.is_array:
                 _check_group(path, node)
                 continue
             meta = node.meta
             arrays.add(path)
-            for number, pack, offset, length, checks in span.table.rows[span.start : span.stop]:
-                if number >= meta.chunk_count:
-                    faults.append(f"{place} has a chunk number {number} outside of its grid")
+            for row in table.rows:
+                if row.number >= meta.chunk_count:
+                    faults.append(f"{place} has a chunk number {row.number} outside of its grid")
                     continue
-                key = span.table.packs[pack]
-                at = tuple(int(i) for i in np.unravel_index(number, meta.counts)) if meta.counts else ()
-                row = ChunkRow(number, key, offset, length, checks)
-                wanted.setdefault((key, offset), (row, f"{place}, chunk {at}"))
+                at = tuple(int(i) for i in np.unravel_index(row.number, meta.counts)) if meta.counts else ()
+                wanted.setdefault((row.pack, row.offset), (row, f"{place}, chunk {at}"))
 
 
 def _check_group(path: str, node: Node) -> None:

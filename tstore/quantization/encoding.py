@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.exmy_chunks import PackedChunks, is_packed, packed_chunks
-from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable, Run
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import Selection, boxes, part_of
 from tstore.quantization.rechunk import encoded_meta
@@ -58,7 +59,7 @@ class Encoded(NamedTuple):
 
     path: str
     document: bytes | None = None
-    runs: tuple[Run, ...] = ()
+    rows: tuple[ChunkRow, ...] = ()
     reason: str = ""
     difference: exmy.Difference | None = None
     clipped: int = 0
@@ -70,12 +71,12 @@ class _Written:
 
     def __init__(self, values: Values, meta: ArrayMeta) -> None:
         self.values, self.meta = values, meta
-        self.runs: list[Run] = []
+        self.rows: list[ChunkRow] = []
         self.lost: dict[int, tuple[exmy.Difference, int]] = {}
 
     def encoded(self, exponents: exmy.Exponents | None) -> Encoded:
         """What became of the array, all of it being written; measured where it is in eXmY."""
-        found = Encoded(self.values.path, self.meta.document, tuple(self.runs))
+        found = Encoded(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return found
         lost = [self.lost[number] for number in sorted(self.lost)]
@@ -143,7 +144,7 @@ async def _write(backend: Backend, packs: PackSet, todo: Sequence[tuple[Values, 
         ]
         await packs.write(jobs)
         for box, job in zip(some, jobs, strict=True):
-            box.written.runs += job.runs
+            box.written.rows += job.rows
         entries = zip(some, jobs, parts, strict=True)
         encoded, lossless = list[_Entry](), list[_Entry]()
         for entry in entries:
@@ -210,4 +211,4 @@ async def _check_lossless(backend: Backend, entries: Sequence[_Entry]) -> None:
 
 def _stored(job: WriteJob) -> ChunkTable:
     """Return where the chunks of a job lie."""
-    return ChunkTable.overlay([ChunkTable.of(job.runs)])
+    return ChunkTable.from_rows(job.rows).latest()

@@ -19,9 +19,9 @@ import exmy
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
 from tstore.format.arguments import checked_tag
-from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.codecs import as_configuration, is_exmy
+from tstore.format.codecs import Codecs, as_configuration, is_exmy
 from tstore.format.tree import OWN
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Plan, SourceArray, plan_by_rules, plan_for
@@ -129,7 +129,7 @@ async def quantize(
                     if found is None or found.document is None:
                         await tx.keep_array(path, node.meta, node.chunks, source.version)
                     else:
-                        chunks = ChunkTable.overlay([ChunkTable.of(found.runs)])
+                        chunks = ChunkTable.from_rows(found.rows).latest()
                         await tx.adopt_array(path, ArrayMeta.parse(found.document), chunks)
                 elif path:
                     await tx.create_group(path, node.attributes)
@@ -206,7 +206,7 @@ def _row(path: str, given: SourceArray, plan: Plan, found: Encoded | None) -> Qu
         return QuantizedArray(path, None, "", reason, values, before, before)
     meta, exponents = ArrayMeta.parse(found.document), found.exponents
     codec, lost = meta.chain.packed, found.difference
-    after = sum(run.length * len(run.numbers) for run in found.runs)
+    after = sum(row.length for row in found.rows)
     if codec is None or lost is None:
         return QuantizedArray(path, None, "", "", values, before, after)
     return QuantizedArray(

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tstore.errors import Inconsistent
-from tstore.format.chunk_refs import Span
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Node, Tree, is_below, parents
@@ -49,7 +49,7 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
     )
     tree = Tree(0, {}, {}).after(1, record_of(result, 0.0), manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
-    manifest = Manifest.of([(p, n.document, fresh[p], n.spans) for p, n in tree.nodes.items()])
+    manifest = Manifest.of([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, manifests, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
 
@@ -161,14 +161,14 @@ def _check_places(name: str, fragments: Sequence[Fragment], manifests: Sequence[
 
 
 def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: Manifest) -> None:
-    written: dict[str, list[Span]] = {}
+    written: dict[str, list[ChunkTable]] = {}
     for each in manifests:
-        for path, _, _, span in each.nodes():
-            written.setdefault(path, []).append(span)
+        for path, _, _, table in each.nodes():
+            written.setdefault(path, []).append(table)
     twice = [
         f"{path}: chunks {_twice(tree.nodes[path], written[path])}"
-        for path, _, _, span in manifest.nodes()
-        if sum(s.stop - s.start for s in written[path]) != span.stop - span.start
+        for path, _, _, table in manifest.nodes()
+        if sum(map(len, written[path])) != len(table)
     ]
     if twice:
         raise Inconsistent(
@@ -177,8 +177,8 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: 
         )
 
 
-def _twice(node: Node, spans: Sequence[Span]) -> list[tuple[int, ...]]:
-    numbers, times = np.unique(np.concatenate([s.chunks().index for s in spans]), return_counts=True)
+def _twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
+    numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
     counts = node.meta.counts
     return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
 

@@ -13,18 +13,18 @@ Where they do not, as when a much larger value coarsens the offset that they sha
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable, Run
+from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
 from tstore.runtime.pool import each
 from tstore.storage.base import Backend
@@ -50,28 +50,28 @@ class StagedArray:
         self.patches: dict[int, tuple[Patch, ...]] = {}
         self._unapplied: set[int] = set()
         self._whole: list[ChunkTable] = [] if kept is None else [kept]
-        self._runs: list[Run] = []
+        self._rows: list[ChunkRow] = []
         self._patched: list[ChunkTable] = []
 
     @property
     def whole(self) -> ChunkTable:
         """The chunks that were kept or written whole."""
-        if self._runs or len(self._whole) != 1:
-            self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.of(self._runs)])]
-            self._runs = []
+        if self._rows or len(self._whole) != 1:
+            self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)])]
+            self._rows = []
         return self._whole[0]
 
     @property
-    def only_runs(self) -> list[Run] | None:
-        """What was written, where that is all there is: thousands of small arrays then share one table."""
-        return self._runs if not self._whole and not self.patches else None
+    def only_rows(self) -> list[ChunkRow] | None:
+        """The rows written, or None if the array has other changes; small arrays share one table."""
+        return self._rows if not self._whole and not self.patches else None
 
     def written(self) -> ChunkTable:
         """All chunks that the commit refers to anew, sorted by number."""
         if not self.patches:
             return self.whole
         patched = ChunkTable.overlay(self._patched)
-        still = np.isin(patched.index, np.array(list(self.patches), np.uint64))
+        still = np.isin(patched.number, np.array(list(self.patches), np.uint64))
         return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(still))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
@@ -107,11 +107,11 @@ class StagedArray:
 
     def wrote(self, job: WriteJob) -> None:
         """Takes over the chunks that a job wrote whole; they go before what was there."""
-        self._runs += job.runs
+        self._rows += job.rows
         if self.patches:
-            for number in itertools.chain.from_iterable(run.numbers for run in job.runs):
-                self.patches.pop(number, None)
-                self._unapplied.discard(number)
+            for row in job.rows:
+                self.patches.pop(row.number, None)
+                self._unapplied.discard(row.number)
 
     async def apply_patches(
         self,
@@ -146,9 +146,9 @@ class StagedArray:
             if self.meta.document != meta.document:
                 return
             current = [i for i, n in enumerate(layers) if self.patches.get(n) is layers[n]]
-            written = ChunkTable.overlay([ChunkTable.of(job.runs)]).take(np.array(current, np.intp))
+            written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
             self._patched.append(written)
-            self._unapplied.difference_update(written.index.tolist())
+            self._unapplied.difference_update(written.number.tolist())
 
     def _check_kept(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
         """Raise `InvalidArgument` where the codec changes values of a patched chunk that no patch names."""
@@ -172,8 +172,8 @@ class StagedArray:
         """Reads one chunk with what lies beyond the array's edge, as if the array were that chunk."""
         meta = self.meta.with_shape(self.meta.chunks)
         selection = Selection(tuple(range(n) for n in meta.shape))
-        run = Run((0,), row.pack, row.offset, row.length, row.checks)
-        return ReadJob(f"{self.path} (chunk number {number})", meta, ChunkTable.of([run]), selection, out)
+        source = ChunkTable.from_rows([row._replace(number=0)])
+        return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
     def reshape(self, shape: Sequence[int], base: ChunkTable) -> None:
         """Takes another shape: chunks keep their place in the grid or are dropped.
@@ -190,7 +190,7 @@ class StagedArray:
             return kept, np.ravel_multi_index([side[kept] for side in at], counts) if counts else kept
 
         before = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
-        kept, numbers = moved(before.index)
+        kept, numbers = moved(before.number)
         self._whole, self._patched = [before.take(kept).renumbered(numbers)], []
         old = list(self.patches)
         kept, still = moved(np.array(old, np.int64))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable, Run, Span
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.references import Manifest
 from tstore.format.tree import (
     Changes,
@@ -30,7 +30,7 @@ from tstore.transactions.tags import TagEdits
 
 __all__ = ["StagedTree"]
 
-_NO_CHUNKS = ChunkTable.empty()
+_NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class StagedTree:
@@ -144,16 +144,16 @@ class StagedTree:
 
     def manifest(self) -> Manifest:
         """Everything staged, as a manifest."""
-        spans = self._spans()
+        tables = self._tables()
         groups = [(path, document, True, ()) for path, document in self._groups.items()]
-        arrays = [(p, a.meta.document, a.fresh, (spans[p],)) for p, a in self.arrays.items()]
+        arrays = [(p, a.meta.document, a.fresh, (tables[p],)) for p, a in self.arrays.items()]
         return Manifest.of([*groups, *arrays])
 
     def changes(self, tags: TagEdits) -> Changes:
         """Everything staged, as far as others can conflict with it."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
-            nodes[path] = NodeChange(staged.fresh, staged.written().index)
+            nodes[path] = NodeChange(staged.fresh, staged.written().number)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.named, tags.dropped)
 
     def patched_again(
@@ -174,24 +174,20 @@ class StagedTree:
                     lost.append(f"{path}, chunk {at}")
         return redo, lost
 
-    def _spans(self) -> dict[str, Span]:
-        """The chunks of every staged array; arrays that were only written share one table."""
-        runs: list[Run] = []
+    def _tables(self) -> dict[str, ChunkTable]:
+        """The chunks of every staged array; arrays that were only written share its columns."""
+        rows: list[ChunkRow] = []
         bounds: dict[str, tuple[int, int]] = {}
-        spans: dict[str, Span] = {}
-        rows = 0
+        tables: dict[str, ChunkTable] = {}
         for path, staged in self.arrays.items():
-            own = staged.only_runs
+            own = staged.only_rows
             if own is None:
-                table = staged.written()
-                spans[path] = Span(table, 0, len(table))
+                tables[path] = staged.written()
                 continue
-            count = sum(len(run.numbers) for run in own)
-            bounds[path] = (rows, rows + count)
-            rows += count
-            runs += own
-        shared = ChunkTable.of(runs)
-        return spans | {path: Span(shared, start, stop) for path, (start, stop) in bounds.items()}
+            bounds[path] = (len(rows), len(rows) + len(own))
+            rows += own
+        shared = ChunkTable.from_rows(rows)
+        return tables | {path: shared.part(start, stop) for path, (start, stop) in bounds.items()}
 
     def _stored(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]

@@ -21,11 +21,13 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from tstore.array import Array
-from tstore.data.reader import ReadJob, read_chunks
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, DeadlineExceeded, NotFound
-from tstore.format.array_metadata import ArrayMeta, Codecs
+from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.codecs import Codecs
 from tstore.format.encoding import encode, size_of
 from tstore.format.grid import Selection
 from tstore.format.records import INLINE_MANIFEST, Record

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import shown
-from tstore.format.chunk_refs import CHECK_SIZE
+from tstore.format.checksums import CHECK_SIZE
 from tstore.storage.base import Buffers, Durability
 from tstore.storage.local.atomic_file import new_file, write_all
 

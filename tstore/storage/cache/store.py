@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from tstore.format.chunk_refs import CHECK_SIZE, digest
+from tstore.format.checksums import CHECK_SIZE, digest
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
 from tstore.storage.base import (
