@@ -1,4 +1,4 @@
-"""The tree of groups and arrays as of one commit: read-only, never changing under its reader."""
+"""Snapshots: the read-only tree of groups and arrays as of one commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Snapshot", "array_node", "snapshot_of"]
 
 
 class Snapshot:
-    """What a store holds as of one version."""
+    """The groups and arrays of a store as of one version, which never changes under its reader."""
 
     def __init__(self, log: Log, tree: Tree) -> None:
         self._log = log
@@ -31,50 +31,50 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """The version this is the state of; 0 for the empty store before its first commit."""
+        """The version, 0 for the empty store before its first commit."""
         return self._tree.version
 
     @property
     def where(self) -> str:
-        """The store and the version, as errors name them."""
+        """The store and the version, for errors."""
         return f"{self._log.backend.url} at version {self.version}"
 
     @property
     def tags(self) -> dict[str, int]:
-        """Every tag that was set up to this version, with the version it names."""
+        """All tags as of this version, with the version that each names."""
         return dict(self._tree.tags)
 
     @property
     def tree(self) -> Tree:
-        """The nodes behind this snapshot."""
+        """The nodes of this version."""
         return self._tree
 
     def paths(self) -> list[str]:
-        """The paths of all arrays, sorted."""
+        """Return the paths of all arrays, sorted."""
         return sorted(p for p, n in self._tree.nodes.items() if n.is_array)
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """The attributes of the array or group at a path; empty for a group that has none."""
+        """Return the attributes of the array or group at a path, empty if there are none."""
         node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
 
     def own_attributes(self) -> dict[str, Any]:
-        """Return what tstore itself keeps in the root group; others may have written anything there."""
+        """Return the root group's attributes that tstore uses; another program may have written them."""
         own = self.attributes().get(OWN)
         return own if isinstance(own, dict) else {}
 
     async def array(self, path: str) -> Array:
-        """The array at a path; `NotFound` names near paths where there is none."""
+        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
         path = checked_path(path)
         return Array(self, path, array_node(self._tree, path, self.where).meta)
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
-        """Fills `out`, which has one axis per axis of the array."""
+        """Read a selection into `out`, which has one axis per axis of the array."""
         node = array_node(self._tree, path, self.where)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
-        """Fills many arrays (path, selection or None for all of it, destination) in one call."""
+        """Read many arrays in one call: path, selection (None for the whole array) and destination of each."""
         jobs = []
         for path, selection, out in wanted:
             node = array_node(self._tree, path, self.where)
@@ -86,7 +86,7 @@ class Snapshot:
         await unexpired(self._log, self.version, read_chunks(self._log.backend, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
-        """An array of eXmY chunks as it is stored; `InvalidArgument` for any other, `NotFound`."""
+        """Return an array in an eXmY format, undecoded; raise `NotFound`, or `InvalidArgument` for any other."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.where)
         return await unexpired(self._log, self.version, read_packed(self._log.backend, path, node.meta, node))
@@ -94,11 +94,11 @@ class Snapshot:
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
-        """Refuses: a snapshot never changes."""
+        """Raise `Misuse`: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be written; open a transaction: store.transaction()")
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
-        """Refuses: a snapshot never changes."""
+        """Raise `Misuse`: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
 
     def __repr__(self) -> str:
@@ -106,17 +106,17 @@ class Snapshot:
 
 
 async def snapshot_of(log: Log, version: int, newest: int) -> Snapshot:
-    """The snapshot of a version; `SnapshotExpired` where a gc up to version `newest` or later removed it."""
+    """Return the snapshot of a version; raise `SnapshotExpired` if a gc, up to `newest` or later, removed it."""
     await check_alive(log, version, newest)
     return Snapshot(log, await unexpired(log, version, log.tree(version)))
 
 
 def array_node(tree: Tree, path: str, where: str) -> Node:
-    """The array at a path of a tree; `NotFound` says what is near it."""
+    """Return the array at a path of a tree; raise `NotFound`, which names similar paths, if there is none."""
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
         return node
     head = path.rpartition("/")[0]
     near = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(head))[:5]
-    shown = f"; near it are: {', '.join(near)}" if near else "; it holds no arrays there"
+    shown = f"; near it are: {', '.join(near)}" if near else "; there are no arrays near it"
     raise NotFound(f"{where} has no array {path!r}{shown}")

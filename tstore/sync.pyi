@@ -29,7 +29,7 @@ from tstore import (
     sharding,
 )
 from tstore.copying.copy import At
-from tstore.format.array_metadata import Codecs
+from tstore.format.codecs import Codecs
 from tstore.format.grid import Index
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
@@ -79,39 +79,39 @@ class Array:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Length along each axis of the view."""
+        """The length of the view along each axis."""
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the view."""
+        """The number of axes of the view."""
 
     @property
     def size(self) -> int:
-        """Number of values in the view."""
+        """The number of values in the view."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the view's values in memory, decoded."""
+        """The bytes of the view's values in memory, decoded."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values as they are read."""
+        """The dtype of the values as they are read."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Shape of one chunk of the array."""
+        """The shape of one chunk of the array."""
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The array's attributes; a copy."""
+        """A copy of the array's attributes."""
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:
-        """A name or None per axis of the array, or None."""
+        """The name of each axis of the array, None for an axis without one; or None."""
 
     @property
     def fill_value(self) -> Any:
-        """The value of what was not written in a sparse array, or in a chunk written in part."""
+        """The value of elements never written, in a sparse array or in a chunk written in part."""
 
     @property
     def codecs(self) -> list[dict[str, Any]]:
@@ -120,24 +120,23 @@ class Array:
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the values, verified, in a new array, or in `out` of the same shape and dtype.
 
-        Raises `NotFound` where a chunk was never written and the array is not sparse, `Corrupt` where stored
-        bytes have changed."""
+        Raise `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if stored bytes
+        have changed."""
 
     def write(self, values: npt.ArrayLike) -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
-        A chunk that is written in part keeps its other values bit for bit. Where a lossy codec can't do that,
-        because the values written need another shared offset, the commit (or a read before it) raises
-        `InvalidArgument`.
+        A chunk that is written in part keeps its other values bit for bit. If a lossy codec can't do that, because
+        the new values need another shared offset, the commit (or a read before it) raises `InvalidArgument`.
 
-        Raises `InvalidArgument` where shape or dtype do not fit (a cast within one kind is made), `Misuse`
-        on an array of a snapshot or of a transaction that has ended."""
+        Raise `InvalidArgument` if shape or dtype do not fit (values are cast within one kind), and `Misuse` for an
+        array of a snapshot or of a transaction that has ended."""
 
     def resize(self, shape: Sequence[int]) -> None:
         """Stage another shape with as many axes; chunks outside of it are dropped.
 
-        What is added was never written: it reads as the fill value only where the array is sparse, or where it
-        lies in a chunk that holds other values. What a smaller shape cut off is gone, also when it grows again."""
+        New elements count as never written: they read as the fill value only if the array is sparse, or if their
+        chunk contains other values. Values that a smaller shape cuts off do not return when the array grows."""
 
     def __getitem__(self, index: Index) -> Array:
         """Return a view by integers, slices (of any step) and `...`; raise `InvalidArgument` for other indices."""
@@ -151,20 +150,20 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """The version this is the state of; 0 for the empty store before its first commit."""
+        """The version, 0 for the empty store before its first commit."""
 
     @property
     def tags(self) -> dict[str, int]:
-        """Every tag that was set up to this version, with the version it names."""
+        """All tags as of this version, with the version that each names."""
 
     def paths(self) -> list[str]:
-        """The paths of all arrays, sorted."""
+        """Return the paths of all arrays, sorted."""
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """The attributes of the array or group at a path; empty for a group that has none."""
+        """Return the attributes of the array or group at a path, empty if there are none."""
 
     def array(self, path: str) -> Array:
-        """The array at a path; `NotFound` names near paths where there is none."""
+        """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
 
 class Store:
     """Everything under one URL. Readers never block; writers meet only in the commit."""

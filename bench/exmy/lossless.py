@@ -79,7 +79,7 @@ def measure(values: npt.NDArray[Any], rounds: int) -> dict[str, dict[str, Any]]:
     count = CHUNK // values.itemsize
     chunks = values[: values.size // count * count].reshape(-1, count)
     metas = {
-        name: ArrayMeta.of((count,), values.dtype, (count,), _codecs(s, values)) for name, s in SETTINGS.items()
+        name: ArrayMeta.new((count,), values.dtype, (count,), _codecs(s, values)) for name, s in SETTINGS.items()
     }
     out, back = np.empty(CHUNK, np.uint8), np.empty(count, values.dtype)
     found: dict[str, dict[str, Any]] = {name: {"encode": [], "decode": []} for name in metas}

@@ -38,7 +38,7 @@ __all__ = [
 
 _PLAIN = [{"name": "bytes", "configuration": {"endian": "little"}}]
 _CHUNK = struct.pack("<8f", *range(8))
-DOCUMENT = ArrayMeta.of((8,), "f4", (8,), codecs=_PLAIN).document
+DOCUMENT = ArrayMeta.new((8,), "f4", (8,), codecs=_PLAIN).document
 DEEP = msgspec.Raw(b"\x91" * 5_000 + b"\xc0")
 
 

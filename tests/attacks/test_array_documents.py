@@ -18,19 +18,19 @@ from tstore.format.array_metadata import ArrayMeta
 
 BLOSC = {"cname": "lz4", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
 DOCUMENTS = [
-    ArrayMeta.of((8, 6), "float32", (4, 6), "e4m3", attributes={"unit": "m"}, dimension_names=("x", None)),
-    ArrayMeta.of((9,), "int16", (4,), "lossless", fill_value=-5, sparse=True),
-    ArrayMeta.of((), "complex64", (), None, fill_value=1 - 2j),
-    ArrayMeta.of((2, 0, 3), "bfloat16", (2, 1, 3), {"format": "e3m2", "axis": -1, "scale": "max"}),
-    ArrayMeta.of((64,), "float64", (32,), [{"name": "exmy", "configuration": {"format": "e2m1", "block": 32}}]),
-    ArrayMeta.of(
+    ArrayMeta.new((8, 6), "float32", (4, 6), "e4m3", attributes={"unit": "m"}, dimension_names=("x", None)),
+    ArrayMeta.new((9,), "int16", (4,), "lossless", fill_value=-5, sparse=True),
+    ArrayMeta.new((), "complex64", (), None, fill_value=1 - 2j),
+    ArrayMeta.new((2, 0, 3), "bfloat16", (2, 1, 3), {"format": "e3m2", "axis": -1, "scale": "max"}),
+    ArrayMeta.new((64,), "float64", (32,), [{"name": "exmy", "configuration": {"format": "e2m1", "block": 32}}]),
+    ArrayMeta.new(
         (5, 5),
         "bool",
         (5, 5),
         [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3, "checksum": True}}],
         attributes={"a": {"b": [1, None, "x"]}},
     ),
-    ArrayMeta.of(
+    ArrayMeta.new(
         (100,),
         "uint64",
         (100,),

@@ -61,7 +61,7 @@ def values(size: int) -> npt.NDArray[np.float32]:
 
 
 def meta_of(codecs: list[dict[str, Any]], size: int) -> ArrayMeta:
-    return ArrayMeta.of((size,), "float32", (size,), codecs)
+    return ArrayMeta.new((size,), "float32", (size,), codecs)
 
 
 def encoded(meta: ArrayMeta, chunk: npt.NDArray[Any]) -> bytes:
@@ -240,8 +240,8 @@ import numpy as np
 import tstore
 from tstore.format.array_metadata import ArrayMeta
 codec = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 1 << 26}
-meta = ArrayMeta.of((1 << 24,), "float32", (1 << 24,), [{"name": "bytes", "configuration": {"endian": "little"}},
-    {"name": "blosc", "configuration": codec}])
+codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "blosc", "configuration": codec}]
+meta = ArrayMeta.new((1 << 24,), "float32", (1 << 24,), codecs)
 out = np.zeros(1 << 24, np.float32)
 data = bytes(meta.chain.encode(out, np.empty(meta.encoded_bound, np.uint8)))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -299,7 +299,7 @@ async def test_a_reference_of_an_absurd_length_is_corrupt(codecs: Any) -> None:
     snapshot = await store.snapshot()
     table = snapshot.tree.nodes["g/w"].chunks
     for length in (0, 1, 1 << 20, 1 << 40, 1 << 61):
-        table.length = np.full(len(table), length, np.uint64)
+        table.columns.length = np.full(len(table), length, np.uint64)
         for wanted in (np.s_[:], np.s_[1:2, 3]):
             array = await snapshot.array("g/w")
             with bounded_memory(1 << 28), pytest.raises(Corrupt, match=r"^g/w, chunk .0, 0.: "):

@@ -39,7 +39,7 @@ VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
 NEWEST = 4  # of `filled`
 NEXT = NEWEST + 1
-META = ArrayMeta.of((4,), "f4", (4,))
+META = ArrayMeta.new((4,), "f4", (4,))
 CHUNK = np.ones(4, "f4").tobytes()
 PACK = "txn/forged/pack-0"
 
@@ -137,7 +137,7 @@ NO_CODEC = META.document.replace(b'"bytes"', b'"of-nobody"')
 TWICE = ChunkTable.from_rows(
     [ChunkRow(n, CHUNK * 2, i * len(CHUNK), len(CHUNK), digest(CHUNK)) for i, n in enumerate((1, 0))]
 )
-WIDE = ArrayMeta.of((8,), "f4", (4,)).document
+WIDE = ArrayMeta.new((8,), "f4", (4,)).document
 
 RECORDS: dict[str, Callable[[], bytes]] = {
     "a manifest that is not there": lambda: framed(commit(FAR)),

@@ -120,7 +120,7 @@ def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an unchanged chunk is recognised, whenever it is written."""
     values = np.arange(100)
     for codecs in ZARR_CODECS.values():
-        meta = ArrayMeta.of(values.shape, "int64", values.shape, [c.to_dict() for c in codecs])
+        meta = ArrayMeta.new(values.shape, "int64", values.shape, [c.to_dict() for c in codecs])
         found = set()
         for now in (1e9, 1.5e9):
             monkeypatch.setattr(time, "time", lambda now=now: now)
@@ -130,7 +130,7 @@ def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_zarr_understands_the_metadata(dtype: str) -> None:
-    meta = ArrayMeta.of(
+    meta = ArrayMeta.new(
         (10, 7),
         dtype,
         (4, 3),
@@ -153,7 +153,7 @@ def test_zarr_understands_the_metadata(dtype: str) -> None:
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, -0.0, 1.5])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
 def test_zarr_understands_the_fill_value(fill: float, dtype: str) -> None:
-    meta = ArrayMeta.of((1,), dtype, (1,), fill_value=fill)
+    meta = ArrayMeta.new((1,), dtype, (1,), fill_value=fill)
     theirs = ArrayV3Metadata.from_dict(json.loads(meta.document)).fill_value
     expected = np.array(fill, dtype)
     assert np.asarray(theirs, dtype).tobytes() == expected.tobytes() or math.isnan(fill)
@@ -178,7 +178,7 @@ def test_plain_chunks_keep_every_bit(case: tuple[str, tuple[int, ...], bytes]) -
     size = math.prod(shape) * dtype.itemsize
     raw = np.frombuffer((seed * (size // len(seed) + 1))[:size], np.uint8)
     values = (raw % 2 if dtype.kind == "b" else raw).view(dtype).reshape(shape)
-    meta = ArrayMeta.of(shape, dtype, tuple(max(1, n) for n in shape))
+    meta = ArrayMeta.new(shape, dtype, tuple(max(1, n) for n in shape))
     out = np.empty(meta.encoded_bound, np.uint8)
     padded = np.zeros(meta.chunks, dtype)
     padded[tuple(slice(n) for n in shape)] = values
@@ -193,7 +193,7 @@ def test_plain_chunks_keep_every_bit(case: tuple[str, tuple[int, ...], bytes]) -
     st.sampled_from(["e4m3", "e3m2", "e2m1", "e5m2"]),
 )
 def test_exmy_chunks_hold_a_bias_and_packed_codes(values: npt.NDArray[Any], name: str) -> None:
-    meta = ArrayMeta.of(values.shape, "float32", values.shape, name)
+    meta = ArrayMeta.new(values.shape, "float32", values.shape, name)
     encoded = meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))
     bias = int.from_bytes(encoded[:2], "little", signed=True)
     assert bytes(encoded[2:8]) == bytes(6)
@@ -205,7 +205,7 @@ def test_exmy_chunks_hold_a_bias_and_packed_codes(values: npt.NDArray[Any], name
 
 
 def test_exmy_chunks_of_the_first_version_are_read() -> None:
-    meta = ArrayMeta.of((3,), "float32", (3,), "e2m1")
+    meta = ArrayMeta.new((3,), "float32", (3,), "e2m1")
     assert meta.codecs == [{"name": "exmy", "configuration": {"format": "e2m1"}}]
     decoded = np.empty(3, "f4")
     meta.chain.decode(memoryview(bytes.fromhex("0200000000000000040e0200")), decoded)
@@ -251,11 +251,11 @@ async def test_arrays_take_a_configuration_of_exmy(dtype: str, configuration: di
 )
 def test_exmy_configurations_that_do_not_fit_are_refused(codecs: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
-        ArrayMeta.of((10, 66), "float32", (5, 33), codecs)
+        ArrayMeta.new((10, 66), "float32", (5, 33), codecs)
 
 
 def test_exmy_bytes_that_no_encoder_writes_are_corrupt() -> None:
-    meta = ArrayMeta.of((4,), "float32", (4,), "e4m3")
+    meta = ArrayMeta.new((4,), "float32", (4,), "e4m3")
     encoded = bytearray(meta.chain.encode(np.ones(4, "f4"), np.empty(meta.encoded_bound, np.uint8)))
     encoded[5] = 1
     with pytest.raises(Corrupt, match="exmy"):
@@ -282,7 +282,7 @@ async def test_lossless_keeps_every_bit(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_zarr_reads_lossless_chunks(dtype: str) -> None:
     values = sample((10, 300), dtype)
-    meta = ArrayMeta.of(values.shape, dtype, (4, 300), "lossless")
+    meta = ArrayMeta.new(values.shape, dtype, (4, 300), "lossless")
     codecs = [zarr.registry.get_codec_class(c["name"]).from_dict(c) for c in meta.codecs]
     ours, theirs = asyncio.run(our_chunks(values, (4, 300), codecs)), zarr_chunks(values, (4, 300), codecs)
     assert ours == theirs
@@ -301,7 +301,7 @@ def test_lossless_shrinks_real_weights(dtype: str, most: float) -> None:
     kind = dtype_named(dtype)
     with safe_open(real_weights(), "numpy") as file:
         values = file.get_tensor("embeddings.word_embeddings.weight")[:8192].astype(kind)
-    meta = ArrayMeta.of(values.shape, kind, values.shape, "lossless")
+    meta = ArrayMeta.new(values.shape, kind, values.shape, "lossless")
     encoded = meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))
     assert len(encoded) < most * values.nbytes
     decoded = np.empty_like(values)
@@ -328,17 +328,17 @@ async def test_rules_take_configurations_and_lossless() -> None:
 
 
 def test_a_chunk_beyond_bloscs_limit_is_refused() -> None:
-    ArrayMeta.of((1 << 31,), "uint8", (1 << 30,), "lossless")
+    ArrayMeta.new((1 << 31,), "uint8", (1 << 30,), "lossless")
     with pytest.raises(InvalidArgument, match="smaller chunks"):
-        ArrayMeta.of((1 << 31,), "uint8", (1 << 31,), "lossless")
+        ArrayMeta.new((1 << 31,), "uint8", (1 << 31,), "lossless")
 
 
 def test_exmy_takes_no_nan_and_no_integers() -> None:
-    meta = ArrayMeta.of((4,), "float32", (4,), "e4m3")
+    meta = ArrayMeta.new((4,), "float32", (4,), "e4m3")
     with pytest.raises(NotFinite):
         meta.chain.encode(np.array([1, 2, math.nan, 3], "f4"), np.empty(meta.encoded_bound, np.uint8))
     with pytest.raises(InvalidArgument, match="float32"):
-        ArrayMeta.of((4,), "int32", (4,), "e4m3")
+        ArrayMeta.new((4,), "int32", (4,), "e4m3")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_exmy_takes_no_nan_and_no_integers() -> None:
     + [("plain", 1), ("zstd", 1), ("blosc", 1)],
 )
 def test_chunks_of_a_wrong_length_are_corrupt(codec: str, change: int) -> None:
-    meta = ArrayMeta.of((9,), "int16", (9,), [c.to_dict() for c in ZARR_CODECS[codec]])
+    meta = ArrayMeta.new((9,), "int16", (9,), [c.to_dict() for c in ZARR_CODECS[codec]])
     encoded = bytes(meta.chain.encode(np.arange(9, dtype="i2"), np.empty(meta.encoded_bound, np.uint8)))
     bad = encoded[:change] if change < 0 else encoded + b"\0"
     with pytest.raises(Corrupt):
@@ -370,7 +370,7 @@ def test_floats_of_one_platform_are_refused(name: str, other: str) -> None:
     with pytest.raises(InvalidArgument, match=f"use {other}"):
         dtype_named(name)
     with pytest.raises(InvalidArgument, match=f"use {other}"):
-        ArrayMeta.of((2,), np.zeros(2, name).dtype, (2,))
+        ArrayMeta.new((2,), np.zeros(2, name).dtype, (2,))
 
 
 def test_names_and_byte_orders_of_dtypes() -> None:
@@ -412,7 +412,7 @@ GOOD: dict[str, Any] = {"shape": (4, 4), "dtype": "uint8", "chunks": (2, 2)}
 )
 def test_metadata_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        ArrayMeta.of(**{**GOOD, **change})
+        ArrayMeta.new(**{**GOOD, **change})
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_metadata_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
 )
 def test_unknown_codecs_are_named(codecs: list[dict[str, Any]]) -> None:
     with pytest.raises(UnsupportedFormat, match="codec"):
-        ArrayMeta.of((4,), "float32", (2,), codecs)
+        ArrayMeta.new((4,), "float32", (2,), codecs)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_a_document_that_does_not_parse_is_corrupt(document: bytes) -> None:
 
 
 def test_a_document_of_another_zarr_is_unsupported() -> None:
-    fields = json.loads(ArrayMeta.of(**GOOD).document)
+    fields = json.loads(ArrayMeta.new(**GOOD).document)
     for change in ({"zarr_format": 4}, {"chunk_grid": {"name": "rectilinear"}}, {"codecs": [{"name": "new"}]}):
         with pytest.raises(UnsupportedFormat):
             ArrayMeta.parse(json.dumps({**fields, **change}).encode())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tstore.errors import InvalidArgument
-from tstore.format.grid import Selection, along, boxes, chunk_counts, covers, default_chunks, part_of, whole
+from tstore.format.grid import Selection, axis_covers, boxes, chunk_counts, covers, default_chunks, part_of, whole
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
@@ -83,11 +83,11 @@ def test_covers_meet_every_selected_element_once(
 @given(st.integers(0, 40), st.integers(1, 12), st.data())
 def test_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
     selected = range(length)[data.draw(st.slices(length))]
-    for part in along(selected, length, chunk):
+    for part in axis_covers(selected, length, chunk):
         elements = list(range(part.chunk * chunk, min((part.chunk + 1) * chunk, length))[part.inside])
         assert elements
         assert list(selected[part.result]) == elements
-    assert sum(len(range(length)[p.inside]) for p in along(selected, length, length or 1)) == len(selected)
+    assert sum(len(range(length)[p.inside]) for p in axis_covers(selected, length, length or 1)) == len(selected)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def _meta(
     if found is None:
         chunks = default_chunks(shape, dtype.itemsize, shard_shape)
         try:
-            found = metas[key] = ArrayMeta.of(shape, dtype, chunks, codecs)
+            found = metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
         except InvalidArgument as error:
             raise InvalidArgument(f"{path}: {error}") from None
     return found

@@ -4,7 +4,7 @@ A chunk's address has three forms on its way from `save` to disk and back:
 
     save      writer            array --> _Box --> _Encoded --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
-    open      format            manifest --> ChunkTable (a part of the manifest's columns for each node of the tree)
+    open      format            manifest --> ChunkTable (a part of the manifest's columns for each node)
     restore   boxes, reader     ChunkTable --> ChunkRow --> Piece, which delivers its values
 
 1. `writer`: copy, encode, checksum, compare with the previous version, write.

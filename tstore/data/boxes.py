@@ -21,10 +21,9 @@ from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.grid import (
     AxisCover,
     Cover,
-    along,
+    axis_covers,
     boxes,
     chunk_numbers,
-    cover_of,
     covers,
     full_boxes,
     part_of,
@@ -97,7 +96,7 @@ def divide(job: ReadJob) -> Division:
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return Division((), covers(selection, meta.shape, meta.chunks))
     per_axis = [
-        [_whole(p, c) for p in along(r, n, c)]
+        [_whole(p, c) for p in axis_covers(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
     ]
     most = max(1, min(_BOX_CHUNKS, _BOX // meta.encoded_bound))
@@ -156,4 +155,4 @@ def _one_by_one(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:
     """Yield the covers of the chunks of a box."""
     chosen = [[p for p in parts if p.chunk in side] for parts, side in zip(per_axis, box, strict=True)]
     for parts in itertools.product(*chosen):
-        yield cover_of(parts)
+        yield Cover.from_axes(parts)

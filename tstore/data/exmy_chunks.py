@@ -1,7 +1,7 @@
-"""The stored codes of arrays in eXmY formats, compressed or not: `exmy.Quantized` without decoding a value.
+"""Arrays in eXmY formats read as `exmy.Quantized`, without decoding a value.
 
-Each chunk has offsets of its own. Chunks that share one offset, or whose offsets can be told by rows or blocks of
-the whole array, are joined into one `Quantized`; the codes are moved, never changed.
+Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if
+rows or blocks of the whole array can express their offsets; the codes are moved, never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_packed(meta: ArrayMeta) -> bool:
 
 
 class PackedChunks(NamedTuple):
-    """Some chunks of an array that are wanted as they are stored: those with these numbers."""
+    """Chunks of an array, by number, to be read as stored."""
 
     path: str
     meta: ArrayMeta
@@ -42,39 +42,39 @@ class PackedChunks(NamedTuple):
 
 
 async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
-    """The chunks wanted, read in one call and verified; those at an array's edge are filled up."""
+    """Return the chunks of each request, read in one call and verified; those at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in wanted:
         size = meta.encoded_bound
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
-        # To the reader they are the chunks of an array of bytes, compressed as they are.
+        # The reader sees an array of bytes with the same compressors.
         compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
-        stored = ArrayMeta.of((meta.chunk_count * size,), "uint8", (size,), compressed)
+        stored = ArrayMeta.new((meta.chunk_count * size,), "uint8", (size,), compressed)
         region = Selection((range(numbers.start * size, numbers.stop * size),))
         jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))
         payloads.append(out)
     await read_chunks(backend, jobs)
-    found = []
+    quantized = []
     for chunks, payload in zip(wanted, payloads, strict=True):
         meta, codec = chunks.meta, chunks.meta.chain.packed
         assert codec is not None
         try:
-            found.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
+            quantized.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
         except exmy.ExmyError as error:
-            raise Corrupt(f"{chunks.path}: a chunk's header is not one of eXmY: {error}") from error
-    return found
+            raise Corrupt(f"{chunks.path}: the eXmY header of a chunk does not parse: {error}") from error
+    return quantized
 
 
 async def read_packed(backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
-    """Return the codes of a whole array, decompressed; `InvalidArgument` where it is in no eXmY format."""
+    """Return the codes of a whole array; raise `InvalidArgument` if it is not in an eXmY format."""
     if not is_packed(meta):
-        raise InvalidArgument(f"{path} is not stored in an eXmY format; read it decoded")
+        raise InvalidArgument(f"{path} is not stored in an eXmY format; read its values instead")
     [parts] = await packed_chunks(backend, [PackedChunks(path, meta, source, range(meta.chunk_count))])
     return join_chunks(path, meta, parts)
 
 
 def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> exmy.Quantized:
-    """All chunks of an array, in C order, as one; `InvalidArgument` where no granularity of eXmY fits them."""
+    """Return all chunks of an array, given in C order, as one; raise `InvalidArgument` if no granularity fits."""
     if len(parts) == 1 and meta.shape == meta.chunks:
         return parts[0]
     codec = meta.chain.packed
@@ -90,12 +90,14 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
             return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
-    if block is None and meta.counts[axis] > 1:  # a row is cut by chunks: only blocks can tell its parts apart
+    if (
+        block is None and meta.counts[axis] > 1
+    ):  # chunks divide a row: only blocks can express the offsets of its parts
         fits = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
         if not fits or codec.axis is not None:
             raise InvalidArgument(
-                f"{path}: its chunks {chunks} have offsets of their own, which no rows or blocks of the whole "
-                "array can tell; restore it decoded, or quantize it with tstore.quantize, which gives an array "
+                f"{path}: each of its chunks {chunks} has its own offsets, which no rows or blocks of the whole "
+                "array can express; restore its values, or quantize it with tstore.quantize, which gives an array "
                 "one offset"
             )
         block = fits[-1]
@@ -110,7 +112,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
 
 
 def _standard(q: exmy.Quantized) -> exmy.Quantized:
-    """The same with the format's standard bias, as `exmy.quantize` gives it: the rest is in the offsets."""
+    """Return the same codes with the format's standard bias, as from `exmy.quantize`; the offsets compensate."""
     f = q.format.standard
     if q.format == f:
         return q
@@ -119,10 +121,10 @@ def _standard(q: exmy.Quantized) -> exmy.Quantized:
 
 
 def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> npt.NDArray[np.uint8]:
-    """The packed codes of the array: those of the chunks one behind the other where that is the same."""
-    apart = [k for k, n in enumerate(meta.counts) if n > 1]
-    behind = not apart or all(c == 1 for c in meta.chunks[: apart[-1]])  # chunks are runs in C order
-    if behind and meta.chunk_size % exmy.TILE == 0 and math.prod(meta.shape) == meta.chunk_size * len(parts):
+    """Return the packed codes of the array; those of the chunks are concatenated if that gives the same bytes."""
+    divided = [k for k, n in enumerate(meta.counts) if n > 1]
+    contiguous = not divided or all(c == 1 for c in meta.chunks[: divided[-1]])  # chunks are runs in C order
+    if contiguous and meta.chunk_size % exmy.TILE == 0 and math.prod(meta.shape) == meta.chunk_size * len(parts):
         return np.concatenate([q.packed for q in parts])
     codes = np.empty(meta.shape, np.uint8 if bits <= 8 else np.uint16)
     for region, part in zip(_regions(meta.shape, meta.chunks, meta.counts), parts, strict=True):
@@ -131,13 +133,13 @@ def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -
 
 
 def _regions(shape: Sequence[int], chunks: Sequence[int], counts: Sequence[int]) -> Iterator[Region]:
-    """Where each chunk lies in the array, in C order."""
+    """Yield the region of each chunk in the array, in C order."""
     for at in np.ndindex(*counts):
         yield tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, chunks, shape, strict=True))
 
 
 def _group_regions(meta: ArrayMeta, groups: exmy.Groups) -> Iterator[Region]:
-    """Where the groups of each chunk lie among those of the array."""
+    """Yield the region of each chunk's scale groups among those of the array."""
     shape, chunks, counts = list(meta.shape), list(meta.chunks), list(meta.counts)
     axis = groups.axis
     assert axis is not None
@@ -151,6 +153,6 @@ def _group_regions(meta: ArrayMeta, groups: exmy.Groups) -> Iterator[Region]:
 
 
 def _fill(target: npt.NDArray[Any], region: Region, values: npt.NDArray[Any]) -> None:
-    """Puts a chunk's values, or its one value, into their place; what lies beyond the edge is cut off."""
+    """Copy a chunk's values, or its one value, to their region, without those beyond the array's edge."""
     part = target[region]
     part[...] = values if values.ndim == 0 else values[tuple(slice(n) for n in part.shape)]

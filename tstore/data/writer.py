@@ -95,7 +95,7 @@ class _Encoded(NamedTuple):
     def refer(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
         """Add the references to the chunks, which were written to a pack at `offset`, to the job."""
         offsets = range(offset, offset + len(self.data), self.length)
-        self.job.rows += map(ChunkRow, self.numbers, repeat(pack), offsets, repeat(self.length), checks)
+        self.job.rows += list(map(ChunkRow, self.numbers, repeat(pack), offsets, repeat(self.length), checks))
 
 
 class PackSet:

@@ -1,8 +1,8 @@
-"""Checks of what callers pass into stored objects: text, tags, steps, numbers and JSON; pure, no I/O.
+"""Checks of arguments that are stored: text, tags, steps, numbers and JSON; pure, no I/O.
 
-A value that cannot be read back must be refused by the call that passes it, before any data is written: once a
-record is created it stays for good. The bounds are those of what readers can hold: text is UTF-8, integers have 64
-bits, and nesting is far below every parser's limit.
+The call with a value that cannot be read back must fail before any data is written, because a record is never
+deleted. The bounds are those of readers: text is UTF-8, integers have 64 bits, and nesting is far below every
+parser's limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
-"""The tag of a checkpoint: the one way to write its step."""
+"""The tag of a checkpoint, with its step."""
 
 _NAME_BYTES = 1024
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
@@ -47,7 +47,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def checked_text(argument: str, value: Any, longest: int = 64 << 10) -> str:
-    """Return a text as a plain `str`; `InvalidArgument` for what is no text, no Unicode, or too long."""
+    """Return text as a plain `str`; raise `InvalidArgument` if it is not text, not valid Unicode, or too long."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{argument}={shown(value)}: expected text (str)")
     try:
@@ -61,7 +61,7 @@ def checked_text(argument: str, value: Any, longest: int = 64 << 10) -> str:
 
 
 def checked_name(argument: str, value: Any) -> str:
-    """Return a name: one line of text of up to 1 KiB; `InvalidArgument` names the argument."""
+    """Return a name, one line of text of up to 1 KiB; raise `InvalidArgument` otherwise."""
     text = checked_text(argument, value, _NAME_BYTES)
     if _CONTROL.search(text):
         raise InvalidArgument(f"{argument}={shown(value)}: expected one line without control characters")
@@ -69,51 +69,51 @@ def checked_name(argument: str, value: Any) -> str:
 
 
 def checked_tag(argument: str, value: Any) -> str:
-    """Return a tag; `InvalidArgument` for an empty one, a number, or `step/` with no step behind it."""
+    """Return a tag; raise `InvalidArgument` if it is empty, a number, or `step/` without a step after it."""
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
-        raise InvalidArgument(f"{argument}={shown(tag)}: expected printable text that is no number")
+        raise InvalidArgument(f"{argument}={shown(tag)}: expected printable text that is not a number")
     if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
         raise InvalidArgument(
             f"{argument}={shown(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
-            "number of up to 18 digits without leading zeros behind it, as 'step/7', or another tag"
+            "number of up to 18 digits without leading zeros after it, such as 'step/7', or another tag"
         )
     return tag
 
 
 def checked_step(step: Any) -> int:
-    """Return the number of a step, of NumPy's integers too; `InvalidArgument` unless it has 1 to 18 digits."""
+    """Return a step as an int; raise `InvalidArgument` unless it is an integer of 1 to 18 digits."""
     try:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = None
     if number is None or not 0 <= number <= _MOST_STEP:
-        raise InvalidArgument(f"step {shown(step)}: expected a whole number from 0 on, of up to 18 digits")
+        raise InvalidArgument(f"step {shown(step)}: expected an integer of up to 18 digits, 0 or more")
     return number
 
 
 def checked_index(argument: str, value: Any) -> int:
-    """Return the number of a host or of hosts as an int; `InvalidArgument` for what is no integer."""
+    """Return the number of a host or of hosts as an int; raise `InvalidArgument` if it is not an integer."""
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{argument}={shown(value)}: expected a whole number") from None
+        raise InvalidArgument(f"{argument}={shown(value)}: expected an integer") from None
 
 
 def checked_duration(argument: str, value: Any) -> datetime.timedelta:
-    """Return a duration; `InvalidArgument` unless it is a timedelta of at least zero."""
+    """Return a duration; raise `InvalidArgument` unless it is a timedelta of at least zero."""
     if not isinstance(value, datetime.timedelta) or value < datetime.timedelta(0):
         raise InvalidArgument(f"{argument}={shown(value)}: expected a timedelta of at least zero")
     return value
 
 
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
-    """Return attributes as JSON has them, in containers of their own.
+    """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists.
 
-    NumPy scalars become Python's, tuples become lists. Raises `InvalidArgument`, naming the place, for keys that
-    are no text, NaN and infinity, integers beyond 64 bits, and types that JSON does not have.
+    Raise `InvalidArgument`, naming the place, for keys that are not text, NaN, infinity, integers beyond 64 bits,
+    and types that JSON does not have.
     """
     if attributes is None:
         return {}
@@ -124,10 +124,10 @@ def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[st
 
 
 def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]:
-    """Return metrics as Python numbers by name.
+    """Return metrics as Python numbers by name; raise `InvalidArgument` for anything that is not a number.
 
-    Takes the scalars and 0-d arrays of NumPy and of other libraries. A diverged loss is NaN or infinite and must
-    not fail a save: such a value is kept, and `Keep(best=…)` passes over it.
+    Scalars and 0-d arrays of any library are accepted, and so are NaN and infinity: a diverged loss must not fail
+    a save. `Keep(best=…)` ignores such values.
     """
     if metrics is None:
         return {}
@@ -144,7 +144,7 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return the metadata of a commit as `checked_attributes` does; their `metrics` as `checked_metrics` does."""
+    """Return the metadata of a commit, checked as attributes, and its `metrics` as metrics."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
@@ -164,7 +164,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 class _Refused(Exception):
-    """Why a value cannot be stored, and the keys on the way to it."""
+    """The reason why a value cannot be stored, and the keys on the path to it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -172,7 +172,7 @@ class _Refused(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refused:
-        """Return itself, for a value that lies under this key."""
+        """Return the exception with another outermost key."""
         self.keys.insert(0, key)
         return self
 
@@ -233,14 +233,14 @@ def _key(key: Any) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number as JSON has it."""
+    """Return a number as a JSON type."""
     if isinstance(value, np.bool_):
         return bool(value)
     if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):
-        raise _Refused(f"{shown(value)} has no form in JSON; expected numbers, text, None, lists and mappings")
+        raise _Refused(f"{shown(value)} is not a JSON value; expected numbers, text, None, lists and mappings")
     number = _number(value)
     if not math.isfinite(number):
-        raise _Refused(f"JSON has no {number}; expected finite numbers: write it as text, or None")
+        raise _Refused(f"JSON has no {number}; expected finite numbers: pass it as text, or None")
     return number
 
 
@@ -265,9 +265,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Refused(
-            f"the text {shown(text)} is no Unicode that can be stored: it has lone surrogates"
-        ) from None
+        raise _Refused(f"the text {shown(text)} is not valid Unicode: it has lone surrogates") from None
     return str.__str__(text)
 
 

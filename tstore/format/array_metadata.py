@@ -1,4 +1,4 @@
-"""Array metadata: a Zarr v3 `zarr.json` document, and what follows from it; pure, no I/O."""
+"""Array metadata: the Zarr v3 `zarr.json` of an array, parsed and made; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -20,56 +20,54 @@ __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
 
 _MOST_DIMENSIONS = 32
-"""Half of NumPy's: a write sees its values as a grid of chunks, with two axes for each of the array."""
+"""Half of NumPy's: a write views its values as a grid of chunks, with two axes for each of the array."""
 
 _MOST_LEVELS = 120
-"""Levels of nesting in stored attributes; `checked_attributes` takes 100 of a caller."""
+"""Levels of nesting in stored attributes; `checked_attributes` allows a caller 100."""
 
 _LONGEST_DTYPE = 40
 _MOST_BYTES = 1 << 62
 
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
-"""The widest floats that are the same everywhere, by kind."""
+"""The widest floats that are the same on every platform, by kind."""
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
-    """The dtype of that name: NumPy's bool, ints, floats and complex, and the floats of ml_dtypes.
+    """Return the dtype of this name: NumPy's bool, ints, floats and complex, and the floats of ml_dtypes.
 
-    Raises `InvalidArgument` for anything else (objects, strings, dates, structures, sub-byte types, long doubles).
+    Raise `InvalidArgument` for any other (objects, strings, dates, structures, sub-byte types, long doubles).
     """
     try:
-        found = np.dtype(name)
+        dtype = np.dtype(name)
     except (TypeError, ValueError):
         custom = getattr(ml_dtypes, str(name), None)
         if not isinstance(custom, type):
-            raise InvalidArgument(f"dtype {name!r} is not known to NumPy or ml_dtypes") from None
-        found = np.dtype(custom)
-    widest = _WIDEST.get(found.kind)
-    if widest is not None and found.itemsize > widest.itemsize:
-        raise InvalidArgument(
-            f"dtype {found} can't be stored: other platforms have none, or another one, of that name; use {widest}"
-        )
-    ours = found.kind in "biufc" or (
-        found.kind == "V" and (found.name == "bfloat16" or found.name.startswith("float8_"))
+            raise InvalidArgument(f"dtype {name!r} is unknown to NumPy and ml_dtypes") from None
+        dtype = np.dtype(custom)
+    widest = _WIDEST.get(dtype.kind)
+    if widest is not None and dtype.itemsize > widest.itemsize:
+        raise InvalidArgument(f"dtype {dtype} can't be stored, as it differs between platforms; use {widest}")
+    supported = dtype.kind in "biufc" or (
+        dtype.kind == "V" and (dtype.name == "bfloat16" or dtype.name.startswith("float8_"))
     )
-    if not ours:
+    if not supported:
         raise InvalidArgument(
-            f"dtype {found} can't be stored: expected bool, an integer, float or complex type of NumPy, "
+            f"dtype {dtype} can't be stored: expected bool, an integer, float or complex type of NumPy, "
             "bfloat16, or an 8-bit float of ml_dtypes"
         )
-    native: np.dtype[Any] = found if found.kind == "V" else found.newbyteorder("=")
+    native: np.dtype[Any] = dtype if dtype.kind == "V" else dtype.newbyteorder("=")
     return native
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """The fill value in the array's type; `ValueError` where that would change its kind or wrap it."""
-    given = np.asarray(value)
-    if given.ndim == 0 and (given.dtype.kind != "c" or dtype.kind == "c"):
+    """Return the fill value in the array's dtype; raise `ValueError` if that would change its kind or wrap it."""
+    scalar = np.asarray(value)
+    if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"):
-            filled = given.astype(dtype)
-        if dtype.kind not in "biu" or given == filled:
-            return filled[()]
-    raise ValueError(f"{value!r} is no value of {dtype}")
+            fill = scalar.astype(dtype)
+        if dtype.kind not in "biu" or scalar == fill:
+            return fill[()]
+    raise ValueError(f"{value!r} is not a value of {dtype}")
 
 
 def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
@@ -97,8 +95,8 @@ def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
         return np.bool_(_stored_flag(value))
     if dtype.kind in "iu":
         if type(value) is not int:
-            raise TypeError(f"{value!r:.100} is no value of {dtype}")
-        return dtype.type(value)  # OverflowError where it does not fit
+            raise TypeError(f"{value!r:.100} is not a value of {dtype}")
+        return dtype.type(value)  # OverflowError if it does not fit
     with np.errstate(all="ignore"):
         return np.asarray(_float_from_json(value)).astype(dtype)[()]
 
@@ -107,24 +105,26 @@ def _float_from_json(value: Any) -> float:
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r:.100} is no number")
+        raise TypeError(f"{value!r:.100} is not a number")
     return float(value)
 
 
 def _check_known(fields: Any) -> None:
-    """Raise `UnsupportedFormat` for keys and values that this tstore does not know."""
+    """Raise `UnsupportedFormat` for keys and values that this version of tstore does not support."""
     if not isinstance(fields, dict):
-        raise TypeError(f"expected an object, found {type(fields).__name__}")
+        raise TypeError(f"expected a JSON object, not {type(fields).__name__}")
     if fields["zarr_format"] != 3 or fields["node_type"] != "array":
         raise UnsupportedFormat("expected the metadata of a Zarr v3 array")
     if fields["chunk_grid"]["name"] != "regular":
-        raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r:.100} is not known")
+        raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r:.100} is not supported")
     if fields.get("storage_transformers"):
-        raise UnsupportedFormat("storage transformers are not known to this tstore")
+        raise UnsupportedFormat("storage transformers are not supported")
     for key in fields.keys() - _KNOWN:
         value = fields[key]
         if not isinstance(value, dict) or value.get("must_understand") is not False:
-            raise UnsupportedFormat(f"the metadata of an array has the key {key!r:.100}, which must be understood")
+            raise UnsupportedFormat(
+                f"the metadata of an array has the unsupported key {key!r:.100}, without 'must_understand': false"
+            )
 
 
 _KNOWN = frozenset(
@@ -133,15 +133,15 @@ _KNOWN = frozenset(
 
 
 def _configuration(item: dict[str, Any]) -> dict[str, Any]:
-    found = item.get("configuration", {})
-    if not isinstance(found, dict):
-        raise TypeError(f"a configuration is an object, not {type(found).__name__}")
-    return found
+    configuration = item.get("configuration", {})
+    if not isinstance(configuration, dict):
+        raise TypeError(f"a configuration is a JSON object, not {type(configuration).__name__}")
+    return configuration
 
 
 def _stored_lengths(what: str, values: Any, least: int) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(n) is int for n in values):
-        raise TypeError(f"{what} is no list of whole numbers")
+        raise TypeError(f"{what} is not a list of integers")
     if len(values) > _MOST_DIMENSIONS:
         raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MOST_DIMENSIONS}")
     return _lengths(what, values, least)
@@ -151,27 +151,27 @@ def _stored_dtype(name: Any) -> np.dtype[Any]:
     if not isinstance(name, (str, dict)):
         raise TypeError(f"a data type is a name, not {type(name).__name__}")
     try:
-        found = dtype_named(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
+        dtype = dtype_named(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
     except InvalidArgument:
-        found = None
-    if found is None or found.name != name:
-        raise UnsupportedFormat(f"data type {name!r:.100} is not known to this tstore")
-    return found
+        dtype = None
+    if dtype is None or dtype.name != name:
+        raise UnsupportedFormat(f"data type {name!r:.100} is not supported")
+    return dtype
 
 
 def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
     if not isinstance(documents, list):
-        raise TypeError("codecs are no list")
+        raise TypeError("codecs are not a list")
     for document in documents:
         if not isinstance(document, dict) or not isinstance(document.get("name"), str):
-            raise TypeError(f"{document!r:.100} is no codec with a name")
+            raise TypeError(f"{document!r:.100} is not a codec with a name")
         _configuration(document)
     return documents
 
 
 def _stored_attributes(attributes: Any) -> dict[str, Any]:
     if not isinstance(attributes, dict):
-        raise TypeError(f"attributes are an object, not {type(attributes).__name__}")
+        raise TypeError(f"attributes are a JSON object, not {type(attributes).__name__}")
     if not _is_shallow(attributes):
         raise ValueError(f"attributes are nested more than {_MOST_LEVELS} levels deep")
     return attributes
@@ -193,16 +193,16 @@ def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:
     if not isinstance(names, list) or len(names) != dimensions:
         raise ValueError(f"dimension names {names!r:.100} for {dimensions} dimensions")
     if not all(name is None or isinstance(name, str) for name in names):
-        raise TypeError(f"dimension names {names!r:.100} are not all text")
+        raise TypeError(f"dimension names {names!r:.100} are not all strings")
     return tuple(names)
 
 
 def _stored_sparse(own: Any) -> bool:
-    """Return whether an array is sparse, from tstore's own field."""
+    """Return whether an array is sparse, from the key "tstore" of its metadata."""
     if not isinstance(own, dict):
-        raise TypeError("the field 'tstore' is no object")
+        raise TypeError("the key 'tstore' is not a JSON object")
     if not own.keys() <= {"must_understand", "sparse"}:
-        raise UnsupportedFormat("the field 'tstore' has keys that this tstore does not know")
+        raise UnsupportedFormat("the key 'tstore' has unsupported keys")
     return _stored_flag(own.get("sparse", False))
 
 
@@ -213,10 +213,12 @@ def _stored_flag(value: Any) -> bool:
 
 
 class ArrayMeta:
-    """Everything about an array but its chunks; equal documents share one instance.
+    """The metadata of an array, without the references to its chunks; equal documents share one instance.
 
-    `shape`, `chunks` (of one chunk), `dtype`, `chain`, `fill_value`, `attributes`, `dimension_names`,
-    `sparse`, and `document`, the bytes of its `zarr.json`.
+    `document` has the bytes of its `zarr.json`, and `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`,
+    `chain`, `fill_value`, `attributes`, `dimension_names` and `sparse` its contents. `counts` is the number of
+    chunks along each axis, `chunk_size` the number of values in a chunk, and `encoded_bound` the length of an
+    encoded chunk before compression.
     """
 
     def __init__(self, document: bytes) -> None:
@@ -242,28 +244,28 @@ class ArrayMeta:
         except UnsupportedFormat:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise Corrupt(f"metadata of an array does not parse: {error!r:.300}") from error
+            raise Corrupt(f"the metadata of an array does not parse: {error!r:.300}") from error
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
         self.encoded_bound = self.chain.bound
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
     def chunk_count(self) -> int:
-        """Number of chunks in the grid."""
+        """The number of chunks in the grid."""
         return math.prod(self.counts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values in memory."""
+        """The bytes of all values in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
-    def of(
+    def new(
         shape: Sequence[int],
         dtype: Any,
         chunks: Sequence[int] | None,
@@ -274,7 +276,7 @@ class ArrayMeta:
         *,
         sparse: bool = False,
     ) -> ArrayMeta:
-        """The metadata of an array with these properties; `InvalidArgument` where they do not fit."""
+        """Return the metadata of a new array; raise `InvalidArgument` if its properties do not fit each other."""
         kind, shape = dtype_named(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MOST_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MOST_DIMENSIONS}")
@@ -295,7 +297,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, kind), kind)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(kind, codecs)]
-            Chain(kind, chunks, documents)  # refuses as the caller's error what in a stored document is corruption
+            Chain(kind, chunks, documents)  # raises InvalidArgument for what would be Corrupt in a stored document
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
@@ -322,11 +324,11 @@ class ArrayMeta:
 
     @staticmethod
     def parse(document: bytes) -> ArrayMeta:
-        """The metadata in a `zarr.json` document; `Corrupt` or `UnsupportedFormat` where it is not."""
+        """Return the metadata in a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for unknown features."""
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
-        """The same metadata with another shape."""
+        """Return the same metadata with another shape of as many dimensions; raise `InvalidArgument`."""
         fields = msgspec.json.decode(self.document)
         fields["shape"] = _lengths("shape", shape, 0)
         if len(fields["shape"]) != len(self.shape):
@@ -335,7 +337,7 @@ class ArrayMeta:
 
     @functools.cached_property
     def unclipped(self) -> ArrayMeta:
-        """The metadata to encode chunks with that hold stored values: their codec must not clip those."""
+        """The metadata to encode chunks that contain decoded values, which the codec must not clip."""
         if self.chain.lossless:
             return self
         fields = msgspec.json.decode(self.document)
@@ -353,13 +355,13 @@ def _lengths(what: str, values: Sequence[int], least: int) -> tuple[int, ...]:
     except (TypeError, AttributeError):
         raise InvalidArgument(f"{what} {values!r} is not a sequence of integers") from None
     if any(n < least for n in lengths):
-        raise InvalidArgument(f"{what} {lengths} holds a length below {least}")
+        raise InvalidArgument(f"{what} {lengths} has a length below {least}")
     if math.prod(n or 1 for n in lengths) >= _MOST_BYTES:
-        raise InvalidArgument(f"{what} {lengths} holds more than 2^62 elements")
+        raise InvalidArgument(f"{what} {lengths} has more than 2^62 elements")
     return lengths
 
 
 def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise `InvalidArgument` for more values than NumPy can address, also where a length of zero hides them."""
+    """Raise `InvalidArgument` for more bytes than NumPy can address, even if the array has a length of zero."""
     if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MOST_BYTES:
         raise InvalidArgument(f"{what} {lengths} of {dtype} takes more than 2^62 bytes")

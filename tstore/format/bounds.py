@@ -1,20 +1,20 @@
-"""How long metadata may be and how much it may hold; checked before anything is parsed; pure.
+"""The most bytes, values and levels of metadata, checked before anything is parsed; pure, no I/O.
 
     object                       name                        bytes at most
     marker                       tstore.json                 4 KiB
     hint                         latest                      64
     record                       commits/<20 digits>         8 MiB
     record of a gc               commits/<20 digits>         32 MiB   (it lists the living versions)
-    damaged record               damaged/…                   32 MiB   (what `tstore repair` has put aside)
+    damaged record               damaged/…                   32 MiB   (set aside by `tstore repair`)
     root                         roots/<20 digits>           1 GiB
     manifest                     txn/<id>/manifest…          1 GiB
     fragment                     txn/<id>/part-…             8 MiB
-    merged fragment              txn/<id>/merge-…            1 GiB    (it carries the manifest of a hundred hosts)
-    which host merges            txn/<id>/merging-…          64
+    merged fragment              txn/<id>/merge-…            1 GiB    (with the manifests of a hundred hosts)
+    claim to merge               txn/<id>/merging-…          64
     heartbeat                    txn/<id>/alive-…            4 KiB
-    pack                         txn/<id>/pack-…             none: it is never read whole
+    pack                         txn/<id>/pack-…             unbounded: it is never read whole
 
-    part of an object            most
+    part of an object            at most
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (a checksum)
@@ -24,9 +24,9 @@
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each tag that expired,
                                  1 for each other name or number; so a client needs about 250 MiB for one
 
-A kind of record is told by its first 8 bytes, so that whoever receives one piece by piece can stop early
-(`longest_of`). Writers are refused by the call that would exceed a bound. There is room for the structure of 10^5
-leaves (about 10^6 values) and for 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
+The first 8 bytes of a record tell its kind, so that a receiver of its parts can stop early (`longest_of`). A call
+that would exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6
+values) and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ ALIVE_VALUES = 5
 MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD = 8
-"""Bytes at the front of a record that tell its kind."""
+"""Bytes at the start of a record that tell its kind."""
 
 _FILES = {"tstore.json": MARKER_BYTES, "latest": HINT_BYTES}
 _FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
@@ -99,7 +99,7 @@ _WRITTEN = {
     "merging-": MERGER_BYTES,
     "alive-": HEARTBEAT_BYTES,
 }
-"""By how the name begins in the folder of a transaction."""
+"""Bytes by the beginning of the name in the folder of a transaction."""
 
 _COLLECTING = b"tstoreR\2"
 _TEXT = re.compile(rb'"[^"]*"')
@@ -108,7 +108,7 @@ _BESIDE_COMMAS = bytes(set(_BESIDE_BRACKETS) - set(b","))
 
 
 def longest(key: str) -> int | None:
-    """Return the most bytes that the object of a name may have; None for a pack, and for any other name."""
+    """Return the most bytes of the object of this name, or None if unbounded (a pack, or any unknown name)."""
     folder, slash, name = key.partition("/")
     if not slash:
         return _FILES.get(key)
@@ -119,16 +119,16 @@ def longest(key: str) -> int | None:
 
 
 def longest_of(key: str, head: bytes | bytearray) -> int | None:
-    """Return the same where the first `HEAD` bytes of the object are known: only a gc's record is a long one."""
+    """Return `longest` for an object that begins with `head`: of the records, only those of a gc are long."""
     if key.startswith("commits/") and len(head) >= HEAD:
         return COLLECTION_BYTES if head.startswith(_COLLECTING) else RECORD_BYTES
     return longest(key)
 
 
 def path_excess(path: str) -> str:
-    """Say how the path of a new node is longer or deeper than one may be, "" where it is not.
+    """Return how the path of a new node exceeds the bounds, as text for an error, or "" if it does not.
 
-    Writers are refused, and so are their commits by a server. Readers take any path, as older stores may have.
+    Writers and servers check new paths. Readers accept any path, as older stores may have longer ones.
     """
     if len(path) > PATH_CHARACTERS:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
@@ -137,28 +137,28 @@ def path_excess(path: str) -> str:
 
 
 def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
-    """Say how msgpack goes beyond that many values or levels, "" where it does not or is cut short.
+    """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are cut short.
 
     Nothing is decoded; the count ends with the first value too many.
     """
     if len(data) <= min(values, levels):
         return ""
     at, count, size = 0, 0, len(data)
-    open_ones: list[int] = []  # values that the containers around still have to come
+    remaining: list[int] = []  # values to come in each enclosing container
     while at < size:
         count += 1
         if count > values:
             return f"more than {values:,} values"
         inside, at = _inside(data, at)
         if inside:
-            open_ones.append(inside)
-            if len(open_ones) > levels:
+            remaining.append(inside)
+            if len(remaining) > levels:
                 return f"more than {levels} levels of nesting"
             continue
-        while open_ones and open_ones[-1] == 1:
-            open_ones.pop()
-        if open_ones:
-            open_ones[-1] -= 1
+        while remaining and remaining[-1] == 1:
+            remaining.pop()
+        if remaining:
+            remaining[-1] -= 1
     return ""
 
 
@@ -174,7 +174,7 @@ _LENGTHS = {
     **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
     **{0xD4 + i: 1 + (1 << i) for i in range(5)},
 }
-"""Bytes behind the first of a number or an extension of fixed length."""
+"""Bytes after the first of a number or an extension of fixed length."""
 
 _PREFIXED = {
     **dict.fromkeys((0xC4, 0xD9), (">B", 0)),
@@ -184,14 +184,14 @@ _PREFIXED = {
     0xC8: (">H", 1),
     0xC9: (">I", 1),
 }
-"""How the length of text, bytes or an extension is written, and the bytes that it does not count."""
+"""The format of the length of text, bytes or an extension, and the bytes that it does not count."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
-"""How the length of an array or a map is written, and the values in each of its items."""
+"""The format of the length of an array or a map, and the values in each of its items."""
 
 
 def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return how many values the one at that place contains, and where the next one begins."""
+    """Return how many values the value at this offset contains, and the offset of the next."""
     first = data[at]
     if first < 0x80 or first >= 0xE0:
         return 0, at + 1
@@ -209,12 +209,12 @@ def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
             [length] = struct.unpack_from(form, data, at + 1)
             return length * each, at + 1 + struct.calcsize(form)
     except struct.error:
-        return 0, len(data)  # it is cut short, as the parser will tell
+        return 0, len(data)  # cut short, for which the parser raises
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 
 def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
-    """Say how JSON goes beyond that many values or levels, or `DOCUMENT_BYTES`; "" where it does not.
+    """Return how JSON exceeds these bounds or `DOCUMENT_BYTES`, as text for an error, or "" if it does not.
 
     Nothing is decoded.
     """
@@ -233,7 +233,7 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
 
 
 def _depth(document: bytes) -> int:
-    """Return how deep the brackets of a document go, without those in its texts."""
+    """Return the depth of a document's brackets, without those in its strings."""
     bare = _without_texts(document, _BESIDE_BRACKETS)
     signs = np.frombuffer(bare, np.uint8)
     steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
@@ -241,6 +241,6 @@ def _depth(document: bytes) -> int:
 
 
 def _without_texts(document: bytes, others: bytes) -> bytes:
-    """Return a document without what stands in its texts, and without the other bytes."""
+    """Return a document without the contents of its strings, and without the bytes in `others`."""
     bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
-    return _TEXT.sub(b"", bare.replace(b'""', b""))  # most texts are empty by now
+    return _TEXT.sub(b"", bare.replace(b'""', b""))  # most strings are empty by now

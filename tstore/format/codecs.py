@@ -1,8 +1,9 @@
-"""The chain of codecs that turns a chunk into bytes and back; pure, no I/O.
+"""The codec chain that encodes a chunk to bytes and decodes it; pure, no I/O.
 
-The bytes of a chunk are what zarr-python would write for it: C order, little-endian, edge chunks filled up to the
-full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors (`zstd`, `gzip`,
-`blosc`). What `exmy` writes is in its FORMAT.md, section 9; offsets are chosen for each chunk by itself.
+The bytes of a chunk are those that zarr-python would write: C order, little-endian, chunks at the array's edge
+padded to the full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors
+(`zstd`, `gzip`, `blosc`). FORMAT.md of `exmy`, section 9, specifies its bytes; each chunk has its own exponent
+offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 Buffer = memoryview
 
 Codecs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""How chunks are stored: None (as they are), "lossless" (compressed), an eXmY format such as "e4m3", the
+"""How chunks are stored: None (uncompressed), "lossless" (compressed), an eXmY format such as "e4m3", the
 configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
 
 LOSSLESS = "lossless"
@@ -43,13 +44,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MOST_COMPRESSORS = 8
-_LOSSLESS_BLOCK = 1 << 19  # bytes: below, blosc compresses each byte of the elements apart, and worse
+_LOSSLESS_BLOCK = 1 << 19  # bytes: in smaller blocks blosc compresses each byte of the elements apart, and worse
 
 
 class _ArrayBytes(Protocol):
     """An array→bytes codec for chunks of one shape.
 
-    `size` is that of an encoded chunk; `identity` says that the bytes are those of the C-ordered chunk itself.
+    `size` is the length of an encoded chunk. With `identity`, its bytes are those of the C-ordered chunk.
     """
 
     identity: bool
@@ -83,7 +84,7 @@ class _Exmy:
         if dtype.name not in FLOATS:
             raise InvalidArgument(
                 f"codec exmy encodes float16, bfloat16, float32 and float64, not {dtype}; "
-                "leave such an array without it"
+                "store such an array without it"
             )
         try:
             self.codec = exmy.ChunkCodec.of(settings)
@@ -102,9 +103,9 @@ class _Exmy:
         except exmy.NonFiniteError as error:
             raise NotFinite(
                 f"{error.count} of {error.total} values are NaN or infinite, the first at {list(error.index)}; "
-                "eXmY codes are all finite"
+                "eXmY has only finite values"
             ) from None
-        except exmy.ExmyError as error:  # as a float64 beyond every bias
+        except exmy.ExmyError as error:  # such as a float64 beyond the range of every bias
             raise InvalidArgument(f"codec exmy: {error}") from None
 
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
@@ -118,13 +119,13 @@ class _Exmy:
 
 
 class Chain:
-    """The codecs of one array, for chunks of its one shape; `identity` chains store the chunk's own bytes."""
+    """The codecs of one array, for chunks of its one shape."""
 
     def __init__(
         self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], documents: Sequence[Mapping[str, Any]]
     ) -> None:
         if not documents:
-            raise InvalidArgument("a codec chain needs an array→bytes codec: 'bytes' or 'exmy'")
+            raise InvalidArgument("a codec chain needs an array→bytes codec first: 'bytes' or 'exmy'")
         first, *rest = documents
         settings = first.get("configuration") or {}
         self._array: _ArrayBytes
@@ -135,17 +136,18 @@ class Chain:
                 self._array = _Exmy(dtype, chunk_shape, settings)
             case name:
                 raise UnsupportedFormat(
-                    f"codec {name!r:.100} with configuration {settings!r:.200} is not known to this tstore; "
-                    "install a newer one, or use 'bytes' (little-endian) or 'exmy' first in a chain"
+                    f"codec {name!r:.100} with configuration {settings!r:.200} is not supported; "
+                    "install a newer tstore, or use 'bytes' (little-endian) or 'exmy' first in a chain"
                 )
         if len(rest) > _MOST_COMPRESSORS:
             raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MOST_COMPRESSORS}")
         self._compressors = [as_compressor(document) for document in rest]
         self.plain = self._array.identity
-        """Whether a chunk's own bytes are stored, as they are or compressed."""
+        """Whether a chunk's bytes in memory are stored, uncompressed or compressed."""
         self.identity = self.plain and not self._compressors
+        """Whether a chunk's bytes in memory are stored uncompressed."""
         self.bound: int = self._array.size
-        """The exact size of an encoded chunk; before compressors, where there are any."""
+        """The exact length of an encoded chunk before compression, in bytes."""
         self._stages = [self.bound]  # the most bytes before each compressor, and after the last
         for compressor in self._compressors:
             if compressor.most is not None and self._stages[-1] > compressor.most:
@@ -157,23 +159,23 @@ class Chain:
 
     @property
     def packed(self) -> exmy.ChunkCodec | None:
-        """The eXmY codec of the chunks, compressed or not; None where they are not in an eXmY format."""
+        """The eXmY codec of the chunks, compressed or not; None if they are not in an eXmY format."""
         return self._array.codec if isinstance(self._array, _Exmy) else None
 
     @property
     def lossless(self) -> bool:
-        """Whether chunks are decoded to the very values that were encoded."""
+        """Whether decoding returns exactly the values that were encoded."""
         return not isinstance(self._array, _Exmy)
 
     @property
     def fixed(self) -> bool:
-        """Whether every chunk of equal shape has an encoded size of exactly `bound`."""
+        """Whether every encoded chunk has exactly `bound` bytes."""
         return not self._compressors
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
         """Return the encoded bytes of a C-contiguous chunk, in `out` (of `bound` bytes) or in new memory.
 
-        A `plain` chain needs no `out`. Nobody may change the chunk meanwhile.
+        A `plain` chain needs no `out`. The chunk must not change during the call.
         """
         data: Any = chunk.reshape(-1).view(np.uint8) if self.plain else out
         if not self.plain:
@@ -183,7 +185,7 @@ class Chain:
         return memoryview(data).cast("B")
 
     def check(self, length: int) -> None:
-        """Raise `Corrupt` where no chunk has an encoding of that length: before memory is taken for one."""
+        """Raise `Corrupt` if no encoded chunk can have this length; called before memory is allocated for it."""
         if self._compressors:
             if length > self._stages[-1] or not feasible(self.bound, length, len(self._compressors)):
                 raise Corrupt(f"{length} bytes can't be the encoding of {self.bound} bytes")
@@ -191,9 +193,9 @@ class Chain:
             raise Corrupt(f"expected {self.bound} encoded bytes, found {length}")
 
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
-        """Fill `out`, of the chunk's shape, from encoded bytes; `Corrupt` where they are not such a chunk.
+        """Decode a chunk into `out`, an array of its shape; raise `Corrupt` if the bytes are not such a chunk.
 
-        No compressor decodes more than it could have been given by the encoder, whatever the bytes say.
+        No compressor decodes more bytes than the encoder can have passed to it, whatever the data declare.
         """
         self.check(len(data))
         if self._compressors:
@@ -209,7 +211,7 @@ class Chain:
 
 
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
-    """The codecs as they stand in a `zarr.json`; `InvalidArgument` where exmy does not know them."""
+    """Return the codecs as in a `zarr.json`; raise `InvalidArgument` for an unknown eXmY format."""
     plain: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         plain["configuration"] = {"endian": "little"}
@@ -235,9 +237,9 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the chain that gives a chunk the finest offsets with which no value clips, decoded by the same chain.
+    """Return the codecs with the finest exponent offsets at which no value clips; chunks decode with either.
 
-    Values decoded from a chunk stay exact under these offsets, unless a larger value has come among them.
+    Values decoded from a chunk stay exact with these offsets, unless a larger value was written among them.
     """
     first, *rest = codecs
     settings = first.get("configuration") or {}
@@ -247,7 +249,7 @@ def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def is_exmy(codecs: Codecs) -> bool:
-    """Return whether an eXmY format comes first, which has no codes for integers."""
+    """Return whether the first codec is an eXmY format."""
     if isinstance(codecs, str):
         return codecs != LOSSLESS
     if isinstance(codecs, Mapping):
@@ -256,7 +258,7 @@ def is_exmy(codecs: Codecs) -> bool:
 
 
 def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
-    """Return the configuration of the eXmY format that comes first in `codecs`."""
+    """Return the configuration of the eXmY format, the first of the codecs."""
     if isinstance(codecs, str):
         return {"format": codecs}
     if isinstance(codecs, Mapping):
@@ -267,7 +269,7 @@ def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
 
 
 def with_configuration(codecs: Codecs, configuration: Mapping[str, Any]) -> Codecs:
-    """Return the codecs with another configuration of their eXmY format, and the same compressors behind it."""
+    """Return the codecs with another configuration of their eXmY format and the same compressors."""
     if codecs is None or isinstance(codecs, str | Mapping):
         return configuration
     return [{"name": "exmy", "configuration": dict(configuration)}, *codecs[1:]]

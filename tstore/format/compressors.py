@@ -1,9 +1,9 @@
 """The compressors of a chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
 
-A stored frame is not trusted. Each compressor compares the size that a frame declares with the expected size
-before it allocates or decodes anything; a frame without a trustworthy size (gzip) is decoded up to the expected
-size. So the memory for a chunk follows from the metadata of its array, never from the chunk. Any other codec is
-`UnsupportedFormat` as soon as the metadata is parsed: its output could not be bounded.
+A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
+before it allocates or decodes anything; a frame without a reliable size (gzip) is decoded up to the expected size.
+So the memory for a chunk is bounded by the metadata of its array, never by the chunk. Parsing metadata with any
+other codec raises `UnsupportedFormat`, because its output could not be bounded.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ __all__ = ["Bytes", "Compressor", "as_compressor", "feasible", "longest_encoding
 Bytes = npt.NDArray[np.uint8]
 
 _WHOLE = (1 << 31) - 1  # the codecs take C ints
-_DEEPEST_RATIO = 1 << 15  # of zstd, which says 128 KiB with four bytes; deflate and LZ stay far below
+_HIGHEST_RATIO = 1 << 15  # of zstd, which encodes 128 KiB in four bytes; deflate and LZ are far below
 
 
 class Compressor(Protocol):
-    """A bytes→bytes codec. Decoding raises `Corrupt` where the data is not an encoding of the expected size."""
+    """A bytes→bytes codec. Decoding raises `Corrupt` if the data do not decode to the expected size."""
 
     most: int | None
-    """The longest data that it can encode, in bytes."""
+    """The most bytes that it can encode, or None."""
 
     def encode(self, data: Any) -> bytes:
         """Return the encoded data."""
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Fill `out`, which has exactly the size that is expected."""
+        """Decode into `out`, which has exactly the expected size."""
 
     def decode(self, data: memoryview, most: int) -> Any:
-        """Return what was encoded, of at most `most` bytes."""
+        """Return the decoded data, of at most `most` bytes."""
 
 
 def longest_encoding(size: int) -> int:
-    """Return the most bytes that a compressor makes of `size` bytes.
+    """Return the most bytes to which a compressor encodes `size` bytes.
 
     zstd adds 1/256, gzip 1/1000 (zlib's own worst case is 1/8), blosc 16 bytes.
     """
@@ -53,28 +53,26 @@ def longest_encoding(size: int) -> int:
 
 
 def feasible(size: int, encoded: int, compressors: int = 1) -> bool:
-    """Return whether so many encoded bytes can hold `size` bytes under that number of compressors."""
-    most: int = (encoded + 4) * _DEEPEST_RATIO**compressors
+    """Return whether `encoded` bytes can decode to `size` bytes through this number of compressors."""
+    most: int = (encoded + 4) * _HIGHEST_RATIO**compressors
     return size <= most
 
 
 def as_compressor(document: Mapping[str, Any]) -> Compressor:
-    """Return the compressor of a codec in a `zarr.json`; `UnsupportedFormat` for one that is not known."""
+    """Return the compressor of a codec in a `zarr.json`; raise `UnsupportedFormat` for an unknown one."""
     name = document.get("name")
     kind = _COMPRESSORS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UnsupportedFormat(
-            f"codec {name!r:.100} is not known to this tstore; "
+            f"codec {name!r:.100} is not supported; "
             f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
         )
     settings = document.get("configuration") or {}
     try:
-        found: Compressor = kind(**settings)
+        compressor: Compressor = kind(**settings)
     except TypeError:
-        raise UnsupportedFormat(
-            f"codec {name!r} with configuration {settings!r:.200} is not known to this tstore"
-        ) from None
-    return found
+        raise UnsupportedFormat(f"codec {name!r} with configuration {settings!r:.200} is not supported") from None
+    return compressor
 
 
 def _check_whole(value: Any, low: int, high: int) -> int:
@@ -83,16 +81,16 @@ def _check_whole(value: Any, low: int, high: int) -> int:
     return value
 
 
-def _wrong_size(expected: int | str, found: int | str) -> Corrupt:
-    return Corrupt(f"expected {expected} decoded bytes, found {found}")
+def _wrong_size(expected: int | str, actual: int | str) -> Corrupt:
+    return Corrupt(f"expected {expected} decoded bytes, found {actual}")
 
 
-def _wrong_declaration(expected: int | str, found: int) -> Corrupt:
-    return Corrupt(f"expected {expected} decoded bytes, but the frame declares {found}")
+def _wrong_declaration(expected: int | str, declared: int) -> Corrupt:
+    return Corrupt(f"expected {expected} decoded bytes, but the frame declares {declared}")
 
 
 class _GZip:
-    """Zarr's `gzip`, without the time of day in its header: equal chunks must have equal bytes."""
+    """Zarr's `gzip`, without the modification time in its header: equal chunks must have equal bytes."""
 
     most = None
 
@@ -103,28 +101,28 @@ class _GZip:
         return gzip.compress(data, self._level, mtime=0)
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        found = self.decode(data, out.size)
-        if len(found) != out.size:
-            raise _wrong_size(out.size, len(found))
-        out[:] = np.frombuffer(found, np.uint8)
+        decoded = self.decode(data, out.size)
+        if len(decoded) != out.size:
+            raise _wrong_size(out.size, len(decoded))
+        out[:] = np.frombuffer(decoded, np.uint8)
 
     def decode(self, data: memoryview, most: int) -> Any:
-        """Decode the members one by one; each ends with its own checksum and length, which zlib compares."""
+        """Decode the members one by one; zlib verifies the checksum and length at the end of each."""
         try:
             member = zlib.decompressobj(wbits=31)
-            found = member.decompress(data, most + 1)
-            if len(found) <= most and member.eof and not member.unused_data:
-                return found
+            decoded = member.decompress(data, most + 1)
+            if len(decoded) <= most and member.eof and not member.unused_data:
+                return decoded
             return _members(data, most)
         except zlib.error as error:
             raise Corrupt(f"gzip bytes do not decode: {error}") from error
 
 
-_GZIP_PIECE = 16 << 10  # bytes: zlib copies what follows a member, which would be quadratic in their number
+_GZIP_PIECE = 16 << 10  # bytes: zlib copies all data after a member, which would be quadratic in their number
 
 
 def _members(data: memoryview, most: int) -> bytes:
-    """Return the contents of all members; zeros may follow each."""
+    """Return the content of all members, each of which zeros may follow."""
     parts: list[bytes] = []
     left, at, inside = most, 0, False
     member = zlib.decompressobj(wbits=31)
@@ -146,7 +144,7 @@ def _members(data: memoryview, most: int) -> bytes:
         if member.eof:
             member = zlib.decompressobj(wbits=31)
     if inside or not parts:
-        raise Corrupt("gzip bytes end before their end is marked")
+        raise Corrupt("gzip bytes are cut short")
     return b"".join(parts)
 
 
@@ -161,11 +159,11 @@ class _Zstd:
         self._codec = Zstd(_check_whole(level, -(1 << 17), 22), checksum)
 
     def encode(self, data: Any) -> bytes:
-        found: bytes = self._codec.encode(data)
-        return found
+        encoded: bytes = self._codec.encode(data)
+        return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode frames that declare this size, or one that declares none: some writers cannot know it."""
+        """Decode frames that declare this size, or one that declares none: streaming writers do not know it."""
         _, size, _ = _zstd_header(data, 0)
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
@@ -180,8 +178,8 @@ class _Zstd:
         size = _zstd_size(data, most)
         if size is None:
             raise UnsupportedFormat(
-                "a zstd frame does not declare its size, and another compressor comes before it in the chain; "
-                "encode the chunk with the size of its content"
+                "a zstd frame after another compressor does not declare the size of its content; "
+                "encode the chunk with that size"
             )
         if size > most or not feasible(size, len(data)):
             raise _wrong_declaration(f"at most {most}", size)
@@ -191,15 +189,15 @@ class _Zstd:
 
 
 _ZSTD_MAGIC = 0xFD2FB528
-_ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen after it
+_ZSTD_SKIPPABLE = 0x184D2A50  # and the next fifteen numbers
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
-    """Return where the blocks of a frame begin, the size that it declares, and whether a checksum ends it."""
+    """Return the offset of a frame's first block, the size that it declares, and whether a checksum ends it."""
     if len(data) < at + 6 or int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
         if len(data) >= at + 8 and int.from_bytes(data[at : at + 4], "little") & ~15 == _ZSTD_SKIPPABLE:
             return at + 8, 0, False
-        raise Corrupt(f"{len(data)} bytes are not frames of zstd")
+        raise Corrupt(f"{len(data)} bytes are not zstd frames")
     descriptor = data[at + 4]
     single = descriptor >> 5 & 1
     start = at + 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
@@ -209,7 +207,7 @@ def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
 
 
 def _zstd_size(data: memoryview, most: int) -> int | None:
-    """Return the size that all frames declare together, or more than `most`; None where one declares none."""
+    """Return the total size that the frames declare, some number above `most`, or None if one declares none."""
     total, at = 0, 0
     while at < len(data) and total <= most:
         start, size, checked = _zstd_header(data, at)
@@ -241,19 +239,18 @@ _BLOSC_LARGE = 1 << 20  # bytes of a block
 class _Blosc:
     """Zarr's `blosc`.
 
-    c-blosc takes a frame's header at its word, and does not look whether its own buffers could be allocated. So
-    each frame's header, and where its blocks begin, are validated before the library sees it, and memory for its
-    buffers is tried for. What remains is left to c-blosc: the streams inside a block (which it decodes with the
-    bounds that were validated), a system that grants memory which it does not have, and memory that another thread
-    takes between the trial and the use.
+    c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
+    header and the block offsets of each frame are validated before the library sees it, and its buffers are
+    allocated once on trial. Three risks remain in c-blosc: the streams inside a block (which it decodes within the
+    validated bounds), a system that overcommits memory, and memory that another thread takes after the trial.
     """
 
     most: int | None = (1 << 31) - 17
-    """blosc counts in int32."""
+    """blosc's sizes are int32."""
 
     def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
-        # With threads of its own, blosc puts blocks in the order in which they end: equal chunks must have
-        # equal bytes. zarr-python switches them off as well.
+        # blosc's own threads write blocks in the order of completion, but equal chunks must have equal bytes.
+        # zarr-python disables them as well.
         numcodecs.blosc.use_threads = False
         if cname not in numcodecs.blosc.list_compressors() or shuffle not in _SHUFFLES:
             raise TypeError
@@ -266,8 +263,8 @@ class _Blosc:
         )
 
     def encode(self, data: Any) -> bytes:
-        found: bytes = self._codec.encode(data)
-        return found
+        encoded: bytes = self._codec.encode(data)
+        return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
         if (size := _blosc_size(data)) != out.size:
@@ -293,16 +290,16 @@ class _Blosc:
 def _blosc_size(data: memoryview) -> int:
     """Return the size that a frame declares for its content."""
     if len(data) < _BLOSC_HEADER or int.from_bytes(data[12:16], "little") != len(data):
-        raise Corrupt(f"{len(data)} bytes are not a frame of blosc")
+        raise Corrupt(f"{len(data)} bytes are not a blosc frame")
     return int.from_bytes(data[4:8], "little")
 
 
 def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> None:
-    """Raise `Corrupt` where a header contradicts itself, or a block lies outside of the frame."""
+    """Raise `Corrupt` if a header contradicts itself, or a block is outside of the frame."""
     version, flags = data[0], data[2]
     if version != _BLOSC_VERSION or flags & _BLOSC_RESERVED:
         raise UnsupportedFormat(
-            f"a blosc frame of version {version} with flags {flags:#04x} is not known to this tstore; "
+            f"a blosc frame of version {version} with flags {flags:#04x} is not supported; "
             f"expected version {_BLOSC_VERSION}"
         )
     sane = typesize > 0 and 0 < blocksize <= size

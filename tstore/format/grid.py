@@ -1,7 +1,7 @@
 """Arithmetic of regular chunk grids and basic indexing; pure, no I/O.
 
-A selection is one `range` per axis of the array plus the set of axes that an integer index dropped. Ranges
-compose by slicing, so a view of a view is again a selection.
+A selection is one `range` per axis of the array, and the set of axes that integer indices dropped. Ranges compose
+by slicing, so a view of a view is again a selection.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ __all__ = [
     "Cover",
     "Index",
     "Selection",
-    "along",
+    "axis_covers",
     "boxes",
     "chunk_counts",
     "chunk_number",
     "chunk_numbers",
-    "cover_of",
     "covers",
     "default_chunks",
     "full_boxes",
@@ -40,27 +39,30 @@ __all__ = [
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 TARGET_BYTES = 8 << 20
-"""Default size of a chunk: small enough that another topology reads little more than it needs."""
+"""Default size of a chunk: small enough that a restore to another topology reads little that it does not need."""
 
 
 class Selection(NamedTuple):
-    """A basic index into an array: a range per axis, and which axes the result does not have."""
+    """A basic index into an array: a range per axis, and the axes that the result does not have."""
 
     axes: tuple[range, ...]
     dropped: frozenset[int] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the selected values."""
+        """The shape of the selected values."""
         return tuple(len(r) for i, r in enumerate(self.axes) if i not in self.dropped)
 
     def narrowed(self, index: Index) -> Selection:
-        """The selection of `index` within this one, by NumPy's rules for integers, slices and `...`."""
+        """Return the selection by `index` within this one, by NumPy's rules for integers, slices and `...`.
+
+        Raise `InvalidArgument` for any other index, and for one that is out of range.
+        """
         items = index if isinstance(index, tuple) else (index,)
         open_axes = [i for i in range(len(self.axes)) if i not in self.dropped]
         dots = [i for i, item in enumerate(items) if item is Ellipsis]
         if len(dots) > 1:
-            raise InvalidArgument("an index can hold only one ellipsis ('...')")
+            raise InvalidArgument("an index can have only one ellipsis ('...')")
         if len(items) - len(dots) > len(open_axes):
             raise InvalidArgument(f"{len(items) - len(dots)} indices for an array of {len(open_axes)} dimensions")
         at = dots[0] if dots else len(items)
@@ -79,7 +81,7 @@ class Selection(NamedTuple):
                 number = operator.index(item)  # type: ignore[arg-type]
             except TypeError:
                 raise InvalidArgument(
-                    f"index {item!r} on axis {axis}: integers, slices and '...' are understood"
+                    f"index {item!r} on axis {axis}: expected an integer, a slice or '...'"
                 ) from None
             if not -len(axes[axis]) <= number < len(axes[axis]):
                 raise InvalidArgument(
@@ -91,55 +93,55 @@ class Selection(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Selection:
-    """The selection of every element of an array of that shape."""
+    """Return the selection of all elements of an array of this shape."""
     return Selection(tuple(range(n) for n in shape))
 
 
 def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[Any]:
-    """A view of the region; an array also where there are no axes, for which NumPy gives a scalar."""
+    """Return a view of a region; without axes an array as well, where NumPy returns a scalar."""
     index: tuple[slice | EllipsisType, ...] = (*region, ...)
     view: npt.NDArray[Any] = values[index]
     return view
 
 
 def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
-    """Number of chunks along each axis; the last of an axis may reach over the edge."""
+    """Return the number of chunks along each axis; the last may extend beyond the array's edge."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
 
 
 class Cover(NamedTuple):
-    """How a selection meets one chunk."""
+    """The intersection of a selection with one chunk."""
 
     chunk: tuple[int, ...]
     inside: tuple[slice, ...]
-    """Which elements of the chunk, with steps of one or more."""
+    """The selected elements of the chunk, with steps of one or more."""
     result: tuple[slice, ...]
-    """Where they stand in the selection's full-rank result; a negative step where the order turns."""
+    """Their place in the full-rank result of the selection; the step is negative if their order is reversed."""
     full: bool
-    """Whether every element of the chunk that lies in the array is selected."""
+    """Whether all elements of the chunk within the array are selected."""
+
+    @staticmethod
+    def from_axes(parts: Sequence[AxisCover]) -> Cover:
+        """Return the intersection from those of each axis."""
+        return Cover(
+            tuple(p.chunk for p in parts),
+            tuple(p.inside for p in parts),
+            tuple(p.result for p in parts),
+            all(p.full for p in parts),
+        )
 
 
 def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
-    """Every chunk that the selection touches, in C order."""
-    if not all(selection.axes):  # before the chunks along the others are told, which may be any number
+    """Yield the intersections with all chunks that the selection touches, in C order."""
+    if not all(selection.axes):  # first, as the chunks along the other axes may be any number
         return
-    per_axis = [along(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
+    per_axis = [axis_covers(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
-        yield cover_of(parts)
-
-
-def cover_of(parts: Sequence[AxisCover]) -> Cover:
-    """The cover of one chunk from those of its axes."""
-    return Cover(
-        tuple(p.chunk for p in parts),
-        tuple(p.inside for p in parts),
-        tuple(p.result for p in parts),
-        all(p.full for p in parts),
-    )
+        yield Cover.from_axes(parts)
 
 
 class AxisCover(NamedTuple):
-    """How a range meets one chunk of one axis; fields as those of `Cover`."""
+    """The intersection of a range with one chunk along one axis, with the fields of `Cover`."""
 
     chunk: int
     inside: slice
@@ -147,36 +149,36 @@ class AxisCover(NamedTuple):
     full: bool
 
 
-def along(selected: range, length: int, chunk: int) -> list[AxisCover]:
-    """Every chunk of one axis that the range touches."""
+def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
+    """Return the intersections of a range with all chunks of one axis that it touches, in ascending order."""
     if not selected:
         return []
-    turned = selected.step < 0
-    forward = selected[::-1] if turned else selected
+    reverse = selected.step < 0
+    forward = selected[::-1] if reverse else selected
     step, count = forward.step, len(forward)
-    found = []
+    parts = []
     done = 0
     while done < count:
         number = forward[done] // chunk
         low = number * chunk
         high = min(low + chunk, length)
-        # the first position in `forward` whose element lies at or beyond the end of this chunk
+        # the first position in `forward` of an element at or beyond the end of this chunk
         until = min(count, -(-(high - forward.start) // step))
         start, last = forward[done] - low, forward[until - 1] - low
-        if turned:
+        if reverse:
             result = slice(count - 1 - done, count - 1 - until if count - 1 - until >= 0 else None, -1)
         else:
             result = slice(done, until)
         full = until - done == high - low
-        found.append(AxisCover(number, slice(start, last + 1, step), result, full))
+        parts.append(AxisCover(number, slice(start, last + 1, step), result, full))
         done = until
-    return found
+    return parts
 
 
 def full_boxes(
     per_axis: Sequence[Sequence[AxisCover]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Boxes of neighbouring full chunks: the first chunk, their number per axis, their place in the result."""
+    """Yield boxes of neighbouring full chunks: first chunk, number per axis, place in the result."""
     for runs in itertools.product(*[_neighbours([p for p in parts if p.full]) for parts in per_axis]):
         yield (
             tuple(run[0].chunk for run in runs),
@@ -186,7 +188,7 @@ def full_boxes(
 
 
 def _neighbours(parts: list[AxisCover]) -> list[list[AxisCover]]:
-    """The covers of one axis in runs whose chunks follow each other, selected without gaps or turned order."""
+    """Return runs of consecutive chunks of one axis, each selected without gaps and in ascending order."""
     runs: list[list[AxisCover]] = []
     for part in parts:
         gapless = part.inside.step == 1 and part.result.step is None
@@ -198,15 +200,15 @@ def _neighbours(parts: list[AxisCover]) -> list[list[AxisCover]]:
 
 
 def partial_covers(per_axis: Sequence[Sequence[AxisCover]]) -> Iterator[Cover]:
-    """The covers that are not full, each once: full before axis k, partial at k, any after it."""
+    """Yield the covers that are not full, each once: full before axis k, partial at k, any after it."""
     for k in range(len(per_axis)):
         sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
         for parts in itertools.product(*sides):
-            yield cover_of(parts)
+            yield Cover.from_axes(parts)
 
 
 def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
-    """The C-order number of a chunk in its grid."""
+    """Return the C-order number of a chunk in its grid."""
     number = 0
     for i, n in zip(chunk, counts, strict=True):
         number = number * n + i
@@ -214,7 +216,7 @@ def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The numbers of all chunks of a box, in C order; one for the box without axes."""
+    """Return the numbers of all chunks of a box, in C order; a box without axes has one chunk."""
     numbers = np.zeros(1, np.int64)
     for side, n in zip(box, counts, strict=True):
         numbers = (numbers[:, None] * n + np.arange(side.start, side.stop)).reshape(-1)
@@ -222,7 +224,7 @@ def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np
 
 
 def boxes(counts: Sequence[int], most: int) -> Iterator[tuple[range, ...]]:
-    """Cuts a grid of `counts` cells into boxes of at most `most` cells that are runs in C order."""
+    """Yield boxes that partition a grid, each a run of at most `most` cells in C order."""
     sides: list[int] = []
     room = max(1, most)
     for n in reversed(counts):
@@ -237,10 +239,10 @@ def boxes(counts: Sequence[int], most: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """A chunk shape of about `target` bytes (half to twice) that never crosses the edge of a shard.
+    """Return a chunk shape of about `target` bytes (half to twice) that never crosses the edge of a shard.
 
-    Leading axes are cut first, so that chunks stay contiguous in memory. Where a shard's length has no
-    fitting divisor, its chunks come out smaller rather than crossing it.
+    Leading axes are divided first, so that chunks stay contiguous in memory. If a shard's length has no suitable
+    divisor, its chunks are smaller rather than crossing its edge.
     """
     chunks = [max(1, n) for n in (shape if shard is None else shard)]
     for axis, n in enumerate(chunks):
@@ -254,7 +256,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """The length of each of about `pieces` parts of n, dividing n where a near number of parts does."""
+    """Return the length of each of about `pieces` parts of n; it divides n if a similar number of parts does."""
     for k in range(pieces, min(n, pieces + pieces // 2) + 1):
         if n % k == 0:
             return n // k
@@ -262,7 +264,7 @@ def _even(n: int, pieces: int) -> int:
 
 
 def _divisor(n: int, pieces: int) -> int:
-    """The largest divisor of n that cuts it into at least `pieces` parts."""
+    """Return the largest divisor of n that gives at least `pieces` parts."""
     best = 1
     for k in range(1, math.isqrt(n) + 1):
         if n % k == 0:

@@ -1,10 +1,10 @@
-"""The names of the objects in a store; pure.
+"""The names of the objects in a store; pure, no I/O.
 
 tstore.json                        the marker
 latest                             the hint
 commits/<20 digits>                a record
-roots/<20 digits>                  a whole tree
-txn/<id>/<kind>-…                  what one transaction wrote: packs, manifests, fragments, heartbeats
+roots/<20 digits>                  a root: the whole tree of a version
+txn/<id>/<kind>-…                  the objects of one transaction: packs, manifests, fragments, heartbeats
 damaged/<20 digits>-<32 hex>       the record of that version before `tstore repair` voided it, and its xxh3-128
 """
 
@@ -45,41 +45,41 @@ def root_key(version: int) -> str:
 
 
 def is_object(key: str) -> bool:
-    """Whether an object of a store can have the name."""
+    """Return whether an object of a store can have this name."""
     return _OBJECT.fullmatch(key) is not None
 
 
 def is_record(key: str) -> bool:
-    """Whether it is the name of a record."""
+    """Return whether this is the name of a record."""
     return _RECORD.fullmatch(key) is not None
 
 
 def is_root(key: str) -> bool:
-    """Whether it is the name of a whole tree."""
+    """Return whether this is the name of a root."""
     return _ROOT.fullmatch(key) is not None
 
 
 def is_written(key: str) -> bool:
-    """Whether it is the name of an object that a transaction writes."""
+    """Return whether this is the name of an object that a transaction writes."""
     return _WRITTEN.fullmatch(key) is not None
 
 
 def is_pack(key: str) -> bool:
-    """Whether it is the name of a pack."""
+    """Return whether this is the name of a pack."""
     return is_written(key) and key.rpartition("/")[2].startswith("pack-")
 
 
 def is_manifest(key: str) -> bool:
-    """Whether it is the name of a manifest."""
+    """Return whether this is the name of a manifest."""
     return is_written(key) and key.rpartition("/")[2].startswith("manifest")
 
 
 def is_transaction(name: str) -> bool:
-    """Whether a transaction can have this id."""
+    """Return whether a transaction can have this id."""
     return _TRANSACTION.fullmatch(name) is not None
 
 
 def owner_of(key: str) -> str:
-    """The transaction that wrote an object, "" for one that none did."""
+    """Return the transaction that wrote an object, "" for an object of no transaction."""
     top, _, rest = key.partition("/")
     return rest.partition("/")[0] if top == "txn" else ""

@@ -209,7 +209,7 @@ async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> R
     """The codecs of arrays in memory that their data decides, as rules of their paths."""
     arrays = {}
     for path, values in leaves.items():
-        meta = ArrayMeta.of(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
+        meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
         arrays[path] = SourceArray(meta, stored_bytes(meta))
     plan = plan_by_rules(arrays, None, {}, data=True)
     held = [Values.held(path, arrays[path].meta, leaves[path]) for path in plan.left]

@@ -18,7 +18,7 @@ def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
         if axis is not None or block is not None:
             chunks = _holding(old, -1 if axis is None else axis, block)
     same = (old.fill_value, old.attributes, old.dimension_names)
-    return ArrayMeta.of(old.shape, old.dtype, chunks, codecs, *same, sparse=old.sparse)
+    return ArrayMeta.new(old.shape, old.dtype, chunks, codecs, *same, sparse=old.sparse)
 
 
 def _holding(old: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:

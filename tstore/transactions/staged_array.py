@@ -25,7 +25,15 @@ from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
-from tstore.format.grid import Selection, along, chunk_counts, chunk_number, full_boxes, part_of, partial_covers
+from tstore.format.grid import (
+    Selection,
+    axis_covers,
+    chunk_counts,
+    chunk_number,
+    full_boxes,
+    part_of,
+    partial_covers,
+)
 from tstore.runtime.pool import each
 from tstore.storage.base import Backend
 
@@ -85,7 +93,7 @@ class StagedArray:
         values = part_of(values, turned)
         if not all(axes):  # before the chunks along the others are told, which may be any number
             return
-        per_axis = [along(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
+        per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         pieces = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if pieces:
             job = WriteJob(self.path, self.meta, pieces)

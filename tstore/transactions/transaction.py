@@ -139,7 +139,7 @@ class Transaction:
         array is `sparse`.
         Raises `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
-        meta = ArrayMeta.of(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
+        meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
         async with self._operation() as staged:
             return Array(self, staged.create_array(path, meta), meta)
 
