@@ -35,7 +35,7 @@ class Snapshot:
         return self._tree.version
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """The store and the version, for errors."""
         return f"{self._log.backend.url} at version {self.version}"
 
@@ -66,18 +66,18 @@ class Snapshot:
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
         path = checked_path(path)
-        return Array(self, path, array_node(self._tree, path, self.where).meta)
+        return Array(self, path, array_node(self._tree, path, self.location).meta)
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Read a selection into `out`, which has one axis per axis of the array."""
-        node = array_node(self._tree, path, self.where)
+        node = array_node(self._tree, path, self.location)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
         """Read many arrays in one call: path, selection (None for the whole array) and destination of each."""
         jobs = []
         for path, selection, out in wanted:
-            node = array_node(self._tree, path, self.where)
+            node = array_node(self._tree, path, self.location)
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
         await self._read(jobs)
@@ -88,7 +88,7 @@ class Snapshot:
     async def read_packed(self, path: str) -> exmy.Quantized:
         """Return an array in an eXmY format, undecoded; raise `NotFound`, or `InvalidArgument` for any other."""
         path = checked_path(path)
-        node = array_node(self._tree, path, self.where)
+        node = array_node(self._tree, path, self.location)
         return await unexpired(self._log, self.version, read_packed(self._log.backend, path, node.meta, node))
 
     async def write_array(
@@ -102,7 +102,7 @@ class Snapshot:
         raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
 
     def __repr__(self) -> str:
-        return f"<tstore.Snapshot {self.where}>"
+        return f"<tstore.Snapshot {self.location}>"
 
 
 async def snapshot_of(log: Log, version: int, newest: int) -> Snapshot:
@@ -111,7 +111,7 @@ async def snapshot_of(log: Log, version: int, newest: int) -> Snapshot:
     return Snapshot(log, await unexpired(log, version, log.tree(version)))
 
 
-def array_node(tree: Tree, path: str, where: str) -> Node:
+def array_node(tree: Tree, path: str, location: str) -> Node:
     """Return the array at a path of a tree; raise `NotFound`, which names similar paths, if there is none."""
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
@@ -119,4 +119,4 @@ def array_node(tree: Tree, path: str, where: str) -> Node:
     head = path.rpartition("/")[0]
     near = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(head))[:5]
     shown = f"; near it are: {', '.join(near)}" if near else "; there are no arrays near it"
-    raise NotFound(f"{where} has no array {path!r}{shown}")
+    raise NotFound(f"{location} has no array {path!r}{shown}")

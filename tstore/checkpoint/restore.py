@@ -61,7 +61,7 @@ async def restore(
 
 
 async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
-    name = snapshot.where
+    name = snapshot.location
     document = _document(snapshot)
     wanted = list(paths_in(document))
     if only is not None:
@@ -102,7 +102,7 @@ def _document(snapshot: Snapshot) -> list[Any]:
     for path in snapshot.paths():
         *heads, last = path.split("/")
         group = root
-        with parsing(f"{snapshot.where}: the path {path!r}"):  # below an array, if another program wrote it
+        with parsing(f"{snapshot.location}: the path {path!r}"):  # below an array, if another program wrote it
             for head in heads:
                 group = group.setdefault(head, {})
             group[last] = ["array", path]

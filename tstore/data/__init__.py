@@ -9,6 +9,6 @@ A chunk's address has three forms on its way from `save` to disk and back:
 
 1. `writer`: copy, encode, checksum, compare with the previous version, write.
 2. `pieces`: the parts of packs to read, each with its `deliver`. `boxes`: many small chunks as one piece.
-   `packs`: readers of packs. `reader`: plan, read in batches, verify, decode, store in the result.
+   `reader`: plan, read in batches, verify, decode, store in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
 """

@@ -1,8 +1,8 @@
 """Reads: values out of packs, verified and decoded.
 
-The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. A chunk that is
-stored as it is goes straight into the result. Every block is verified while it is in the CPU's caches, before any
-value is decoded from it. Of a long chunk that is stored as it is, only the blocks with selected values are read.
+The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
+chunk goes straight into the result, and of a long one only the blocks with selected values are read. Every block
+is verified while it is in the CPU's caches, before any value is decoded from it.
 The storage says how much to read at once and how many reads to have in flight (`Transfer`): a disk wants few
 threads, a remote server many requests.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from tstore.data.boxes import divide
-from tstore.data.packs import pack_reader
 from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, fits
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
@@ -25,7 +24,7 @@ from tstore.runtime.pool import each
 from tstore.storage.base import Backend, PackReader, Transfer
 from tstore.storage.cache.store import forget
 
-__all__ = ["ReadJob", "new_values", "read_chunks"]
+__all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
 
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
@@ -162,3 +161,43 @@ def _read_into(reader: PackReader, piece: Piece, backend: Backend) -> None:
 def _aligned(size: int) -> int:
     """Return the first offset from `size` on that is aligned for every dtype."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def pack_reader(backend: Backend, pack: str | bytes, label: str) -> PackReader:
+    """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
+
+    On some storage only the first read shows that; its error does not name the chunk.
+    """
+    if isinstance(pack, bytes):
+        return _InlinePack(pack)
+    try:
+        return _RequiredPack(backend.reader(pack))
+    except NotFound as error:
+        raise Corrupt(f"{label}: its pack is gone: {error}") from error
+
+
+class _InlinePack:
+    """A pack in a manifest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        if offset + size > len(self._data):
+            raise Corrupt(f"an inline pack of {len(self._data)} bytes has no {size} bytes at {offset}")
+        for buffer in buffers:
+            buffer[:] = np.frombuffer(self._data, np.uint8, len(buffer), offset)
+            offset += len(buffer)
+
+
+class _RequiredPack:
+    """A pack that chunks refer to: without it the store is `Corrupt`."""
+
+    def __init__(self, reader: PackReader) -> None:
+        self._reader = reader
+
+    def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
+        try:
+            self._reader.read_into(offset, buffers, size)
+        except NotFound as error:
+            raise Corrupt(f"its pack is gone: {error}") from error

@@ -262,7 +262,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
 
 
 def _is_long(box: _Box) -> bool:
-    """Return whether the box is one chunk of over a block, in the caller's memory as it is to be stored."""
+    """Return whether the box is one unencoded chunk of over a block, contiguous in the caller's memory."""
     meta, values = box.job.meta, box.values
     return (
         meta.encoded_bound > BLOCK

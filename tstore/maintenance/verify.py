@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tstore.data.packs import pack_reader
+from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.checksums import BLOCK, block_checks
 from tstore.format.chunk_refs import ChunkRow
