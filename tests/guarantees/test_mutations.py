@@ -156,7 +156,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "what is patched again is not made durable": (
         "transactions/test_reapply.py::test_what_was_patched_again_is_there_once_the_commit_is",
-        Edit("tstore.transactions.transaction:Transaction._validate", "await self._packs.settle()", "pass"),
+        Edit("tstore.transactions.transaction:Transaction._validate", "await self._packs.flush()", "pass"),
     ),
     "hosts that delete and write are not compared": (
         "transactions/test_group.py::test_hosts_that_stand_in_each_others_way_are_refused",

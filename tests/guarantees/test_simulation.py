@@ -125,7 +125,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "patches applied again on the old version": [
         Edit(TX + "_validate", "(await self._log.tree(version)).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.settle()", "pass")],
+    "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.flush()", "pass")],
     "fragment check off by one": [
         Edit(GROUP + "_merged", "member.siblings(level, group)", "member.siblings(level, group)[:-1]")
     ],
@@ -208,7 +208,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the commit below is not forced": [Edit(LOG + "_race", "await self.backend.flush()", "pass")],
     "packs are not forced": [
         Edit(
-            "tstore.data.writer:PackSet.settle",
+            "tstore.data.writer:PackSet.flush",
             "await self._backend.settle(self._folder, self._durability)",
             "pass",
         )

@@ -26,7 +26,7 @@ from tstore.format.arguments import (
 )
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
-from tstore.format.grid import chunk_counts, chunk_numbers, default_chunks
+from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks
 from tstore.format.tree import OWN
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
@@ -39,7 +39,7 @@ from tstore.transactions.transaction import Transaction
 
 __all__ = ["save"]
 
-Piece = tuple[tuple[int, ...], npt.NDArray[Any]]
+Region = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and its values."""
 
 
@@ -183,16 +183,16 @@ def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[Writ
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
-        yield WriteJob(job.path, job.meta, job.pieces, node if same else None)
+        yield WriteJob(job.path, job.meta, job.regions, node if same else None)
 
 
 def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
     """What this host writes of a leaf."""
     if isinstance(leaf, Shards):
         meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
-        pieces = list(_shard_pieces(path, leaf, meta))
-        _check_parts(path, meta, pieces, alone=hosts == 1)
-        return WriteJob(path, meta, pieces)
+        regions = list(_shard_regions(path, leaf, meta))
+        _check_parts(path, meta, regions, alone=hosts == 1)
+        return WriteJob(path, meta, regions)
     meta = _meta(path, metas, leaf.shape, leaf.dtype, None, codecs)
     owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
     mine = owner == host and meta.chunk_count > 0
@@ -218,7 +218,7 @@ def _meta(
     return found
 
 
-def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Piece]:
+def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Region]:
     for index, values in leaf.parts:
         if values is None:
             raise InvalidArgument(f"{path}: the shard at {index} has no values; only a restore fills such")
@@ -233,25 +233,27 @@ def _shard_pieces(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Piece]:
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
 
 
-def _check_parts(path: str, meta: ArrayMeta, pieces: Sequence[Piece], *, alone: bool) -> None:
+def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[Region], *, alone: bool) -> None:
     """Raise `InvalidArgument` where parts overlap, or where the only host leaves out a part of the array."""
     written = [
         chunk_numbers(
             [range(a, a + n) for a, n in zip(first, chunk_counts(values.shape, meta.chunks), strict=True)],
             meta.counts,
         )
-        for first, values in pieces
+        for first, values in regions
     ]
     numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *written]), return_counts=True)
     if (times > 1).any():
         number = numbers[times > 1][0]
         both = [
-            _region(meta, first, v.shape) for (first, v), own in zip(pieces, written, strict=True) if number in own
+            _region(meta, first, v.shape)
+            for (first, v), own in zip(regions, written, strict=True)
+            if number in own
         ]
         raise InvalidArgument(f"{path}: the shards at {both[0]} and {both[1]} overlap; pass each region once")
     if alone and len(numbers) != meta.chunk_count:
         absent = np.setdiff1d(np.arange(len(numbers) + 1), numbers)[0]
-        first = tuple(int(i) for i in np.unravel_index(absent, meta.counts))
+        first = chunk_coordinates(absent, meta.counts)
         raise InvalidArgument(
             f"{path}: no shard covers {_region(meta, first, meta.chunks)} of shape {list(meta.shape)}; pass "
             "shards for all of the array, or hosts=… where other hosts have the rest"

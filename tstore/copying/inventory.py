@@ -14,6 +14,7 @@ import xxhash
 
 from tstore.format.checksums import BLOCK, digest
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.grid import chunk_coordinates
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.log.expiry import changes_nothing, living
@@ -193,7 +194,6 @@ async def place(log: Log, inventory: Inventory, pack: str, offset: int) -> str:
                 continue
             for row in node.chunks.rows:
                 if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):
-                    counts = node.meta.counts
-                    chunk = tuple(int(i) for i in np.unravel_index(row.number, counts)) if counts else ()
+                    chunk = chunk_coordinates(row.number, node.meta.counts)
                     return f"version {version}: {path}, chunk {chunk}"
     return f"version {inventory.base}"

@@ -23,6 +23,7 @@ from tstore.format.grid import (
     Cover,
     axis_covers,
     boxes,
+    chunk_coordinates,
     chunk_numbers,
     covers,
     full_boxes,
@@ -75,8 +76,8 @@ class BoxPiece(Piece):
         pairs = range(0, len(checks), CHECK_SIZE)
         bad = next(i for i in pairs if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
         number = bad // CHECK_SIZE
-        inside = np.unravel_index(number, [len(side) for side in self.box])
-        at = tuple(side.start + int(i) for side, i in zip(self.box, inside, strict=True))
+        inside = chunk_coordinates(number, [len(side) for side in self.box])
+        at = tuple(side.start + i for side, i in zip(self.box, inside, strict=True))
         size = self.job.meta.encoded_bound
         row = ChunkRow(number, self.pack, self.offset + number * size, size, b"")
         return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(0, url)}")

@@ -83,17 +83,17 @@ class Piece(abc.ABC):
 
 
 class ChunkPiece(Piece):
-    """A chunk or a part of one, `skipped` bytes into it.
+    """A chunk, or its blocks from `first` up to `last`, which begin `skipped` bytes into it.
 
-    Without a `cover` the piece is the whole of an array of one chunk, and the result takes it as stored.
+    `cover` is None if the chunk is the whole array and the result takes its bytes unchanged.
     """
 
     __slots__ = ("cover", "row", "skipped", "target")
 
-    def __init__(self, job: ReadJob, row: ChunkRow, cover: Cover | None, first: int = 0, last: int = -1) -> None:
+    def __init__(self, job: ReadJob, row: ChunkRow, cover: Cover | None, first: int = 0, last: int | None = None):
         skipped = first * BLOCK
-        size = (row.length if last < 0 else min(last * BLOCK, row.length)) - skipped
-        checks = row.checks if last < 0 else row.checks[first * CHECK_SIZE : last * CHECK_SIZE]
+        size = (row.length if last is None else min(last * BLOCK, row.length)) - skipped
+        checks = row.checks if last is None else row.checks[first * CHECK_SIZE : last * CHECK_SIZE]
         super().__init__(job, row.pack, row.offset + skipped, size, checks)
         self.row = row
         self.cover = cover

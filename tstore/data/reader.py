@@ -19,7 +19,7 @@ from tstore.data.boxes import divide
 from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, fits
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
-from tstore.runtime.budget import scratch
+from tstore.runtime.budget import aligned, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Backend, PackReader, Transfer
 from tstore.storage.cache.store import forget
@@ -28,7 +28,6 @@ __all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
 
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20
-_ALIGNMENT = 64
 
 
 def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
@@ -121,7 +120,7 @@ def _read_batch(backend: Backend, batch: list[Piece]) -> None:
     if len(batch) == 1 and targets[0] is not None:
         _read_into(reader, first, backend)
         return
-    room = sum(_aligned(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
+    room = sum(aligned(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
     gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
     with scratch(room + gap) as memory:
         buffers: list[Any] = []
@@ -132,7 +131,7 @@ def _read_batch(backend: Backend, batch: list[Piece]) -> None:
                 buffers.append(memory[room : room + piece.offset - end])
             if target is None:
                 target = memory[at : at + piece.size]
-                at += _aligned(piece.size)
+                at += aligned(piece.size)
             buffers.append(target)
             data.append(target)
             end = piece.offset + piece.size
@@ -156,11 +155,6 @@ def _read_into(reader: PackReader, piece: Piece, backend: Backend) -> None:
         except Corrupt as error:
             raise Corrupt(f"{part.label}: {error}") from error
         part.deliver(target, backend.url)
-
-
-def _aligned(size: int) -> int:
-    """Return the first offset from `size` on that is aligned for every dtype."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack_reader(backend: Backend, pack: str | bytes, label: str) -> PackReader:

@@ -27,9 +27,9 @@ from tstore.errors import NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource
-from tstore.format.grid import boxes, chunk_counts, chunk_number, chunk_numbers
+from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
-from tstore.runtime.budget import scratch
+from tstore.runtime.budget import aligned, scratch
 from tstore.runtime.pool import WORKERS, each
 from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
 
@@ -37,7 +37,6 @@ __all__ = ["PackSet", "WriteJob"]
 
 _BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
-_ALIGNMENT = 64
 _WORKER_SHARE = 2 << 20
 INLINE = 4096
 """Most encoded bytes of a transaction that are stored inline in its manifest rather than in a pack."""
@@ -48,22 +47,22 @@ Values = npt.NDArray[Any]
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    `pieces` are pairs of the first chunk's coordinates and values, which begin at a chunk's edge and end at one or
-    at the array's edge. `prior` looks up the chunks of the version to compare with.
+    `regions` are pairs of the first chunk's coordinates and values, which begin at a chunk's edge and end at one
+    or at the array's edge. `prior` looks up the chunks of the version to compare with.
     """
 
-    __slots__ = ("meta", "path", "pieces", "prior", "rows")
+    __slots__ = ("meta", "path", "prior", "regions", "rows")
 
     def __init__(
         self,
         path: str,
         meta: ArrayMeta,
-        pieces: Sequence[tuple[tuple[int, ...], Values]],
+        regions: Sequence[tuple[tuple[int, ...], Values]],
         prior: ChunkSource | None = None,
     ) -> None:
         self.path = path
         self.meta = meta
-        self.pieces = pieces
+        self.regions = regions
         self.prior = prior
         self.rows: list[ChunkRow] = []
 
@@ -79,7 +78,7 @@ class _Box(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """Encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
+    """A run of encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
 
     job: WriteJob
     numbers: Sequence[int]
@@ -114,7 +113,7 @@ class PackSet:
         self.bytes_written = 0
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
-        """Write the chunks of all jobs and fill their `rows`; they are durable only after `settle`."""
+        """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
         batches, first = itertools.tee(_batches(jobs))
         head = list(itertools.islice(first, WORKERS * _WORKER_SHARE // _BATCH))
         del first
@@ -127,7 +126,7 @@ class PackSet:
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         await each(self._write_batch, batches, workers)
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Finish all packs; return when they are durable, if the transaction's durability asks for it."""
         if self._all:
             await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
@@ -135,7 +134,7 @@ class PackSet:
         self._all, self._idle = [], []
 
     async def discard(self) -> None:
-        """Discard all packs written since the last `settle`."""
+        """Discard all packs written since the last `flush`."""
         packs, self._all, self._idle = self._all, [], []
         await each(lambda pack: pack.discard(), packs)
 
@@ -161,10 +160,10 @@ class PackSet:
             pack.finish()
 
     def _write_inline(self, batch: list[_Box]) -> None:
-        with _encoded_chunks(batch) as pieces:
-            for piece, checks in _fresh(pieces):
-                data = bytes(piece.data)
-                piece.refer(data, 0, checks)
+        with _encoded_chunks(batch) as encoded:
+            for run, checks in _fresh(encoded):
+                data = bytes(run.data)
+                run.refer(data, 0, checks)
                 self._inline += len(data)
                 self.bytes_written += len(data)
 
@@ -173,22 +172,22 @@ class PackSet:
         for box in batch:
             if not _is_long(box):
                 short.append(box)
-            elif not _is_unchanged(box):
+            elif not _reused(box):
                 self._write_long(box)
         if short:
             self._write_short(short)
 
     def _write_short(self, batch: list[_Box]) -> None:
-        with _encoded_chunks(batch) as pieces:
-            fresh = _fresh(pieces)
+        with _encoded_chunks(batch) as encoded:
+            fresh = _fresh(encoded)
             if not fresh:
                 return
-            buffers = [piece.data for piece, _ in fresh]
+            buffers = [run.data for run, _ in fresh]
             size = sum(map(len, buffers))
             key, offset = self._append(buffers, size)
-        for piece, checks in fresh:
-            piece.refer(key, offset, checks)
-            offset += len(piece.data)
+        for run, checks in fresh:
+            run.refer(key, offset, checks)
+            offset += len(run.data)
         with self._lock:
             self.bytes_written += size
 
@@ -211,19 +210,19 @@ class PackSet:
             self.bytes_written += len(data)
 
 
-def _fresh(pieces: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
+def _fresh(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
     """Return the chunks to be written, with their checksums; refer to the previous version for all others."""
     fresh = []
-    for piece in pieces:
-        checks = piece.checks()
-        if piece.job.prior is None:
-            fresh.append((piece, checks))
+    for run in encoded:
+        checks = run.checks()
+        if run.job.prior is None:
+            fresh.append((run, checks))
             continue
-        old = piece.job.prior.row(piece.numbers[0])  # with a prior version, each piece is one chunk
-        if old is not None and old.length == piece.length and old.checks == checks[0]:
-            piece.job.rows.append(old)
+        old = run.job.prior.row(run.numbers[0])  # with a prior version, each run is one chunk
+        if old is not None and old.length == run.length and old.checks == checks[0]:
+            run.job.rows.append(old)
         else:
-            fresh.append((piece, checks))
+            fresh.append((run, checks))
     return fresh
 
 
@@ -232,7 +231,7 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
     batch: list[_Box] = []
     size = chunks = 0
     for job in jobs:
-        for origin, values in job.pieces:
+        for origin, values in job.regions:
             for box in _boxes(job, origin, values):
                 if batch and (size + box.room > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
                     yield batch
@@ -247,7 +246,7 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
 def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_Box]:
     meta = job.meta
     if values.shape == meta.chunks:
-        yield _Box(job, origin, values, 1, _aligned(values.size * meta.dtype.itemsize))
+        yield _Box(job, origin, values, 1, aligned(values.size * meta.dtype.itemsize))
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
@@ -258,7 +257,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
         chunks = math.prod(len(r) for r in box)
-        yield _Box(job, first, values[region], chunks, _aligned(chunks * size))
+        yield _Box(job, first, values[region], chunks, aligned(chunks * size))
 
 
 def _is_long(box: _Box) -> bool:
@@ -273,8 +272,8 @@ def _is_long(box: _Box) -> bool:
     )
 
 
-def _is_unchanged(box: _Box) -> bool:
-    """Return whether the previous version has the bytes of a long chunk; if so, refer to it.
+def _reused(box: _Box) -> bool:
+    """Refer to the previous version's chunk if a long chunk has the same bytes; return whether it has.
 
     Nothing is copied: the caller's bytes were equal when they were hashed, and they are not written.
     """
@@ -305,28 +304,23 @@ def _encoded_size(batch: list[_Box]) -> int:
 def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
     """Yield the encoded chunks of a batch, in scratch memory until the context ends."""
     raw = sum(box.room for box in batch)
-    encoded = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
-    with scratch(raw + encoded) as room:
+    code_size = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
+    with scratch(raw + code_size) as room:
         values, codes = room[:raw], room[raw:]
-        pieces: list[_Encoded] = []
+        encoded: list[_Encoded] = []
         for box in batch:
             meta = box.job.meta
             chunks, values = _gather(box, values), values[box.room :]
             if meta.chain.identity:
-                pieces += _stored_as_is(box, chunks)
+                encoded += _unencoded(box, chunks)
             else:
                 size = 0 if meta.chain.plain else meta.encoded_bound * box.chunks
-                pieces += _encode(box, chunks, codes[:size])
+                encoded += _encode(box, chunks, codes[:size])
                 codes = codes[size:]
-        yield pieces
+        yield encoded
 
 
-def _aligned(size: int) -> int:
-    """Return the first offset from `size` on that is aligned for every dtype."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _stored_as_is(box: _Box, chunks: Values) -> list[_Encoded]:
+def _unencoded(box: _Box, chunks: Values) -> list[_Encoded]:
     data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_bound
     if box.job.prior is None or len(numbers) == 1:
         return [_Encoded(box.job, numbers, data, length)]
@@ -337,19 +331,19 @@ def _stored_as_is(box: _Box, chunks: Values) -> list[_Encoded]:
 
 
 def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Encoded]:
-    meta, pieces = box.job.meta, []
+    meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
             room = out[i * meta.encoded_bound : (i + 1) * meta.encoded_bound]
             data = meta.chain.encode(chunk, room)
         except NotFinite as error:
-            at = tuple(int(k) for k in np.unravel_index(number, meta.counts)) if meta.counts else ()
+            at = chunk_coordinates(number, meta.counts)
             raise NotFinite(
                 f"{box.job.path}, chunk {at}: {error}; repair the values, or keep this array unencoded by a rule "
                 "with None"
             ) from error
-        pieces.append(_Encoded(box.job, (number,), data, len(data)))
-    return pieces
+        encoded.append(_Encoded(box.job, (number,), data, len(data)))
+    return encoded
 
 
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:

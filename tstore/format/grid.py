@@ -25,6 +25,7 @@ __all__ = [
     "Selection",
     "axis_covers",
     "boxes",
+    "chunk_coordinates",
     "chunk_counts",
     "chunk_number",
     "chunk_numbers",
@@ -213,6 +214,11 @@ def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
     for i, n in zip(chunk, counts, strict=True):
         number = number * n + i
     return number
+
+
+def chunk_coordinates(number: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of the chunk with this C-order number."""
+    return tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
 
 
 def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -7,12 +7,11 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.checksums import BLOCK, block_checks
 from tstore.format.chunk_refs import ChunkRow
+from tstore.format.grid import chunk_coordinates
 from tstore.format.layout import commit_key, is_object, is_record, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
@@ -167,7 +166,7 @@ def _collect(
                 if row.number >= meta.chunk_count:
                     faults.append(f"{place} has a chunk number {row.number} outside of its grid")
                     continue
-                at = tuple(int(i) for i in np.unravel_index(row.number, meta.counts)) if meta.counts else ()
+                at = chunk_coordinates(row.number, meta.counts)
                 wanted.setdefault((row.pack, row.offset), (row, f"{place}, chunk {at}"))
 
 

@@ -160,7 +160,7 @@ async def _packs(backend: Backend, place: _Place) -> AsyncIterator[PackSet]:
     packs = PackSet(backend, place.folder, place.durability)
     try:
         yield packs
-        await packs.settle()
+        await packs.flush()
     except BaseException:
         await packs.discard()
         raise

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "acquire", "on_shortage", "release", "scratch"]
+__all__ = ["BUDGET", "acquire", "aligned", "on_shortage", "release", "scratch"]
 
 BUDGET = 256 << 20
 """Bytes that all calls of this process together may hold beyond the caller's arrays."""
 
 _LONGEST_KEPT = 16 << 20
+_ALIGNMENT = 64
 _SHORTAGE = 0.05  # seconds after which a caller that waits for memory says so again
 
 
@@ -129,3 +130,8 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
         yield kept[:size]
     finally:
         free.append(kept)
+
+
+def aligned(size: int) -> int:
+    """Return the first offset from `size` on in a scratch buffer that is aligned for every dtype."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

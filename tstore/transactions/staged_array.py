@@ -94,9 +94,9 @@ class StagedArray:
         if not all(axes):  # before the chunks along the others are told, which may be any number
             return
         per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
-        pieces = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
-        if pieces:
-            job = WriteJob(self.path, self.meta, pieces)
+        regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
+        if regions:
+            job = WriteJob(self.path, self.meta, regions)
             await packs.write([job])
             if self.meta.document != meta.document:
                 raise Misuse(

@@ -267,7 +267,7 @@ class Transaction:
             staged = await self._begin()
             for array in staged.arrays.values():
                 await self._patch(staged, array)
-            await self._packs.settle()
+            await self._packs.flush()
             manifest = await self._manifest(staged)
         except BaseException as error:
             self._life.state = "aborted"
@@ -366,7 +366,7 @@ class Transaction:
             for path, numbers in chunks.items():
                 work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], numbers)
                 await unexpired(self._log, version, work)
-            await self._packs.settle()
+            await self._packs.flush()
             self.retries.append(Retry(version, f"it changed chunks written in part here: {', '.join(chunks)}"))
         return bool(chunks)
 
