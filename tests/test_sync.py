@@ -91,7 +91,7 @@ def test_the_types_are_those_of_the_awaited_names() -> None:
     ("expression", "parameter", "text"),
     [
         ("tstore.open", "storage_options", "Open the store at a URL"),
-        ("tstore.save", "metrics", "`tree` nests dicts"),
+        ("tstore.save", "metrics", "Nested dicts, lists, tuples"),
         ("tstore.open('s').transaction", "isolation", "`with` commits"),
         ("tstore.open('s').transaction().create_array", "fill_value", "Stage a new array"),
         ("tstore.open('s').snapshot().array('w').read", "out", "Return the values, verified"),

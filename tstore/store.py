@@ -1,4 +1,4 @@
-"""A store: everything under one URL, and the way into its snapshots, transactions and history."""
+"""Store: everything under one URL, with its snapshots, transactions, history and maintenance."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from tstore.transactions.transaction import Isolation, Transaction
 __all__ = ["Mode", "Store", "open", "opened"]
 
 Mode = Literal["r", "r+", "a", "x"]
+"""How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
 
 
 async def open(
@@ -58,53 +59,55 @@ async def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Open the store at a URL or path, or on a backend of your own.
+    """Open the store at a URL or path, or on a storage backend.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
     folder that keeps what is read from a server, up to the size that `Cache` sets.
-    Mode "r" opens a store for reading, "r+" for reading and writing; "a" also creates one if nothing is there, and
-    "x" always creates one.
+
+    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one.
     Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
     exclusive creates that is made with each new store), `InvalidArgument`.
     """
     if mode not in get_args(Mode):
         raise InvalidArgument(
-            f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (create if missing) or "
-            "'x' (create)"
+            f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
+            "missing) or 'x' (create)"
         )
     if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
         module, name = type(url).__module__, type(url).__qualname__
         kind = name if module == "builtins" else f"{module}.{name}"
         raise InvalidArgument(
-            f"an object of type {kind} is no store; expected a URL, a path or a Store as the first argument, as "
-            "in save(url, tree, step)"
+            f"an object of type {kind} is not a store; pass a URL, a path or a Store as the first argument, as in "
+            "save(url, tree, step)"
         )
     backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
-    early = asyncio.ensure_future(_early_hint(backend))
+    hint = asyncio.ensure_future(_prefetched_hint(backend))
     try:
-        identity = str((await _marker(backend, mode)).uuid)
+        uuid = str((await _opened_marker(backend, mode)).uuid)
         if cache is not None:
-            kept = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedBackend(backend, kept, identity), identity, mode, await early)
-        return Store(backend, identity, mode, await early)
+            folder = cache if isinstance(cache, Cache) else Cache(cache)
+            return Store(CachedBackend(backend, folder, uuid), uuid, mode, await hint)
+        return Store(backend, uuid, mode, await hint)
     except BaseException:
-        early.cancel()
-        await asyncio.wait([early])
+        hint.cancel()
+        await asyncio.wait([hint])
         if backend is not url:
             await backend.close()
         raise
 
 
-async def _marker(backend: Backend, mode: Mode) -> Marker:
+async def _opened_marker(backend: Backend, mode: Mode) -> Marker:
+    """Return the marker of the store, a new one if the mode creates stores."""
     marker = await read_marker(backend)
     if marker is None:
         if mode in ("r", "r+"):
             raise NotAStore(f"{backend.url} is not a tstore store: it has no {MARKER}; check the path")
-        marker, made = await create_marker(backend, RACERS if mode == "x" else 2)
-        if mode == "x" and not made:
-            raise AlreadyExists(f"{backend.url} was made a store by another process just now")
+        marker, created = await create_marker(backend, RACERS if mode == "x" else 2)
+        if mode == "x" and not created:
+            raise AlreadyExists(f"{backend.url}: another process just created this store; open it with mode='a'")
     elif mode == "x":
         raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
     elif mode != "r" and not backend.capabilities.conditional_create:
@@ -112,8 +115,8 @@ async def _marker(backend: Backend, mode: Mode) -> Marker:
     return marker
 
 
-async def _early_hint(backend: Backend) -> int | None:
-    """The hint to the newest version, asked for at the same time as the marker; None where it can't be had now."""
+async def _prefetched_hint(backend: Backend) -> int | None:
+    """Read the hint to the newest version while the marker is read; None if storage is local or the read fails."""
     if not backend.transfer.waits:
         return None
     try:
@@ -123,38 +126,38 @@ async def _early_hint(backend: Backend) -> int | None:
 
 
 @contextlib.asynccontextmanager
-async def opened(where: str | os.PathLike[str] | Store, mode: Mode = "a") -> AsyncIterator[Store]:
-    """The store itself, left as it is, or the one at that URL, closed in the end."""
-    if isinstance(where, Store):
-        yield where
-        return
-    async with await open(where, mode) as store:
+async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIterator[Store]:
+    """Yield an open store as it is, or open the store at a URL in this mode and close it afterwards."""
+    if isinstance(store, Store):
         yield store
+        return
+    async with await open(store, mode) as new:
+        yield new
 
 
 class Store:
-    """Everything under one URL. Readers never block; writers meet only in the commit."""
+    """Everything under one URL. Readers never block; writers conflict only when they commit."""
 
-    def __init__(self, backend: Backend, identity: str, mode: Mode, hint: int | None = None) -> None:
+    def __init__(self, backend: Backend, uuid: str, mode: Mode, hint: int | None = None) -> None:
         self._log = Log(backend, hint)
         self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
-        self.uuid = identity
+        self.uuid = uuid
         self.mode = mode
 
     @property
     def url(self) -> str:
-        """Where the store is."""
+        """The URL or path of the store."""
         return self._log.backend.url
 
     @property
     def traffic(self) -> Traffic | None:
-        """What was asked of the server since the store was opened; None for a store without one."""
+        """The requests to the server since the store was opened; None for a store without a server."""
         backend = uncached(self._log.backend)
         return backend.traffic if isinstance(backend, RemoteBackend) else None
 
     @property
     def log(self) -> Log:
-        """The commits behind this store."""
+        """The log of commits."""
         return self._log
 
     def transaction(
@@ -174,56 +177,66 @@ class Store:
     ) -> Transaction:
         """Return a new transaction; `async with` commits it on exit and aborts it on an exception.
 
-        `tag` names the new version; a tag that is in use raises `AlreadyExists` at the first use of the
-        transaction. `move_tag` names it too, and may be in use. `drop_tag` removes a tag; one that does not exist
-        raises `NotFound`. With `isolation="serializable"` the commit also fails with a `Conflict` if anything
-        that was read through the transaction has changed. With `durability="none"` a power failure may undo the
-        commit. With `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction,
-        which becomes one commit once all hosts have called `commit`.
-        Raises `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each
-        other, `Misuse` if this host has the same transaction open in this `Store` already.
+        Parameters
+        ----------
+        tag, move_tag, drop_tag
+            `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
+            `move_tag` names it too, and may be in use. `drop_tag` removes a tag, or raises `NotFound`.
+        isolation
+            With "serializable" the commit also fails with a `Conflict` if anything that was read through the
+            transaction has changed.
+        durability
+            With "none" a power failure may undo the commit.
+        name, host, hosts, attempt
+            With these, the transaction is one host's part of a cooperative transaction, which is committed once
+            all hosts have called `commit`.
+
+        Raises
+        ------
+        `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each other,
+        `Misuse` if this host already has the same transaction open in this `Store`.
         """
         self._check_writable()
-        message, stored_facts = checked_text("message", message), checked_metadata(metadata)
+        message, stored_metadata = checked_text("message", message), checked_metadata(metadata)
         if isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
         if isolation == "serializable" and name is not None:
             raise InvalidArgument(
-                f"transaction {name!r} can't be serializable: a fragment does not carry what its host has read; "
-                "read and write in a transaction of one process, without a name"
+                f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
+                "host; read and write in a transaction of one process, without a name"
             )
         if drop_tag is not None and name is not None:
             raise InvalidArgument(
-                f"transaction {name!r} can't drop a tag: a fragment does not carry that; drop {drop_tag!r} in a "
-                "transaction of one process, without a name"
+                f"transaction {name!r} can't drop a tag, because a fragment does not carry that; drop "
+                f"{drop_tag!r} in a transaction of one process, without a name"
             )
-        kept = checked_durability(durability)
+        checked = checked_durability(durability)
         if name is None and hosts != 1:
-            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+            raise InvalidArgument(f"a transaction of {hosts} hosts has no name; pass the same name=… on each host")
         member = None if name is None else Membership.of(name, host, hosts, attempt)
-        place = (member.transaction, host) if member is not None else ("", 0)
-        if place in self._members and not self._members[place].ended:
+        key = (member.transaction, host) if member is not None else ("", 0)
+        if key in self._members and not self._members[key].ended:
             raise Misuse(
                 f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
             )
-        found = Transaction(
+        transaction = Transaction(
             self._log,
             message=message,
             tags=TagEdits.of(tag, move_tag, drop_tag),
             isolation=isolation,
-            durability=kept,
+            durability=checked,
             member=member,
-            metadata=stored_facts,
+            metadata=stored_metadata,
         )
         if member is not None:
-            self._members[place] = found
-        return found
+            self._members[key] = transaction
+        return transaction
 
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
-        Raises `NotFound` where there is no such version or tag, or nothing was committed by that time, and
-        `SnapshotExpired`, one of its kind, where garbage collection removed it.
+        Raises `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
+        subclass `SnapshotExpired` if garbage collection removed the version.
         """
         if at is None:
             return Snapshot(self._log, await newest_tree(self._log))
@@ -249,7 +262,7 @@ class Store:
     async def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """Return how the arrays of two versions differ; each version is named as for `snapshot`.
+        """Return how the arrays of two versions differ; `before` and `after` are as `at` of `snapshot`.
 
         Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does.
         """
@@ -287,8 +300,8 @@ class Store:
     async def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered, and return its version.
 
-        For hosts that died between delivery and commit; any process may call it, at any time. `transaction` is an
-        id, or a name of which only one attempt is under way.
+        Use it when hosts died between delivery and commit; any process may call it, at any time. `transaction` is
+        an id, or a name of which only one attempt is under way.
         Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
         """
@@ -303,13 +316,14 @@ class Store:
         return await verify_store(CheckedLog(uncached(self._log.backend)))
 
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
-        """Report the versions whose records can't be read or name what is not there; void those that are named.
+        """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        Without arguments nothing is changed. `void` are versions whose record can't be read; one in
-        `void_readable` is voided though its record reads well, as a forged one may. The bytes of each record are
-        kept below `damaged/`. Who has the store open must open it anew (`TimelineChanged`).
+        Without arguments nothing is changed. `void` are versions whose record can't be read; a version in
+        `void_readable` is voided although its record can be read, because it may be forged. The bytes of each
+        voided record are kept under `damaged/`. Processes that have the store open must open it again
+        (`TimelineChanged`).
         Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        is not there or reads well.
+        does not exist or whose record is sound.
         """
         wanted = [checked_index("version", v) for v in (*void, *void_readable)]
         if wanted:
@@ -326,14 +340,14 @@ class Store:
         """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
-        written to it for the time `abandoned`; if its writer goes on later, its commit fails. `dry_run` removes
+        written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
         """
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):
-            raise InvalidArgument(f"keep={shown(keep)}: expected a tstore.Keep, as Keep(last=5), or None")
+            raise InvalidArgument(f"keep={shown(keep)}: expected a tstore.Keep, such as Keep(last=5), or None")
         return await collect(self._log, keep, abandoned, dry_run=dry_run)
 
     def _check_writable(self) -> None:
@@ -341,7 +355,7 @@ class Store:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+' to write")
 
     async def close(self) -> None:
-        """Release open files; the store can still be used, and opens them again."""
+        """Release open files and connections; further use of the store opens them again."""
         await self._log.backend.close()
 
     async def __aenter__(self) -> Store:

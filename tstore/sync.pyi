@@ -178,11 +178,11 @@ class Store:
 
     @property
     def url(self) -> str:
-        """Where the store is."""
+        """The URL or path of the store."""
 
     @property
     def traffic(self) -> Traffic | None:
-        """What was asked of the server since the store was opened; None for a store without one."""
+        """The requests to the server since the store was opened; None for a store without a server."""
 
     def transaction(
         self,
@@ -201,20 +201,30 @@ class Store:
     ) -> Transaction:
         """Return a new transaction; `with` commits it on exit and aborts it on an exception.
 
-        `tag` names the new version; a tag that is in use raises `AlreadyExists` at the first use of the
-        transaction. `move_tag` names it too, and may be in use. `drop_tag` removes a tag; one that does not exist
-        raises `NotFound`. With `isolation="serializable"` the commit also fails with a `Conflict` if anything
-        that was read through the transaction has changed. With `durability="none"` a power failure may undo the
-        commit. With `name`, `host`, `hosts` and `attempt` it is one host's part of a cooperative transaction,
-        which becomes one commit once all hosts have called `commit`.
-        Raises `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each
-        other, `Misuse` if this host has the same transaction open in this `Store` already."""
+        Parameters
+        ----------
+        tag, move_tag, drop_tag
+            `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
+            `move_tag` names it too, and may be in use. `drop_tag` removes a tag, or raises `NotFound`.
+        isolation
+            With "serializable" the commit also fails with a `Conflict` if anything that was read through the
+            transaction has changed.
+        durability
+            With "none" a power failure may undo the commit.
+        name, host, hosts, attempt
+            With these, the transaction is one host's part of a cooperative transaction, which is committed once
+            all hosts have called `commit`.
+
+        Raises
+        ------
+        `Denied` on a store opened with mode "r", `InvalidArgument` if the arguments contradict each other,
+        `Misuse` if this host already has the same transaction open in this `Store`."""
 
     def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
-        Raises `NotFound` where there is no such version or tag, or nothing was committed by that time, and
-        `SnapshotExpired`, one of its kind, where garbage collection removed it."""
+        Raises `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
+        subclass `SnapshotExpired` if garbage collection removed the version."""
 
     def tags(self) -> dict[str, int]:
         """Return every tag with the version that it names."""
@@ -232,15 +242,15 @@ class Store:
     def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered, and return its version.
 
-        For hosts that died between delivery and commit; any process may call it, at any time. `transaction` is an
-        id, or a name of which only one attempt is under way.
+        Use it when hosts died between delivery and commit; any process may call it, at any time. `transaction` is
+        an id, or a name of which only one attempt is under way.
         Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
 
     def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """Return how the arrays of two versions differ; each version is named as for `snapshot`.
+        """Return how the arrays of two versions differ; `before` and `after` are as `at` of `snapshot`.
 
         Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does."""
 
@@ -250,13 +260,14 @@ class Store:
         Bypasses the cache."""
 
     def repair(self, void: Sequence[int] = ..., *, void_readable: Sequence[int] = ...) -> RepairReport:
-        """Report the versions whose records can't be read or name what is not there; void those that are named.
+        """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        Without arguments nothing is changed. `void` are versions whose record can't be read; one in
-        `void_readable` is voided though its record reads well, as a forged one may. The bytes of each record are
-        kept below `damaged/`. Who has the store open must open it anew (`TimelineChanged`).
+        Without arguments nothing is changed. `void` are versions whose record can't be read; a version in
+        `void_readable` is voided although its record can be read, because it may be forged. The bytes of each
+        voided record are kept under `damaged/`. Processes that have the store open must open it again
+        (`TimelineChanged`).
         Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        is not there or reads well."""
+        does not exist or whose record is sound."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False
@@ -264,12 +275,12 @@ class Store:
         """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
-        written to it for the time `abandoned`; if its writer goes on later, its commit fails. `dry_run` removes
+        written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`."""
 
     def close(self) -> None:
-        """Release open files; the store can still be used, and opens them again."""
+        """Release open files and connections; further use of the store opens them again."""
 
     def history(self) -> Iterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -371,19 +382,20 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Open the store at a URL or path, or on a backend of your own.
+    """Open the store at a URL or path, or on a storage backend.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
     folder that keeps what is read from a server, up to the size that `Cache` sets.
-    Mode "r" opens a store for reading, "r+" for reading and writing; "a" also creates one if nothing is there, and
-    "x" always creates one.
+
+    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one.
     Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
     `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
     exclusive creates that is made with each new store), `InvalidArgument`."""
 
 def quantize(
-    where: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str] | Store,
     formats: CodecRules = None,
     *,
     min_sqnr: float | None = None,
@@ -396,40 +408,60 @@ def quantize(
     block: int | Literal["auto"] | None = "auto",
     scale: Literal["search", "max", "none", "float"] = "search",
     executor: Executor | None = None,
+    memory: int = ...,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Commit a copy of a version with its float arrays in low-bit formats, and return what it cost.
+    """Commit a copy of a version with its float arrays in low-bit formats, and return a report of its errors.
 
-    The source stays as it is.
-
-    `formats` is one eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all
-    bits. The data decides about arrays that no rule matches: with `min_sqnr` (dB) each of them gets the fewest
-    bits that keep its SQNR, the ratio 10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y; with
-    `bits` they get the formats with the least total error at that average of stored bits a value, over all arrays
-    of the checkpoint (see `Bits` for `error`, "relative" by default). Without `formats`, `min_sqnr` and `bits`
-    each array gets 8 bits a value: e2m5 in blocks.
+    The source version is unchanged. The store must exist.
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity keep their bits, and the report says
     why. One-dimensional arrays keep theirs unless the last part of a rule's pattern has more than wildcards
-    ("**/bias" encodes them, "**" and "layers/*" do not).
+    ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
 
-    `axis`, `block` and `scale` set which values share an exponent offset, as in `exmy.quantize`. With block="auto"
-    and no `axis`, an array that a rule matches has one offset, and one that the data decides has an offset for
-    each block of 128 values along its last axis, or of 64 or 32 if 128 does not divide it, or else one offset.
-    The codes are those of `exmy.quantize`. `at` is a version or tag, by default the newest step (without steps,
-    the newest version that is not a quantized copy). `tag` names the new commit, by default the source's tag (or
-    v<version>) followed by the formats; it can't name a step, which only `save` makes. The workers of `executor`
-    (threads, processes, a Dask cluster's) read, encode and write; they must reach the store by its URL. Needs
-    about 200 MiB of memory, or 100 MiB in each worker of an executor.
-    If garbage collection removes the newest step meanwhile, the work is repeated with the step newest then.
-    Raises `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the tag),
-    `NotFound`, `SnapshotExpired`, `StorageFull`; after an error nothing is committed."""
+    Parameters
+    ----------
+    formats
+        One eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all bits.
+        Without `formats`, `min_sqnr` and `bits` each array gets 8 bits a value: e2m5 in blocks.
+    min_sqnr
+        Each array without a rule gets the fewest bits that keep this SQNR in dB, the ratio
+        10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
+    bits, error
+        The arrays without a rule get the formats with the least total error at this average of stored bits a
+        value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
+    at
+        A version or tag; by default the newest step, or without steps the newest version that is not a
+        quantized copy.
+    tag
+        The tag of the new commit; by default the source's tag (or v<version>) followed by the formats. It can't
+        name a step, which only `save` makes.
+    axis, block, scale
+        Which values share an exponent offset, as in `exmy.quantize`. With block="auto" and no `axis`, an array
+        with a rule has one offset; one without has an offset for each block of 128 values along its last axis, or
+        of 64 or 32 if 128 does not divide it, or else one offset.
+    executor
+        Its workers (threads, processes, a Dask cluster's) read, encode and write. They must reach the store by its
+        URL.
+    memory
+        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker. Values
+        beyond that are read several times; the result is the same. Buffers take up to 200 MiB more, or 100 MiB in
+        each worker.
+    progress
+        Called with the bytes of values that are done, and with the total.
 
-def quantize_report(where: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """The report that a quantized commit keeps; `NotFound` where the version or tag is no such commit."""
+    If garbage collection removes the newest step meanwhile, the newest step then is quantized.
+
+    Raises
+    ------
+    `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
+    tag), `NotFound`, `SnapshotExpired`, `StorageFull`. After an error nothing is committed."""
+
+def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
+    """Return the report of a quantized version or tag; raise `NotFound` if it is not a quantized commit."""
 
 def restore(
-    where: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str] | Store,
     step: int | None = None,
     *,
     at: int | str | None = None,
@@ -439,18 +471,28 @@ def restore(
 ) -> Any:
     """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
-    `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
-    returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
-    Without it, dataclasses and namedtuples come back as dicts. `only="params/**"` restores the arrays whose paths
-    match the pattern, or one of a list; the target's other leaves are returned unchanged. Only the chunks that
-    are needed are read. With `packed`, arrays in eXmY come back as `exmy.Quantized`, without decoding; those
-    of one value (no dimensions) are decoded.
-    If garbage collection removes the newest step during the read, the step that is newest then is read.
-    Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
-    `InvalidArgument`."""
+    Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
+    newest step then is read.
+
+    Parameters
+    ----------
+    target
+        The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
+        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without
+        it, dataclasses and namedtuples become dicts.
+    only
+        A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
+        target's other leaves are returned unchanged.
+    packed
+        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; those without dimensions are decoded.
+
+    Raises
+    ------
+    `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
+    `StructureMismatch`, `InvalidArgument`."""
 
 def save(
-    where: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str] | Store,
     tree: Any,
     step: int,
     *,
@@ -466,20 +508,39 @@ def save(
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
-    arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
-    arrays that change meanwhile can be restored, but is a mix of their values before and after.
-    To save from many hosts, each calls this with the same tree structure, `step`, `hosts` and `attempt` (see the
-    README) and its own `host`; an array that is not a `Shards` must be equal on every host, and one of them
-    writes it. `codecs` is None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of
-    which the first that matches counts; each chunk has its own exponent offset. On one host it may also be
-    `MinSqnr(30)` or `Bits(5)`: see `quantize`.
-    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
-    go into the root group.
+    Creates the store if there is none. To save from many hosts, each calls this with the same tree structure,
+    `step`, `hosts` and `attempt`, and with its own `host`.
 
-    Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
-    (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an
-    error the step is not saved and what was saved before still is."""
+    Parameters
+    ----------
+    tree
+        Nested dicts, lists, tuples and dataclasses; the leaves are arrays of NumPy (or of a library whose arrays
+        NumPy can take), `Shards`, and scalars. An array that is not a `Shards` must be equal on every host, and
+        one host writes it. Do not change the arrays before this returns, or the checkpoint is a mix of their
+        values before and after.
+    host, hosts, attempt
+        The number of this host, how many there are, and a token of this start of the job that no earlier start
+        had; by default it is detected from the environment (see the README).
+    codecs
+        None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
+        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`: see
+        `quantize`.
+    metrics
+        Numbers for the history, also NumPy's; a NaN is stored and is never the best.
+    attributes
+        Attributes (JSON) of the root group.
+    durability
+        With "none" a power failure may undo the commit.
+    timeout
+        Seconds to wait for the other hosts.
 
-def steps(where: str | os.PathLike[str] | Store) -> list[int]:
-    """The steps that are saved, in increasing order."""
+    Raises
+    ------
+    `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
+    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an error the step
+    is not saved and earlier commits are unchanged."""
+
+def steps(store: str | os.PathLike[str] | Store) -> list[int]:
+    """Return the steps that are saved, in increasing order.
+
+    Raises `NotAStore`."""

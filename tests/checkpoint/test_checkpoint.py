@@ -257,7 +257,7 @@ async def test_a_part_is_restored_by_pattern(url: str) -> None:
     same(await tstore.restore(url, only="params/3/1"), {"params": {3: [None, np.ones(2)]}})
     with pytest.raises(NotFound, match="nothing"):
         await tstore.restore(url, only="nothing/**")
-    with pytest.raises(NotFound, match=r"'params' is a group, for all arrays below it pass only='params/\*\*'"):
+    with pytest.raises(NotFound, match=r"'params' is a group; for all arrays below it pass only='params/\*\*'"):
         await tstore.restore(url, only="params")
     target = {
         "params": {"w": np.zeros((2, 3)), "b": np.zeros(3, "f4"), 3: [np.ones(2), np.zeros(2)]},
@@ -662,5 +662,5 @@ async def test_targets_with_constructors_of_their_own(url: str) -> None:
     object.__setattr__(target["a"], "count", np.array(0))
     back = await tstore.restore(url, target=target)
     assert (type(back["a"]), back["a"].w.tolist(), back["a"].count) == (Counted, [1, 1, 1], 7)
-    with pytest.raises(InvalidArgument, match=r"^b: the target's ReadOnly can't be made anew .*read-only"):
+    with pytest.raises(InvalidArgument, match=r"^b: the target's ReadOnly can't be copied .*read-only"):
         await tstore.restore(url, target={"a": counted, "b": ReadOnly(w=np.zeros(2))})

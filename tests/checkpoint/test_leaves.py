@@ -49,8 +49,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a scalar of text": (lambda: np.str_("x"), "dtype <U1"),
     "a set": (lambda: {1, 2}, "a set"),
     "a generator": (lambda: (i for i in range(3)), "a generator"),
-    "a description": (Described, "Described holds no values"),
-    "a class": (lambda: np.float32, "holds no values"),
+    "a description": (Described, "Described has no values"),
+    "a class": (lambda: np.float32, "has no values"),
     "a key of another type": (lambda: {np.int64(3): np.ones(1)}, "a dict key of type int64"),
     "a surrogate": (lambda: "\ud800", "surrogates"),
     "a surrogate in a key": (lambda: {"\ud800": np.ones(1)}, "surrogates"),
@@ -141,9 +141,11 @@ def test_shards_of_wrong_arguments(make: Callable[[], Shards]) -> None:
 
 @pytest.mark.parametrize("place", [{"w": np.ones(2)}, 7, b"/tmp/s", None])
 async def test_what_is_no_store_is_named(place: Any) -> None:
-    with pytest.raises(InvalidArgument, match=rf"{type(place).__name__} is no store; .* save\(url, tree, step\)"):
+    with pytest.raises(
+        InvalidArgument, match=rf"{type(place).__name__} is not a store; .* save\(url, tree, step\)"
+    ):
         await tstore.save(place, "memory://x", 3)
-    with pytest.raises(InvalidArgument, match="is no store"):
+    with pytest.raises(InvalidArgument, match="is not a store"):
         await tstore.restore(place)
 
 

@@ -315,14 +315,14 @@ def test_a_plot_tells_twenty_formats_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["policy.json is no JSON"]),
+        ("", ["policy.json is not JSON"]),
         ("[]", ["policy.json: expected an object"]),
         ("{}", ["policy.json: expected an object"]),
-        ('{"bits": 5, "colour": 1}', ["policy.json: unknown keys colour; known are: formats, min_sqnr"]),
+        ('{"bits": 5, "colour": 1}', ["policy.json: unknown keys colour; expected some of formats, min_sqnr"]),
         ('{"bits": "5"}', ["bits='5': expected a number"]),
         ('{"layer.w": "e9m9"}', ["layer.w", "e9m9"]),
-        ('{"formats": 5}', ["the rule '**': 5 can't be read"]),
-        ('{"layer.w": 5}', ["the rule 'layer.w': 5 can't be read"]),
+        ('{"formats": 5}', ["the rule '**': 5 is invalid"]),
+        ('{"layer.w": 5}', ["the rule 'layer.w': 5 is invalid"]),
         ('{"layer.w": {"format": "e3m2", "block": 5}}', ["layer.w", "block is 5"]),
         ('{"bits": 1}', ["bits=1 can't be met: the least possible is"]),
     ],
@@ -340,7 +340,9 @@ def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path,
     assert err.splitlines()[1] == "  'layr.w'; near it are: layer.w, layer.b"
 
 
-@pytest.mark.parametrize(("image", "words"), [("p.xyz", "suffixes"), ("nowhere/p.png", "no folder"), ("p", "png")])
+@pytest.mark.parametrize(
+    ("image", "words"), [("p.xyz", "suffixes"), ("nowhere/p.png", "not a folder"), ("p", "png")]
+)
 def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
     store: Path, tmp_path: Path, call: Call, image: str, words: str
 ) -> None:

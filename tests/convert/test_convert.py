@@ -258,7 +258,7 @@ async def test_bad_input_makes_no_store_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(NotAStore):
         await export_safetensors(tmp_path / "store", tmp_path / "out")
     await tstore.open(tmp_path / "empty")
-    with pytest.raises(NotFound, match="holds no commit yet"):
+    with pytest.raises(NotFound, match="has no commit yet"):
         await export_safetensors(tmp_path / "empty", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["empty", "lying"]
 

@@ -432,7 +432,7 @@ def test_incomplete_tensors_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "part", "words"),
     [
-        ("y", np.zeros((2, 3)), ["'y'", "not announced"]),
+        ("y", np.zeros((2, 3)), ["'y'", "not declared"]),
         ("x", np.zeros((2, 3), "f4"), ["float64", "float32"]),
         ("x", np.zeros((3, 3)), ["(2, 3)", "(3, 3)"]),
         ("x", np.zeros((2, 4)), ["(2, 3)", "(2, 4)"]),

@@ -164,7 +164,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "save re-uses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_writes_anew_re_uses_nothing_again",
-        Edit("tstore.checkpoint.save:save", "anew=True", "anew=False"),
+        Edit("tstore.checkpoint.save:save", "_nothing)", "_newest_step)"),
     ),
     "a commit waits for no operation": (
         "transactions/test_operations.py::test_a_commit_waits_for_the_writes_under_way",

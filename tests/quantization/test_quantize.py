@@ -30,7 +30,7 @@ def values(*shape: int, kind: str = "float32", scale: float = 1.0) -> np.ndarray
 
 
 async def chunked(url: Any, arrays: dict[str, tuple[Any, tuple[int, ...]]]) -> None:
-    """Commits arrays in chunks of their own as step 0."""
+    """Commit arrays with these chunks as step 0."""
     store = await tstore.open(url)
     async with store.transaction(tag="step/0") as tx:
         for path, (x, chunks) in arrays.items():
@@ -138,26 +138,27 @@ async def test_packed_leaves_what_is_not_in_exmy(tmp_path: Path) -> None:
     again = await tstore.restore(tmp_path, packed=True, target=tree)
     assert again["w"].to_bytes() == found["w"].to_bytes()
     part = {"w": tstore.Shards((100, 3), "f4", [((slice(0, 50), slice(0, 3)), None)]), "n": tree["n"]}
-    with pytest.raises(InvalidArgument, match="w: packed=True gives whole arrays"):
+    with pytest.raises(InvalidArgument, match="w: packed=True restores whole arrays"):
         await tstore.restore(tmp_path, packed=True, target=part, only="w")
     with pytest.raises(InvalidArgument, match="ids is not stored in an eXmY format"):
         await (await (await tstore.open(tmp_path)).snapshot()).read_packed("ids")
 
 
+@pytest.mark.parametrize("memory", [0, 130_000, 1 << 20])
 async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
     monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 14)
     monkeypatch.setattr("tstore.quantization.encoding.SLAB", 1 << 14)
     x = values(300, 100)
     x[211, 5] = 300.0  # an outlier in one of the later slabs
     await chunked(tmp_path, {"x": (x, (16, 50)), "y": (x, (7, 100)), "z": (x[:, :1].copy(), (100, 1))})
-    await tstore.quantize(tmp_path, "e3m2", tag="q")
+    await tstore.quantize(tmp_path, "e3m2", tag="q", memory=memory)
     found = await tstore.restore(tmp_path, at="q", packed=True)
     same_codes(found["x"], exmy.quantize(x, "e3m2"))
     same_codes(found["y"], exmy.quantize(x, "e3m2"))
     for target in ({"bits": 5.0}, {"min_sqnr": 25.0}):
-        report = await tstore.quantize(tmp_path, **target)  # type: ignore[arg-type]
+        report = await tstore.quantize(tmp_path, **target, memory=memory)  # type: ignore[arg-type]
         for row in report.arrays:
             found = await tstore.restore(tmp_path, at=report.tag, packed=True)
             given = x[:, :1] if row.path == "z" else x
@@ -166,6 +167,80 @@ async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
             else:
                 assert np.array_equal(found[row.path], given)
         assert sum(a.format is not None for a in report.arrays) >= 2
+
+
+class Reads:
+    """The bytes of values that were read, array by array."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes: dict[str, int] = {}
+        read_chunks = tstore.snapshot.read_chunks
+
+        async def counting(backend: Any, jobs: Any) -> None:
+            for job in jobs:
+                self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
+            await read_chunks(backend, jobs)
+
+        monkeypatch.setattr("tstore.snapshot.read_chunks", counting)
+
+
+TARGETS = [{"bits": 5.0}, {"bits": 5.0, "block": None}, {"min_sqnr": 25.0, "block": None}, {"formats": "e3m2"}]
+
+
+@pytest.mark.parametrize("options", TARGETS)
+async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    for module in ("values", "encoding"):
+        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    tree = {
+        "large": values(128, 128),
+        "larger": values(256, 128),
+        "small": values(16, 128),
+        "tiny": values(8, 128),
+    }
+    await tstore.save(tmp_path, tree, 0)
+    reads = Reads(monkeypatch)
+    roomy = await tstore.quantize(tmp_path, **options, tag="roomy", memory=1 << 20)
+    assert reads.bytes == {path: x.nbytes for path, x in tree.items()}
+    results = [roomy]
+    for memory in (0, 1 << 14, 70_000, 140_000):
+        results.append(await tstore.quantize(tmp_path, **options, tag=f"m{memory}", memory=memory))
+    assert all(result.arrays == roomy.arrays for result in results)
+    expected, *others = [await tstore.restore(tmp_path, at=r.version, packed=True) for r in results]
+    for found in others:
+        for path in tree:
+            assert found[path].to_bytes() == expected[path].to_bytes()
+
+
+@pytest.mark.parametrize(("options", "passes"), [({"bits": 5.0}, 2), ({"formats": "e3m2", "block": 32}, 2)])
+async def test_without_memory_large_arrays_are_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], passes: int
+) -> None:
+    for module in ("values", "encoding"):
+        monkeypatch.setattr(f"tstore.quantization.{module}.SLAB", 1 << 14)
+    x = values(256, 128)
+    await tstore.save(tmp_path, {"w": x}, 0)
+    reads = Reads(monkeypatch)
+    await tstore.quantize(tmp_path, **options, memory=0)
+    assert reads.bytes == {"w": passes * x.nbytes}
+
+
+async def test_the_bias_is_searched_only_by_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await tstore.save(tmp_path, {"w": values(256, 128)}, 0)
+    counted: list[str] = []
+    fit_tensor = tstore.quantization.encoding.fit_tensor
+
+    def counting(found: Any, formats: Any, scale: Any) -> Any:
+        counted.extend(formats)
+        return fit_tensor(found, formats, scale)
+
+    monkeypatch.setattr("tstore.quantization.encoding.fit_tensor", counting)
+    await tstore.quantize(tmp_path, bits=5.0, block=None)
+    await tstore.quantize(tmp_path, min_sqnr=25.0, block=None, at="step/0")
+    assert counted == []
+    await tstore.quantize(tmp_path, "e3m2", at="step/0")
+    assert counted == ["e3m2"]
 
 
 # ---- what each array gets
@@ -226,7 +301,7 @@ async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_p
 
 @pytest.mark.parametrize("tag", ["step/99", "step/0"])
 async def test_a_lossy_copy_is_no_step(tmp_path: Path, tag: str) -> None:
-    """Or `restore` would return it, and the next quantization take it for its source."""
+    """Otherwise `restore` would return it, and the next quantization would take it for its source."""
     tree = {"w": values(300)}
     await tstore.save(tmp_path, tree, 0)
     with pytest.raises(InvalidArgument, match="only save makes steps, so pass another name, as"):
@@ -395,7 +470,7 @@ async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [None, "step/1"])
 async def test_a_gc_that_overtakes_it(tmp_path: Path, at: str | None) -> None:
-    """What stays as it is is referenced, and so are chunks that a gc condemns meanwhile."""
+    """Arrays that stay as they are are referenced, and a gc may condemn their chunks meanwhile."""
     tree = {"w": values(64, 64), "n": np.arange(10_000)}
     await tstore.save(tmp_path, tree, 1)
     told: list[int] = []
@@ -701,7 +776,7 @@ async def test_save_lets_the_data_decide(tmp_path: Path, target: tstore.MinSqnr 
         assert exmy.sqnr(tree[path], found[path]) > 25  # type: ignore[arg-type]
     assert exmy.sqnr(tree["w"], found["w"]) < 70
     assert np.array_equal(found["ids"], tree["ids"])
-    with pytest.raises(InvalidArgument, match="sees only its own"):
+    with pytest.raises(InvalidArgument, match="has only its own part"):
         await tstore.save(tmp_path, tree, 1, host=0, hosts=2, attempt="a", codecs=target)
 
 
@@ -729,7 +804,7 @@ async def test_the_report_is_kept_with_the_commit(tmp_path: Path) -> None:
     assert 0 < report.largest_error < 1
     [commit, _] = [c async for c in (await tstore.open(tmp_path)).history()]
     assert 0 < commit.bytes_added < report.bytes_after
-    with pytest.raises(NotFound, match=r"no commit of tstore\.quantize"):
+    with pytest.raises(NotFound, match=r"not a commit of tstore\.quantize"):
         await tstore.quantize_report(tmp_path, "step/0")
 
 
@@ -771,7 +846,7 @@ async def test_an_executor_does_the_same_work(tmp_path: Path, make: Any, monkeyp
 
 
 class Failing(ThreadPoolExecutor):
-    """Runs all calls but the last one, which breaks."""
+    """Run all calls but the last one, which breaks."""
 
     def submit(self, call: Any, /, *args: Any, **named: Any) -> Any:
         def broken() -> None:

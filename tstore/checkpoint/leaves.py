@@ -1,4 +1,4 @@
-"""The leaves of a tree as NumPy arrays, whichever library made them; pure, no I/O."""
+"""Leaves of a tree as NumPy arrays, from NumPy, PyTorch, JAX and others; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tstore.errors import InvalidArgument
 __all__ = ["as_values", "dtype_of"]
 
 _ADVICE = {
-    "torch": "tensor.detach().cpu().float().numpy(), or full_tensor() first where it is distributed",
-    "jax": "jax.random.key_data(key) for a key; where an array spans processes, pass each one's Shards",
-    "jaxlib": "jax.random.key_data(key) for a key; where an array spans processes, pass each one's Shards",
+    "torch": "tensor.detach().cpu().float().numpy(), or full_tensor() first if it is distributed",
+    "jax": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
+    "jaxlib": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
     "tstore": "array.read()",
 }
 _LONGEST_REASON = 200
 
 
-def as_values(where: str, leaf: Any) -> npt.NDArray[Any]:
-    """Return a leaf as an array, without a copy where NumPy needs none; `where` names it in errors.
+def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
+    """Return a leaf as an array, without a copy if NumPy needs none; `path` names it in errors.
 
-    A tensor of torch loses its gradient. Raises `InvalidArgument` where NumPy does not get the values.
+    A PyTorch tensor loses its gradient. Raises `InvalidArgument` if NumPy can't take the values.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -34,21 +34,21 @@ def as_values(where: str, leaf: Any) -> npt.NDArray[Any]:
     except Exception as error:  # each library has its own
         reason = (str(error) or repr(error)).splitlines()[0][:_LONGEST_REASON].rstrip(" .")
         raise InvalidArgument(
-            f"{where}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
+            f"{path}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
         ) from error
     if values.dtype == object and not isinstance(leaf, np.ndarray):
-        raise InvalidArgument(f"{where}: a {_type_name(leaf)} holds no values for NumPy; {_advice(leaf)}")
+        raise InvalidArgument(f"{path}: a {_type_name(leaf)} has no values that NumPy can take; {_advice(leaf)}")
     return values
 
 
-def dtype_of(where: str, leaf: Any) -> np.dtype[Any]:
-    """Return the dtype of a leaf of a target; `InvalidArgument` where it is none of NumPy's."""
+def dtype_of(path: str, leaf: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype of a leaf of a target; raise `InvalidArgument` if it has none."""
     try:
         dtype: np.dtype[Any] = np.dtype(leaf.dtype).newbyteorder("=")
     except TypeError:
         raise InvalidArgument(
-            f"{where}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, not a dtype of NumPy; leave "
-            "out target, or pass NumPy arrays in it, and convert the NumPy arrays that come back, as by "
+            f"{path}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which is not a NumPy dtype; leave "
+            "out target, or pass NumPy arrays in it, and convert the restored arrays, for example with "
             "torch.from_numpy"
         ) from None
     return dtype

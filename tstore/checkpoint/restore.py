@@ -1,9 +1,9 @@
-"""Restoring: the arrays of a checkpoint, or those parts and paths of it that are wanted, in their structure."""
+"""Restoring a checkpoint, or some parts and paths of it, in its structure."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -24,12 +24,12 @@ from tstore.store import Store, opened
 
 __all__ = ["restore"]
 
-_OVERTAKEN = 8
-"""How many times to try when garbage collection removes the newest step during the read."""
+_ATTEMPTS = 8
+"""How many times to read when garbage collection removes the newest step during the read."""
 
 
 async def restore(
-    where: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str] | Store,
     step: int | None = None,
     *,
     at: int | str | None = None,
@@ -39,29 +39,38 @@ async def restore(
 ) -> Any:
     """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
-    `target` (leaves with `shape` and `dtype`, or `Shards` for a part of an array) gives the structure that is
-    returned, and must fit: every path, shape and dtype that does not is listed in one `StructureMismatch`.
-    Without it, dataclasses and namedtuples come back as dicts. `only="params/**"` restores the arrays whose paths
-    match the pattern, or one of a list; the target's other leaves are returned unchanged. Only the chunks that
-    are needed are read. With `packed`, arrays in eXmY come back as `exmy.Quantized`, without decoding; those
-    of one value (no dimensions) are decoded.
-    If garbage collection removes the newest step during the read, the step that is newest then is read.
-    Raises `NotFound`, `SnapshotExpired` (a gc removed the version), `Corrupt`, `StructureMismatch`,
-    `InvalidArgument`.
+    Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
+    newest step then is read.
+
+    Parameters
+    ----------
+    target
+        The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
+        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without
+        it, dataclasses and namedtuples become dicts.
+    only
+        A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
+        target's other leaves are returned unchanged.
+    packed
+        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; those without dimensions are decoded.
+
+    Raises
+    ------
+    `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
+    `StructureMismatch`, `InvalidArgument`.
     """
     if step is not None and at is not None:
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
-    async with opened(where, "r") as store:
-        for _ in range(1 if step is not None or at is not None else _OVERTAKEN):
+    async with opened(store, "r") as source:
+        for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
-                return await _restored(await chosen_snapshot(store, step, at), target, only, packed)
+                return await _restored(await chosen_snapshot(source, step, at), target, only, packed)
             except SnapshotExpired as error:
                 expired = error
         raise expired
 
 
 async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
-    name = snapshot.location
     document = _document(snapshot)
     wanted = list(paths_in(document))
     if only is not None:
@@ -71,17 +80,22 @@ async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | Non
         wanted = [p for p in wanted if matches(p)]
         if not wanted:
             raise NotFound(
-                f"{name}: no array matches only={shown(only)}; {_advice(only, list(paths_in(document)))}"
+                f"{snapshot.location}: no array matches only={shown(only)}; "
+                f"{_advice(only, list(paths_in(document)))}"
             )
     if target is None:
         arrays = await _read(snapshot, dict.fromkeys(wanted), packed)
-        with parsing(f"{name}: its structure"):
+        with parsing(f"{snapshot.location}: its structure"):
             return unflatten(document, arrays)
-    given, leaves = flatten(target)
+    target_document, leaves = flatten(target)
     if only is not None:
         leaves = {p: v for p, v in leaves.items() if matches(p)}
-    scalars = _check_fit(name, snapshot, document, wanted, given, leaves, partial=only is not None)
-    return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
+    kept, asked = _scalars(snapshot, document), scalars_in(target_document)
+    if only is None:
+        _check_fit(snapshot, wanted, leaves, kept, asked)
+    else:
+        _check_fit(snapshot, wanted, leaves, {}, {})
+    return unflatten_like(target, await _read(snapshot, leaves, packed), kept)
 
 
 def _advice(only: str | list[str], paths: list[str]) -> str:
@@ -89,12 +103,12 @@ def _advice(only: str | list[str], paths: list[str]) -> str:
     for pattern in [only] if isinstance(only, str) else only:
         group = pattern.strip("/")
         if any(path.startswith(f"{group}/") for path in paths):
-            return f"{group!r} is a group, for all arrays below it pass only='{group}/**'"
+            return f"{group!r} is a group; for all arrays below it pass only='{group}/**'"
     return "`tstore ls` lists the paths of all arrays"
 
 
 def _document(snapshot: Snapshot) -> list[Any]:
-    """The structure that was saved; nested dicts by path where there is none or arrays came or went since."""
+    """Return the structure that was saved, or nested dicts by path if there is none or arrays changed since."""
     saved = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
     if saved is not None:
         return saved
@@ -116,7 +130,7 @@ def _document(snapshot: Snapshot) -> list[Any]:
 
 
 async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> dict[str, Any]:
-    """The arrays at these paths; a `Shards` leaf gets its parts, any other the whole array."""
+    """Return the arrays at these paths: the parts for a `Shards` leaf, the whole array for any other."""
     nodes = snapshot.tree.nodes
     results: dict[str, Any] = {}
     wanted: list[tuple[str, Selection | None, npt.NDArray[Any]]] = []
@@ -125,7 +139,9 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
         meta = nodes[path].meta
         if packed and meta.shape and is_packed(meta):
             if isinstance(leaf, Shards):
-                raise InvalidArgument(f"{path}: packed=True gives whole arrays, not Shards; leave one of them out")
+                raise InvalidArgument(
+                    f"{path}: packed=True restores whole arrays, not Shards; leave out one of them"
+                )
             results[path] = await snapshot.read_packed(path)
         elif not isinstance(leaf, Shards):
             out = results[path] = new_values(path, meta.shape, meta.dtype)
@@ -142,23 +158,25 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
     return results
 
 
+def _scalars(snapshot: Snapshot, document: list[Any]) -> dict[str, Any]:
+    """Return the stored Python scalars by path."""
+    with parsing(f"{snapshot.location}: its structure"):
+        return scalars_in(document)
+
+
 def _check_fit(
-    name: str,
     snapshot: Snapshot,
-    document: list[Any],
-    wanted: list[str],
-    given: list[Any],
+    wanted: Sequence[str],
     leaves: Mapping[str, Any],
-    *,
-    partial: bool,
-) -> dict[str, Any]:
-    """The stored Python scalars by path; raises one `StructureMismatch` for all that does not fit."""
-    with parsing(f"{name}: its structure"):
-        stored = scalars_in(document)
-    asked = {} if partial else scalars_in(given)
-    kept = {} if partial else stored
-    there = {*wanted, *kept}
-    missing = [p for p in (*leaves, *asked) if p not in there]
+    kept: Mapping[str, Any],
+    asked: Mapping[str, Any],
+) -> None:
+    """Raise one `StructureMismatch` for all differences between the checkpoint and the target.
+
+    These are the paths and leaves of their arrays, and their Python scalars, `kept` and `asked`.
+    """
+    stored = {*wanted, *kept}
+    missing = [p for p in (*leaves, *asked) if p not in stored]
     unexpected = [p for p in (*wanted, *kept) if p not in leaves and p not in asked]
     mismatched = []
     for path in wanted:
@@ -172,5 +190,4 @@ def _check_fit(
         if path in kept and type(kept[path]) is not type(value):
             mismatched.append(f"{path}: stored a {type(kept[path]).__name__}, target a {type(value).__name__}")
     if missing or unexpected or mismatched:
-        raise StructureMismatch(name, missing, unexpected, mismatched)
-    return stored
+        raise StructureMismatch(snapshot.location, missing, unexpected, mismatched)

@@ -1,10 +1,10 @@
-"""Saving: the leaves of a structure as one commit; chunks equal to those of the newest step are referenced."""
+"""Saving a structure of arrays as one commit, which refers to the unchanged chunks of the newest step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,11 +40,14 @@ from tstore.transactions.transaction import Transaction
 __all__ = ["save"]
 
 Region = tuple[tuple[int, ...], npt.NDArray[Any]]
-"""The first chunk that a shard covers, and its values."""
+"""The first chunk that a shard covers, and the shard's values."""
+
+Prior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
+"""Returns the snapshot whose unchanged chunks are referenced, from a store, its tags and its newest version."""
 
 
 async def save(
-    where: str | os.PathLike[str] | Store,
+    store: str | os.PathLike[str] | Store,
     tree: Any,
     step: int,
     *,
@@ -60,88 +63,137 @@ async def save(
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    `tree` nests dicts, lists, tuples and dataclasses; its leaves are arrays of NumPy (or of a library whose
-    arrays NumPy can take), `Shards`, and scalars. Do not change the arrays before this returns: a checkpoint of
-    arrays that change meanwhile can be restored, but is a mix of their values before and after.
-    To save from many hosts, each calls this with the same tree structure, `step`, `hosts` and `attempt` (see the
-    README) and its own `host`; an array that is not a `Shards` must be equal on every host, and one of them
-    writes it. `codecs` is None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of
-    which the first that matches counts; each chunk has its own exponent offset. On one host it may also be
-    `MinSqnr(30)` or `Bits(5)`: see `quantize`.
-    `metrics` go into the history: numbers, also NumPy's; a NaN is kept and is never the best. `attributes` (JSON)
-    go into the root group.
+    Creates the store if there is none. To save from many hosts, each calls this with the same tree structure,
+    `step`, `hosts` and `attempt`, and with its own `host`.
 
-    Raises `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded`
-    (names the absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an
-    error the step is not saved and what was saved before still is.
+    Parameters
+    ----------
+    tree
+        Nested dicts, lists, tuples and dataclasses; the leaves are arrays of NumPy (or of a library whose arrays
+        NumPy can take), `Shards`, and scalars. An array that is not a `Shards` must be equal on every host, and
+        one host writes it. Do not change the arrays before this returns, or the checkpoint is a mix of their
+        values before and after.
+    host, hosts, attempt
+        The number of this host, how many there are, and a token of this start of the job that no earlier start
+        had; by default it is detected from the environment (see the README).
+    codecs
+        None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
+        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`: see
+        `quantize`.
+    metrics
+        Numbers for the history, also NumPy's; a NaN is stored and is never the best.
+    attributes
+        Attributes (JSON) of the root group.
+    durability
+        With "none" a power failure may undo the commit.
+    timeout
+        Seconds to wait for the other hosts.
+
+    Raises
+    ------
+    `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
+    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an error the step
+    is not saved and earlier commits are unchanged.
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
     root = checked_attributes(attributes)
     if OWN in root:
         raise InvalidArgument(
-            f"attributes[{OWN!r}]: tstore keeps the structure of the tree there; use another key"
+            f"attributes[{OWN!r}] is where tstore keeps the structure of the tree; use another key"
         )
     checked_timeout(timeout)
     host, hosts = checked_index("host", host), checked_index("hosts", hosts)
-    written, tag = checked_durability(durability), step_tag(step)
+    checked_durability(durability)
     if hosts != 1 or host != 0:
-        Membership.of(tag, host, hosts, attempt)
+        Membership.of(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
-    jobs = _jobs(leaves, rules.codecs, host, hosts)  # refuses what can't be saved before a store is made for it
-    own = {"structure": document}
+    jobs = _jobs(leaves, rules.codecs, host, hosts)  # raises for what can't be saved before a store is created
+    checkpoint = _Checkpoint(
+        step, jobs, root, {"structure": document}, message, metadata, durability, host, hosts, timeout
+    )
+    async with opened(store, "a") as target:
+        try:
+            return await checkpoint.commit(target, attempt, _newest_step)
+        except SourceCondemned:  # every host of the transaction learns this: the record of the gc is permanent
+            token = attempt if attempt is not None else detected_attempt(os.environ)
+            return await checkpoint.commit(target, None if token is None else f"{token}.anew", _nothing)
 
-    async def once(store: Store, attempt: str | None, *, anew: bool) -> int:
+
+class _Checkpoint(NamedTuple):
+    """One call of `save`: what this host writes, and the attributes and metadata of the commit."""
+
+    step: int
+    jobs: Sequence[WriteJob]
+    root: dict[str, Any]
+    own: dict[str, Any]
+    message: str
+    metadata: dict[str, Any]
+    durability: Literal["fsync", "none"]
+    host: int
+    hosts: int
+    timeout: float | None
+
+    async def commit(self, store: Store, attempt: str | None, prior: Prior) -> int:
+        """Commit the checkpoint, with references to the unchanged chunks of `prior`, and return its version."""
+        tag = step_tag(self.step)
         tx = store.transaction(
-            message,
+            self.message,
             tag,
-            durability=durability,
-            name=tag if hosts > 1 else None,
-            host=host,
-            hosts=hosts,
+            durability=self.durability,
+            name=tag if self.hosts > 1 else None,
+            host=self.host,
+            hosts=self.hosts,
             attempt=attempt,
-            metadata=metadata,
+            metadata=self.metadata,
         )
         try:
-            base = await tx.base()  # not a snapshot of its own: a rival's commit of this step is then a conflict
+            base = await tx.base()  # the transaction's own, so that a rival's commit of this step is a conflict
             if tag in base.tags:
-                return await _saved_already(store, step, base.tags[tag], tx.id, written)
-            prior = None if anew else await _newest_step(store, base.tags, base.version)
-            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([root, own])))
-            if host == 0:
-                await tx.describe(root, own)
-            await tx.write_arrays(_compared(jobs, prior))
-            return await _committed(store, tx, step, timeout)
+                durability = checked_durability(self.durability)
+                return await _saved_already(store, self.step, base.tags[tag], tx.id, durability)
+            source = await prior(store, base.tags, base.version)
+            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([self.root, self.own])))
+            if self.host == 0:
+                await tx.describe(self.root, self.own)
+            await tx.write_arrays(_compared(self.jobs, source))
+            return await _committed(store, tx, self.step, self.timeout)
         except BaseException:
             await tx.abort()
             raise
 
-    async with opened(where) as store:
-        try:
-            return await once(store, attempt, anew=False)
-        except SourceCondemned:  # every host of a group learns this, as the gc's record stands for good
-            token = attempt if attempt is not None else detected_attempt(os.environ)
-            return await once(store, None if token is None else f"{token}.anew", anew=True)
+
+async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
+    """Return the snapshot of the newest step, if any."""
+    saved = steps_of(tags)
+    try:
+        return await snapshot_of(store.log, tags[step_tag(saved[-1])], newest) if saved else None
+    except SnapshotExpired:  # a gc has run since, and left a newer step
+        return None
+
+
+async def _nothing(store: Store, tags: Mapping[str, int], newest: int) -> None:
+    """Return no snapshot: every chunk is written."""
 
 
 async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
-    """The codecs of every leaf, by rules or by its data; `InvalidArgument` for a rule that matches none."""
+    """Return the rules for the codecs of the leaves; raise `InvalidArgument` for a pattern that matches none."""
     if not isinstance(codecs, MinSqnr | Bits):
         rules = Rules(codecs)
         rules.check(leaves)
         return rules
     if hosts > 1 or any(isinstance(leaf, Shards) for leaf in leaves.values()):
         raise InvalidArgument(
-            f"codecs={codecs}: the choice depends on all values of an array, and a host of a group sees only its "
-            "own; save with rules or without codecs, and then call tstore.quantize"
+            f"codecs={codecs}: the choice depends on all values of an array, but one of several hosts has "
+            "only its own part; save with rules or without codecs, and then call tstore.quantize"
         )
     return await rules_for(codecs, dict(leaves))
 
 
 async def _committed(store: Store, tx: Transaction, step: int, timeout: float | None) -> int:
-    """The version of the commit; `AlreadyExists` where another one of the same step came first."""
+    """Commit and return the version; raise `AlreadyExists` if another commit of the same step came first."""
     tag = step_tag(step)
     try:
         return await tx.commit(timeout)
@@ -153,7 +205,7 @@ async def _committed(store: Store, tx: Transaction, step: int, timeout: float | 
 
 
 async def _saved_already(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
-    """Return the version, durable, if it is this transaction's: the group committed, and this host calls again."""
+    """Return the version, durable, if this transaction is committed already and this host calls again."""
     if (await store.log.record(version)).transaction == transaction:
         await store.log.confirm(version, durability)
         return version
@@ -162,7 +214,7 @@ async def _saved_already(store: Store, step: int, version: int, transaction: str
 
 def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
     return AlreadyExists(
-        f"{store.url}: step {step} is saved already, as version {version}; it was left as it is. Save under "
+        f"{store.url}: step {step} is saved already, as version {version}, which is unchanged; save as "
         "another step"
     )
 
@@ -173,13 +225,13 @@ def _jobs(
     host: int,
     hosts: int,
 ) -> list[WriteJob]:
-    """What this host writes of every leaf."""
+    """Return the parts of all leaves that this host writes."""
     metas: dict[Any, ArrayMeta] = {}
     return [_job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
 
 
 def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
-    """The jobs anew, to be compared with the same arrays of a prior step."""
+    """Return copies of the jobs that compare their chunks with the same arrays of a prior step."""
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
@@ -187,7 +239,7 @@ def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[Writ
 
 
 def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int) -> WriteJob:
-    """What this host writes of a leaf."""
+    """Return the part of a leaf that this host writes."""
     if isinstance(leaf, Shards):
         meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
         regions = list(_shard_regions(path, leaf, meta))
@@ -208,33 +260,35 @@ def _meta(
     codecs: Codecs,
 ) -> ArrayMeta:
     key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
-    found = metas.get(key)
-    if found is None:
+    meta = metas.get(key)
+    if meta is None:
         chunks = default_chunks(shape, dtype.itemsize, shard_shape)
         try:
-            found = metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
+            meta = metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
         except InvalidArgument as error:
             raise InvalidArgument(f"{path}: {error}") from None
-    return found
+    return meta
 
 
 def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Region]:
     for index, values in leaf.parts:
         if values is None:
-            raise InvalidArgument(f"{path}: the shard at {index} has no values; only a restore fills such")
+            raise InvalidArgument(
+                f"{path}: the shard at {index} has no values; pass its values, which only restore may leave out"
+            )
         if values.size == 0:
             continue
         for s, n, c in zip(index, meta.shape, meta.chunks, strict=True):
             if s.start % c or (s.stop % c and s.stop != n):
                 raise InvalidArgument(
-                    f"{path}: the shard at {index} does not lie on chunks of {meta.chunks}, so another host "
+                    f"{path}: the shard at {index} is not aligned with chunks of {meta.chunks}, so another host "
                     "would write the same chunk; pass shard_shape=…, the shape of a full shard, on every host"
                 )
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
 
 
 def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[Region], *, alone: bool) -> None:
-    """Raise `InvalidArgument` where parts overlap, or where the only host leaves out a part of the array."""
+    """Raise `InvalidArgument` if parts overlap, or if the only host leaves out a part of the array."""
     written = [
         chunk_numbers(
             [range(a, a + n) for a, n in zip(first, chunk_counts(values.shape, meta.chunks), strict=True)],
@@ -261,15 +315,7 @@ def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[Region], *, alone
 
 
 def _region(meta: ArrayMeta, first: Sequence[int], shape: Sequence[int]) -> str:
-    """A region of an array from its first chunk on, as an index."""
+    """Return a region of an array, given by its first chunk and its shape, as the text of an index."""
     starts = [i * c for i, c in zip(first, meta.chunks, strict=True)]
     sides = zip(starts, shape, meta.shape, strict=True)
     return "[" + ", ".join(f"{a}:{min(a + n, end)}" for a, n, end in sides) + "]"
-
-
-async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
-    found = steps_of(tags)
-    try:
-        return await snapshot_of(store.log, tags[step_tag(found[-1])], newest) if found else None
-    except SnapshotExpired:  # a gc came between, and left a newer step
-        return None

@@ -1,4 +1,4 @@
-"""One host's part of an array that many hosts hold together; pure, no I/O."""
+"""One host's part of an array that is sharded over many hosts; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class Shards:
-    """The regions of an array that one host holds: what it saves, or what it wants restored.
+    """The regions of an array that one host saves, or wants restored.
 
-    `parts` maps an index (a tuple of slices, one per axis) to the values there, or is an iterable of such
-    pairs (before Python 3.12 a slice can't be a key); None in place of values asks a restore for them.
-    `shard_shape` is the shape of a full shard, the same on every host; chunks are cut so that they never cross
-    a shard. It may be left out where this host's largest part is a full shard.
+    `parts` maps an index (a tuple of slices, one per axis) to its values, or is an iterable of such pairs (before
+    Python 3.12 a slice can't be a key). None in place of values asks `restore` for them. `shard_shape` is the
+    shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it is the
+    shape of this host's largest part.
     """
 
     def __init__(
@@ -40,24 +40,26 @@ class Shards:
         for index, values in parts.items() if isinstance(parts, Mapping) else parts:
             bounds = self._bounds(index)
             if bounds in self._parts:
-                raise InvalidArgument(f"the region {bounds} is given twice")
+                raise InvalidArgument(f"the region {bounds} is passed twice; pass each region once")
             self._parts[bounds] = None if values is None else self._checked(bounds, values)
         if shard_shape is None:
             sizes = [[b - a for a, b in bounds] for bounds in self._parts]
             shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else self.shape
         self.shard_shape = _lengths("shard_shape", shard_shape)
         if len(self.shard_shape) != len(self.shape):
-            raise InvalidArgument(f"shard_shape {self.shard_shape} does not fit shape {self.shape}")
+            raise InvalidArgument(
+                f"shard_shape={self.shard_shape} and shape={self.shape} differ in their number of axes"
+            )
 
     @staticmethod
     def of(values: npt.NDArray[Any], mesh: Mesh, spec: P, host: int) -> Shards:
-        """What `host` of a mesh must write of a whole array: its shards that are replica 0; views, no copy."""
+        """Return what `host` of a mesh writes of a whole array: views of its shards that are replica 0."""
         parts = [(index, values[index]) for index in mesh.host_shards(host, values.shape, spec)]
         return Shards(values.shape, values.dtype, parts, shard_shape=mesh.shard_shape(values.shape, spec))
 
     @staticmethod
     def wanted(shape: Sequence[int], dtype: Any, mesh: Mesh, spec: P, host: int) -> Shards:
-        """A target for `restore`: every region that a device of `host` needs, replicas included."""
+        """Return a target for `restore`: every region that a device of `host` needs, replicas included."""
         indices = {
             tuple((s.start, s.stop) for s in shard.index): shard.index
             for shard in mesh.shards(tuple(shape), spec)
@@ -67,11 +69,11 @@ class Shards:
 
     @property
     def parts(self) -> list[tuple[tuple[slice, ...], npt.NDArray[Any] | None]]:
-        """The regions and their values."""
+        """The regions with their values."""
         return [(tuple(slice(a, b) for a, b in bounds), v) for bounds, v in self._parts.items()]
 
     def filled(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
-        """The same regions with these values, in the order of `parts`."""
+        """Return the same regions with these values, in the order of `parts`."""
         pairs = [(index, v) for (index, _), v in zip(self.parts, values, strict=True)]
         return Shards(self.shape, self.dtype, pairs, shard_shape=self.shard_shape)
 
@@ -81,7 +83,7 @@ class Shards:
     def _bounds(self, index: Any) -> Bounds:
         items = index if isinstance(index, tuple) else (index,)
         if len(items) != len(self.shape):
-            raise InvalidArgument(f"index {index!r} has {len(items)} axes, the array has {len(self.shape)}")
+            raise InvalidArgument(f"index {index!r} has {len(items)} axes, but the array has {len(self.shape)}")
         bounds = []
         for item, n in zip(items, self.shape, strict=True):
             try:
@@ -92,7 +94,7 @@ class Shards:
                     f"index {index!r}: expected a slice, or (start, stop), for each axis"
                 ) from None
             if step != 1 or (item.stop is not None and item.stop > n):
-                raise InvalidArgument(f"index {index!r} is no box inside of shape {self.shape}")
+                raise InvalidArgument(f"index {index!r} is not a box within shape {self.shape}")
             bounds.append((start, max(start, stop)))
         return tuple(bounds)
 
@@ -101,8 +103,8 @@ class Shards:
         shape = tuple(b - a for a, b in bounds)
         if array.shape != shape or array.dtype != self.dtype:
             raise InvalidArgument(
-                f"the part at {bounds} must have shape {shape} and dtype {self.dtype}, not {array.shape} "
-                f"and {array.dtype}"
+                f"the part at {bounds} has shape {array.shape} and dtype {array.dtype}; expected {shape} and "
+                f"{self.dtype}"
             )
         return array
 
@@ -111,4 +113,4 @@ def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(int(n.__index__()) for n in values)
     except (AttributeError, TypeError):
-        raise InvalidArgument(f"{what} {values!r} is no sequence of integers") from None
+        raise InvalidArgument(f"{what}={values!r}: expected a sequence of integers") from None

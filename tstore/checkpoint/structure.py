@@ -1,6 +1,6 @@
-"""Trees of nested containers: taken apart into a document and the arrays at their paths, and built again; pure.
+"""Trees of nested containers: split into a document and arrays by path, and built again from both; pure.
 
-`tstore.format.tree_document` has the form of a document. Paths join the keys by "/".
+`tstore.format.tree_document` describes the document. A path is the keys joined by "/".
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
-_LONGEST_SHOWN = 200  # characters of a path in an error
+_LONGEST_SHOWN = 200  # characters of a path in an error message
 
 
 def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
     """Return the document of a tree, and its arrays by path in the order of the tree.
 
-    Leaves are everything with `shape` and `dtype`; NumPy scalars become 0-d arrays. Raises `InvalidArgument`,
-    naming the path, for anything else that is no container or Python scalar, and for a tree that contains itself
-    or is too deep.
+    A leaf is anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raises `InvalidArgument`,
+    naming the path, for any other object that is not a container or Python scalar, and for a tree that contains
+    itself or is too deep.
     """
     leaves: dict[str, Any] = {}
-    around: list[Any] = []  # the containers around the node
+    ancestors: list[Any] = []  # the containers that contain the node
 
     def add(path: str, leaf: Any) -> str:
         path = path or "value"
@@ -54,21 +54,21 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             return ["scalar", add(path, np.asarray(value))]
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
             raise InvalidArgument(
-                f"{_shown(path)}: a masked array would lose its mask; store its data and its mask apart"
+                f"{_shown(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
             )
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
         if type(value) in SCALARS:
             return _scalar(value, path)
-        if any(value is container for container in around):
-            raise InvalidArgument(f"{_shown(path)}: the tree contains itself there; pass a tree without cycles")
-        if len(around) == DEEPEST:
+        if any(value is container for container in ancestors):
+            raise InvalidArgument(f"{_shown(path)}: the tree contains itself; pass a tree without cycles")
+        if len(ancestors) == DEEPEST:
             raise InvalidArgument(
                 f"{_shown(path)}: the tree is more than {DEEPEST} levels deep; pass a flatter one"
             )
-        around.append(value)
+        ancestors.append(value)
         document = container(value, path)
-        around.pop()
+        ancestors.pop()
         return document
 
     def container(value: Any, path: str) -> Document:
@@ -90,7 +90,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
 
 
 def _named(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Keys, values and path components; of two keys with one text (5 and "5") the later gets a mark."""
+    """Yield keys, values and path components; of two keys with the same text (5 and "5") the later gets a "%"."""
     taken: set[str] = set()
     for key, value in mapping.items():
         part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"
@@ -107,7 +107,7 @@ def _join(path: str, part: str) -> str:
 
 
 def _shown(path: str) -> str:
-    """A path as errors name it."""
+    """Return a path for an error message."""
     if not path:
         return "the tree"
     return path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
@@ -126,7 +126,7 @@ def _scalar(value: Any, path: str) -> list[str]:
     try:
         return scalar_node(value)
     except ValueError as error:
-        raise InvalidArgument(f"{_shown(path)}: a {type(value).__name__} there can't be stored: {error}") from None
+        raise InvalidArgument(f"{_shown(path)}: a {type(value).__name__} can't be stored: {error}") from None
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
@@ -141,11 +141,10 @@ _DROPPED = object()
 
 
 def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
-    """The tree of a document with these leaves.
+    """Return the tree of a document with these leaves.
 
-    Dataclasses and named tuples come back as dicts of their fields: a class is never loaded from a store.
-    Where leaves are left out, dicts lose their keys and lists hold None in their place; Python scalars stay
-    only in containers that keep a leaf, or where nothing is left out.
+    Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
+    If leaves are left out, dicts lack their keys, lists have None in their place, and Python scalars are left out.
     """
     partial = any(path not in leaves for path in paths_in(document))
 
@@ -158,9 +157,9 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
             case ["none"]:
                 return _DROPPED if partial else None
             case ["dict", items]:
-                found = {scalar_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
+                built = {scalar_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
             case ["dataclass" | "namedtuple", _, items]:
-                found = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
+                built = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
             case ["list" | "tuple" as kind, items]:
                 values = [build(n) for n in items]
                 if partial and all(v is _DROPPED for v in values):
@@ -170,72 +169,72 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
             case [name, text]:
                 return _DROPPED if partial else scalar_value([name, text])
             case _:
-                raise ValueError("a node is of no kind that is known")
-        return _DROPPED if partial and not found else found
+                raise ValueError("a node has an unknown kind")
+        return _DROPPED if partial and not built else built
 
-    built = build(document)
-    return {} if built is _DROPPED else built
+    tree = build(document)
+    return {} if tree is _DROPPED else tree
 
 
 def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
-    """The target's structure with these leaves, and Python scalars by path, in place of its own."""
-    counter: dict[str, int] = {}
+    """Return the target's structure with these leaves and Python scalars, by path, in place of its own."""
+    taken: set[str] = set()
 
     def take(path: str, old: Any) -> Any:
         path = path or "value"
-        while path in counter:
+        while path in taken:
             path += "%"
-        counter[path] = 1
+        taken.add(path)
         return leaves.get(path, old)
 
     def build(value: Any, path: str) -> Any:
         if value is None:
             return None
         if isinstance(value, np.generic):
-            found = take(path, value)
-            return found[()] if isinstance(found, np.ndarray) else found
+            leaf = take(path, value)
+            return leaf[()] if isinstance(leaf, np.ndarray) else leaf
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return take(path, value)
         if type(value) in SCALARS:
             return scalars.get(path, value)
         if isinstance(value, Mapping):
-            built = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
-            return rebuilt(path, value, lambda: _like(value, built))
+            items = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
+            return rebuilt(path, value, lambda: _like(value, items))
         fields = _fields(value)
         if fields is not None:
-            made = {f: build(v, _join(path, f)) for f, v in fields}
-            return rebuilt(path, value, lambda: _with_fields(value, made))
-        items = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+            new_fields = {f: build(v, _join(path, f)) for f, v in fields}
+            return rebuilt(path, value, lambda: _with_fields(value, new_fields))
+        values = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
+        return values if isinstance(value, list) else tuple(values)
 
     def rebuilt(path: str, value: Any, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except Exception as error:  # the class's own code
             raise InvalidArgument(
-                f"{_shown(path)}: the target's {type(value).__name__} can't be made anew with the restored values "
+                f"{_shown(path)}: the target's {type(value).__name__} can't be copied with the restored values "
                 f"({type(error).__name__}: {error}); leave out target, or pass a dict there"
             ) from error
 
     return build(target, "")
 
 
-def _with_fields(value: Any, made: dict[str, Any]) -> Any:
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
     """Return a copy of a namedtuple or dataclass with these fields, also those that `__init__` does not take."""
     if isinstance(value, tuple):
-        return type(value)(**made)
-    taken = {field.name for field in dataclasses.fields(value) if field.init}
-    copied = dataclasses.replace(value, **{name: item for name, item in made.items() if name in taken})
-    for name in made.keys() - taken:
-        object.__setattr__(copied, name, made[name])  # the class may be frozen
+        return type(value)(**fields)
+    arguments = {field.name for field in dataclasses.fields(value) if field.init}
+    copied = dataclasses.replace(value, **{name: item for name, item in fields.items() if name in arguments})
+    for name in fields.keys() - arguments:
+        object.__setattr__(copied, name, fields[name])  # the class may be frozen
     return copied
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with these items in place of its own, under the same keys."""
+    """Return a mapping of the same type with these items in place of its own, under the same keys."""
     if type(mapping) is dict:
         return items
-    if isinstance(mapping, MutableMapping):  # its class may take other arguments, as defaultdict does
+    if isinstance(mapping, MutableMapping):  # its class may take other arguments, like defaultdict
         copied = copy.copy(mapping)
         copied.update(items)
         return copied
@@ -243,8 +242,8 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def scalars_in(document: Document) -> dict[str, Any]:
-    """The Python scalars of a document by path."""
-    found: dict[str, Any] = {}
+    """Return the Python scalars of a document by path."""
+    scalars: dict[str, Any] = {}
 
     def walk(node: Document, path: str) -> None:
         match node:
@@ -260,7 +259,7 @@ def scalars_in(document: Document) -> dict[str, Any]:
                 for i, child in enumerate(items):
                     walk(child, _join(path, str(i)))
             case [name, text]:
-                found[path] = scalar_value([name, text])
+                scalars[path] = scalar_value([name, text])
 
     walk(document, "")
-    return found
+    return scalars

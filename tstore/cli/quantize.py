@@ -22,6 +22,7 @@ from tstore.cli.progress import Progress
 from tstore.cli.tables import show_quantized
 from tstore.quantization.plot import check_plot, plot_report
 from tstore.quantization.policy import parse_policy
+from tstore.quantization.values import MEMORY
 
 __all__ = ["quantize", "report"]
 
@@ -67,6 +68,14 @@ Rules for some arrays and a target for all others:
     help="Use one exponent offset for every 16, 32, 64 or 128 values, or for each array (none).",
 )
 @at_step_option
+@click.option(
+    "--memory",
+    type=click.IntRange(0),
+    default=MEMORY // 1_000_000,
+    show_default=True,
+    metavar="MB",
+    help="Keep values in memory, up to this size, in place of reading them again.",
+)
 @click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
 @plot_option
 @json_option
@@ -80,6 +89,7 @@ def quantize(
     axis: int | None,
     block: str | None,
     at: int | str | None,
+    memory: int,
     tag: str | None,
     plot: str | None,
     as_json: bool,
@@ -116,6 +126,7 @@ def quantize(
                 **{**arguments, **options},
                 at=at,
                 tag=tag,
+                memory=memory * 1_000_000,
                 progress=lambda done, total: progress.doing(f"quantizing {store}: {done / max(1, total):.0%}"),
             )
         if plot is not None:

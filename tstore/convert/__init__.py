@@ -1,5 +1,5 @@
-"""Other formats of tensors and checkpoints, in and out.
+"""Conversion of checkpoints from and to other file formats.
 
-1. `safetensors_header`, `safetensors`: files of that format.
-2. `checkpoint`: checkpoints from such files, and back.
+1. `safetensors_header`, `safetensors`: safetensors files.
+2. `checkpoint`: a checkpoint from such a file, and a file from a checkpoint.
 """

@@ -1,8 +1,8 @@
 """Checkpoints from safetensors files and back, streamed.
 
-A file becomes the checkpoint of a step: a flat dict {tensor name: array} in the order of the file, saved straight
-from the memory map. The file's metadata is kept in the root group's attributes, under "safetensors". So a file
-that the safetensors package wrote is exported again byte for byte.
+A file becomes the checkpoint of a step: a flat dict {tensor name: array} in the order of the file, saved directly
+from the memory map. The file's metadata becomes the attribute "safetensors" of the root group, so that a file that
+the safetensors package wrote is exported again byte for byte.
 
 Any other checkpoint is exported with the keys of its containers joined by ".", as in `params.layers.0.w`.
 """
@@ -28,7 +28,7 @@ from tstore.quantization.policy import CodecRules
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.steps import chosen_snapshot
-from tstore.store import Store, open
+from tstore.store import Store, opened
 
 __all__ = ["Exported", "export_safetensors", "import_safetensors"]
 
@@ -38,11 +38,11 @@ _ATTRIBUTE = "safetensors"
 Path: TypeAlias = str | os.PathLike[str]
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with the bytes that are done, and with the total."""
 
 
 class Exported(NamedTuple):
-    """What an export wrote. `left_out` names the values that are no arrays, which the file can't hold."""
+    """The result of an export. `left_out` names the values that are not arrays, which the file can't hold."""
 
     version: int
     tensors: int
@@ -50,18 +50,18 @@ class Exported(NamedTuple):
     left_out: list[str]
 
 
-async def import_safetensors(file: Path, where: Path | Store, step: int, *, codecs: CodecRules = None) -> int:
-    """The version of the commit that holds the tensors of a safetensors file as the checkpoint of a step.
+async def import_safetensors(file: Path, store: Path | Store, step: int, *, codecs: CodecRules = None) -> int:
+    """Save the tensors of a safetensors file as the checkpoint of a step and return its version.
 
-    Nothing is copied on the way: the tensors are views of the memory-mapped file, which must not be truncated
-    meanwhile. `codecs` as in `tstore.save`.
-    Raises `Corrupt` (the file's header lies), `UnsupportedFormat`, `NotFound`, and as `tstore.save` does; a
-    store is made only after the header was found to be good.
+    Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
+    `codecs` as in `tstore.save`. The store is created if there is none, after the header has been checked.
+    Raises `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `NotFound`, and the errors of
+    `tstore.save`.
     """
     tensors, metadata = open_tensors(file)
     name = os.path.basename(os.fspath(file))
     return await save(
-        where,
+        store,
         tensors,
         step,
         codecs=codecs,
@@ -71,24 +71,24 @@ async def import_safetensors(file: Path, where: Path | Store, step: int, *, code
 
 
 async def export_safetensors(
-    where: Path | Store,
+    store: Path | Store,
     out: Path,
     *,
     at: int | str | None = None,
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """What was written to the new file `out`: a version or tag (`at`), a step, or the newest step.
+    """Write a version or tag (`at`), a step, or the newest step to the new file `out` and return what it has.
 
-    Quantized arrays are written decoded, in their original dtype. The file appears whole and durable or not at
-    all. Memory is that of one slab of 32 MiB, or of one row of a tensor where that is more.
-    Raises `AlreadyExists` (`out` is there; it is left as it is), `NotFound`, `Corrupt`, `InvalidArgument` (two
-    arrays would get one name, both are listed; or safetensors has no name for a dtype), `StorageFull`.
+    Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
+    is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
+    Raises `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument`
+    (two arrays would get the same name, or safetensors has no name for a dtype), `StorageFull`.
     """
     if step is not None and at is not None:
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
-    async with _opened(where) as store:
-        snapshot = await chosen_snapshot(store, step, at)
+    async with opened(store, "r") as source:
+        snapshot = await chosen_snapshot(source, step, at)
         paths, left_out = _names(snapshot)
         arrays = {name: await snapshot.array(path) for name, path in paths.items()}
         specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
@@ -108,17 +108,8 @@ async def export_safetensors(
 
 
 @contextlib.asynccontextmanager
-async def _opened(where: Path | Store) -> AsyncIterator[Store]:
-    if isinstance(where, Store):
-        yield where
-        return
-    async with await open(where, "r") as store:
-        yield store
-
-
-@contextlib.asynccontextmanager
 async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
-    """The writer, entered and left in a thread: both wait for the disk."""
+    """Enter and exit the writer in a thread, because both wait for the disk."""
     await run(writer.__enter__)
     try:
         yield writer
@@ -129,7 +120,7 @@ async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
 
 
 async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[npt.NDArray[Any]]:
-    """The array in runs of rows, each valid until the next is asked for."""
+    """Yield the array in runs of rows; each is valid until the next is requested."""
     if array.ndim == 0 or array.nbytes <= buffer.nbytes:
         out = buffer[: array.nbytes].view(array.dtype).reshape(array.shape)
         yield await array.read(out)
@@ -144,14 +135,14 @@ async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[n
 
 
 def _runs(length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `most` rows; of whole chunks, where a chunk has no more."""
+    """Yield ranges of at most `most` rows, of whole chunks if a chunk has no more rows."""
     size = most // chunk * chunk or most
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
 def _metadata(snapshot: Snapshot) -> dict[str, str] | None:
-    """The metadata of the file that was imported; None where there was none, also where a caller wrote others."""
+    """Return the metadata of the imported file; None if there was none or the attribute is another caller's."""
     stored = snapshot.attributes().get(_ATTRIBUTE)
     if isinstance(stored, dict) and all(isinstance(text, str) for text in stored.values()):
         return stored
@@ -159,32 +150,32 @@ def _metadata(snapshot: Snapshot) -> dict[str, str] | None:
 
 
 def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
-    """The path of each array by its name in the file, and the names of what is no array."""
+    """Return the path of each array by its name in the file, and the names of the values that are not arrays."""
     document = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
     if document is None:
-        found = [(path.replace("/", "."), path) for path in snapshot.paths()]
+        named = [(path.replace("/", "."), path) for path in snapshot.paths()]
         left_out = []
     else:
         with parsing(f"version {snapshot.version}: its structure"):
             leaves = list(_leaves(document, ()))
-        found = [(name, path) for name, path in leaves if path is not None]
+        named = [(name, path) for name, path in leaves if path is not None]
         left_out = [name for name, path in leaves if path is None]
     names: dict[str, str] = {}
     clashes = []
-    for name, path in found:
+    for name, path in named:
         if name in names:
             clashes.append(f"{names[name]} and {path} would both be {name!r}")
         names.setdefault(name, path)
     if clashes:
         raise InvalidArgument(
-            f"version {snapshot.version} can't be exported: joining keys by '.' gives one name to several arrays; "
-            f"rename their keys and save again:{listed(clashes)}"
+            f"version {snapshot.version} can't be exported: joining keys by '.' gives several arrays the same "
+            f"name; rename their keys and save again:{listed(clashes)}"
         )
     return names, left_out
 
 
 def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """Name and path of each leaf of a structure document, in its order; no path for what is no array."""
+    """Yield the name and path of each leaf of a structure document, in order; no path if it is not an array."""
     match document:
         case ["array" | "scalar", path]:
             yield ".".join(keys) if keys else path, path

@@ -1,8 +1,7 @@
 """safetensors files: read without copying, written as a stream.
 
-The format: 8 bytes of header length (little endian), a JSON header (`safetensors_header`), the tensors' bytes.
-
-A file that is written appears whole or not at all, and none is ever overwritten (see `storage.local.atomic_file`).
+A file is 8 bytes of header length (little endian), a JSON header (`safetensors_header`), and the tensors' bytes.
+A new file appears whole or not at all, and no file is ever overwritten (see `storage.local.atomic_file`).
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ __all__ = ["Writer", "open_tensors", "read_header"]
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file, every statement of it checked against the file.
+    """Return the header of a safetensors file, checked against the file.
 
-    Raises Corrupt for a header that lies, UnsupportedFormat for elements below one byte (F4, F6_…) and for
-    fields this reader does not know, NotFound or Denied for a file that can't be opened.
+    Raises `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
+    F6_…) and for unknown fields, `NotFound` or `Denied` for a file that can't be opened.
     """
     with _opened(path) as file:
         return header_in(file, path)
 
 
 def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """The tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
+    """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
-    The arrays are views of one memory map: nothing is read until it is used, and the file must not be
-    truncated meanwhile. Tensors that lie unaligned for their dtype (possible in files of 2022) are copied.
-    Raises as `read_header` does.
+    The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
+    meanwhile. Tensors that are not aligned for their dtype (possible in files of 2022) are copied. Raises the
+    errors of `read_header`.
     """
     with _opened(path) as file:
         header = header_in(file, path)
@@ -54,15 +53,15 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
 
 
 class Writer:
-    """A safetensors file that appears, whole and durable, when the `with` block ends without an exception.
+    """A new safetensors file, which appears whole and durable when the `with` block ends without an exception.
 
         with Writer("out.safetensors", {"w": (np.dtype("f4"), (2, 3))}, {"format": "np"}) as file:
             file.write("w", w)
 
-    Header and data follow the order of `tensors`, so what was read with `read_header` can be written back
-    byte for byte. Raises InvalidArgument for a name, dtype, shape or metadata that the format can't hold,
-    Misuse for tensors left incomplete, AlreadyExists if the name is taken, and StorageFull,
-    Denied or NotFound as the file system says. Whatever was raised, nothing new is left.
+    Header and data follow the order of `tensors`, so that the tensors of `read_header` are written back byte for
+    byte. Raises `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold, `Misuse` for
+    incomplete tensors, `AlreadyExists` if the file exists, and `StorageFull`, `Denied` or `NotFound` from the file
+    system. After an error no file is left.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
@@ -75,7 +74,7 @@ class Writer:
     def __enter__(self) -> Self:
         if os.path.lexists(self.path):
             raise AlreadyExists(
-                f"{self.path} exists and was left as it is; choose another name or remove it first"
+                f"{self.path} exists already and is unchanged; choose another name, or remove it first"
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(explained("write", self.path))
@@ -85,28 +84,28 @@ class Writer:
         return self
 
     def write(self, name: str, part: np.ndarray[Any, Any]) -> None:
-        """Writes a whole tensor, or the next of its rows (its parts along the first dimension, in order).
+        """Write a whole tensor, or its next rows (parts along the first dimension, in order).
 
-        Tensors may come in any order. `part` has the announced dtype, and the announced shape but for the
-        number of rows. Raises InvalidArgument for a part that does not fit, Misuse outside the `with` block.
+        Tensors may come in any order. `part` has the declared dtype and, except for the number of rows, the
+        declared shape. Raises `InvalidArgument` for a part that does not fit, `Misuse` outside the `with` block.
         """
         path = self.path
         if self._fd < 0:
             raise Misuse(f"{path} is not open for writing; write inside its `with` block")
         if name not in self._tensors:
-            raise InvalidArgument(f"tensor {name!r} was not announced for {path}; name it when making the Writer")
+            raise InvalidArgument(f"tensor {name!r} is not declared for {path}; pass it to Writer")
         info, at = self._tensors[name], self._filled[name]
         if part.dtype.newbyteorder("=") != info.dtype:
             raise InvalidArgument(
-                f"tensor {name!r} of {path} was announced as {info.dtype}, but a part is {part.dtype}; "
-                f"convert it or announce that"
+                f"tensor {name!r} of {path} is declared as {info.dtype}, but a part is {part.dtype}; convert the "
+                "part, or declare its dtype"
             )
         fits = part.ndim == len(info.shape) and part.shape[1:] == info.shape[1:]
         if not fits or at + part.nbytes > info.stop:
             raise InvalidArgument(
-                f"tensor {name!r} of {path} was announced with shape {info.shape} and has "
-                f"{at - info.start} of {info.stop - info.start} bytes; a part of shape {part.shape} does "
-                f"not fit: write each row once, in order"
+                f"tensor {name!r} of {path} is declared with shape {info.shape} and has {at - info.start} of "
+                f"{info.stop - info.start} bytes, so a part of shape {part.shape} does not fit; write each row "
+                "once, in order"
             )
         flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
         with explained("write", path):
@@ -129,15 +128,15 @@ class Writer:
             self._fd = -1
 
     def _check_complete(self) -> None:
-        lacking = [
+        incomplete = [
             f"{name}: {self._filled[name] - info.start} of {info.stop - info.start} bytes"
             for name, info in self._tensors.items()
             if self._filled[name] != info.stop
         ]
-        if lacking:
+        if incomplete:
             raise Misuse(
-                f"{self.path} was not written, for {len(lacking)} of {len(self._tensors)} announced "
-                f"tensors are incomplete; write them all before the `with` block ends:{listed(lacking)}"
+                f"{self.path} was not written, because {len(incomplete)} of {len(self._tensors)} tensors are "
+                f"incomplete; write them all before the `with` block ends:{listed(incomplete)}"
             )
 
 

@@ -1,12 +1,12 @@
-"""The header of a safetensors file: what it states of the tensors, and its bytes; no tensor is read here.
+"""The header of a safetensors file: the names, dtypes, shapes and positions of its tensors; pure.
 
     {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
 
 Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps.
 
-Reading trusts nothing: every statement of the header is checked before any byte of data is looked at, and
-what does not hold is `Corrupt`. This is stricter than the safetensors package, which keeps the last of a key
-that comes twice and passes over fields it does not know, silently.
+A reader trusts nothing: it checks the whole header before it reads any data, and raises `Corrupt` for a header
+that does not fit the file. It is stricter than the safetensors package, which silently keeps the last of duplicate
+keys and ignores unknown fields.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "by_alignment", "he
 Path: TypeAlias = str | os.PathLike[str]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
-"""What a tensor is: its dtype and shape."""
+"""The dtype and shape of a tensor."""
 
-# In the order of the safetensors package, which writes the last of these first.
+# The order of the safetensors package, which writes the last of these first.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -54,7 +54,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
 }
-"""The dtype of each name that the format has for whole-byte elements."""
+"""The dtypes of whole-byte elements by their names in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
@@ -65,12 +65,12 @@ _LENGTH = 8  # bytes of the header length
 _SIZE_MAX = 2**63 - 1  # bytes of one array in memory
 _NDIM_MAX = 64  # dimensions of a NumPy array
 
-_SHORT = reprlib.Repr()  # for messages: what a header says may be long and deep
+_SHORT = reprlib.Repr()  # for messages: values in a header may be long and deep
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
 class TensorInfo(NamedTuple):
-    """What one tensor is and where it lies: its bytes are [start, stop) of the file, in C order."""
+    """The dtype, shape and position of a tensor: its bytes are [start, stop) of the file, in C order."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -86,10 +86,9 @@ class Header(NamedTuple):
 
 
 def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The same tensors in the order in which the safetensors package writes them: by dtype, then by name.
+    """Return the tensors in the order of the safetensors package: by dtype, then by name.
 
-    So wide elements come first and all are aligned. Raises InvalidArgument for a dtype without a name in
-    the format.
+    Wide elements come first, so that all are aligned. Raises `InvalidArgument` for a dtype that the format lacks.
     """
     rank = {dtype: -i for i, dtype in enumerate(DTYPES.values())}
     return dict(sorted(tensors.items(), key=lambda item: (rank[_known(item[0], item[1][0])], item[0])))
@@ -98,14 +97,17 @@ def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 def laid_out(
     path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The begin of a file with these tensors, and where each goes; `InvalidArgument` for what does not fit."""
+    """Return the encoded header of a file with these tensors, and the position of each.
+
+    Raises `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold.
+    """
     fields: dict[str, Any] = {}
     if metadata:
         fields[_METADATA] = dict(metadata)
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidArgument(
-                f"metadata of {path} is a map of strings to strings, not {key!r}: {value!r}; convert it"
+                f"metadata of {path} has {key!r}: {value!r}; expected only strings as keys and values"
             )
     infos, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -139,21 +141,21 @@ def _placed(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int)
     except TypeError:
         lengths = (-1,)
     if any(n < 0 for n in lengths):
-        raise InvalidArgument(f"tensor {name!r} has shape {shape!r}; give whole numbers from 0 on")
+        raise InvalidArgument(f"tensor {name!r} has shape {shape!r}; expected integers of at least 0")
     return TensorInfo(dtype, lengths, start, start + math.prod(lengths) * _known(name, dtype).itemsize)
 
 
 def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype not in _NAMES:
         raise InvalidArgument(
-            f"tensor {name!r} is {dtype}, for which safetensors has no name; convert it to one of "
+            f"tensor {name!r} is {dtype}, which safetensors can't hold; convert it to one of "
             f"{', '.join(map(str, _NAMES))}"
         )
     return dtype
 
 
 def header_in(file: BinaryIO, path: Path) -> Header:
-    """The header that a file begins with, every statement of it checked; `Corrupt`, `UnsupportedFormat`."""
+    """Return the header of a file, checked against its size; raise `Corrupt` or `UnsupportedFormat`."""
     size = os.fstat(file.fileno()).st_size
     if size < _LENGTH:
         raise _corrupt(path, "the file", f"at least {_LENGTH} bytes", f"{size}")
@@ -183,13 +185,13 @@ def header_in(file: BinaryIO, path: Path) -> Header:
 
 
 def _fields(text: bytes, path: Path) -> dict[str, Any]:
-    # json rather than msgspec, which keeps the last of duplicate keys without a word
+    # json rather than msgspec, which silently keeps the last of duplicate keys
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
                 raise _corrupt(path, f"key {_SHORT.repr(key)} of the header", "once", "twice")
-            key.encode()  # refuses lone surrogates, which \u escapes can smuggle in
+            key.encode()  # raises for lone surrogates, which \u escapes can produce
             if isinstance(value, str):
                 value.encode()
             seen[key] = value
@@ -212,7 +214,7 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _check_form(text: bytes, path: Path) -> None:
-    """Raise `Corrupt` where a long header is not of the form of any: json would take ten times its size for it."""
+    """Raise `Corrupt` if a long header has not the form of a header: json would take ten times its size for it."""
     try:
         msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -227,14 +229,14 @@ def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo
         raise _corrupt(path, what, f"fields {', '.join(sorted(keys))}", f"no {', '.join(sorted(missing))}")
     if more := field.keys() - keys:
         raise UnsupportedFormat(
-            f"{path}: {what} has fields that this tstore does not know: {_SHORT.repr(sorted(more))}; "
-            f"install a newer tstore, or write the file again with the safetensors package"
+            f"{path}: {what} has fields unknown to this tstore: {_SHORT.repr(sorted(more))}; install a newer "
+            "tstore, or write the file again with the safetensors package"
         )
     name = field["dtype"]
     if isinstance(name, str) and name in _SUB_BYTE:
         raise UnsupportedFormat(
-            f"{path}: {what} has dtype {name}, below one byte an element, which this tstore can't hold; "
-            f"convert it to a wider one ({', '.join(DTYPES)})"
+            f"{path}: {what} has dtype {name}, of less than one byte an element, which tstore can't "
+            f"store; convert it to a wider one ({', '.join(DTYPES)})"
         )
     if not isinstance(name, str) or name not in DTYPES:
         raise _corrupt(path, f"dtype of {what}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
@@ -242,13 +244,13 @@ def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo
     shape = _wholes(field["shape"], f"shape of {what}", path)
     if len(shape) > _NDIM_MAX:
         raise UnsupportedFormat(
-            f"{path}: {what} has {len(shape)} dimensions, and NumPy holds {_NDIM_MAX}; reshape it first"
+            f"{path}: {what} has {len(shape)} dimensions, but NumPy has at most {_NDIM_MAX}; reshape it first"
         )
     if dtype.itemsize * math.prod(n for n in shape if n) > _SIZE_MAX:
         raise _corrupt(path, f"shape of {what}", f"at most {_SIZE_MAX} bytes", _SHORT.repr(list(shape)))
     offsets = _wholes(field["data_offsets"], f"data_offsets of {what}", path)
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
-        expected = f"two rising numbers up to the {size - base} bytes of data"
+        expected = f"two ascending numbers up to the {size - base} bytes of data"
         raise _corrupt(path, f"data_offsets of {what}", expected, _SHORT.repr(list(offsets)))
     start, stop = offsets
     nbytes = dtype.itemsize * math.prod(shape)
@@ -259,12 +261,12 @@ def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo
 
 def _wholes(value: Any, what: str, path: Path) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise _corrupt(path, what, "a list of whole numbers from 0 on", _SHORT.repr(value))
+        raise _corrupt(path, what, "a list of integers of at least 0", _SHORT.repr(value))
     return tuple(value)
 
 
-def _corrupt(path: Path, what: str, expected: str, found: str) -> Corrupt:
+def _corrupt(path: Path, what: str, expected: str, actual: str) -> Corrupt:
     return Corrupt(
-        f"{os.fspath(path)}: {what}: expected {expected}, found {found}; this is not a complete safetensors "
-        "file: check the path, or fetch it again"
+        f"{os.fspath(path)} is not a complete safetensors file: {what}: expected {expected}, found {actual}; "
+        "check the path, or download it again"
     )

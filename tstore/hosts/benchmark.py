@@ -166,7 +166,7 @@ class _Writer:
 
     async def open(self, url: str, rows: int, durability: str) -> None:
         """Opens the store and makes this host's rows."""
-        self._store = await tstore.open(url)
+        self._store = await tstore.open(url, "r+")
         self._durability: Any = durability
         self._rows = rows
         self._mine = slice(self._number * rows, (self._number + 1) * rows), slice(0, _COLUMNS)

@@ -1,9 +1,11 @@
-"""Quantizing a checkpoint: what each array gets, how it is encoded anew, and what that cost.
+"""Quantization: a copy of a checkpoint with its float arrays in low-bit formats, and a report of its errors.
 
-1. `quantize`: the whole, from the rules to the commit and its report.
-2. `policy`: rules. `plan`: which codecs each array gets by them or by its data. `study`: what an array would cost
-   in every format; `allocation`: the least error of many arrays within a budget of bytes.
-3. `encoding`: arrays fitted, written, read back and measured; `values`: their values, in threads; `rechunk`: their
-   chunks, cut anew where they must be; `work`: many of them at once, here or on the workers of an executor.
-4. `request`: what was asked, in words. `report`: what it cost, as data; `plot`: as pictures.
+1. `quantize`: the public verb, from the request to the commit.
+2. `request`: the arguments, checked, and in words. `policy`: rules by path pattern, and targets.
+3. `plan`: the codecs of each array, by the rules or by its data. `study`: the size and error of an array in every
+   format. `allocation`: the least total error of many arrays within a budget of bytes.
+4. `encoding`: arrays fitted, written, read back and measured. `values`: the values of arrays, in memory or by
+   slabs. `rechunk`: new chunks for arrays whose chunks would cut rows or blocks. `work`: many arrays concurrently,
+   in this process or on the workers of an executor.
+5. `report`: the measured errors and sizes, as data; `plot`: as pictures.
 """

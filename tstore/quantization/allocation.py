@@ -1,12 +1,12 @@
-"""Allocation: the sizes of many arrays that together have the least error within a budget of bytes; pure.
+"""Allocation of a budget of bytes to many arrays so that their total error is least; pure.
 
-1. Each array has a curve: what it costs in bytes and in error, in each of the ways that it can be stored.
-2. Only the points on the lower convex hull of a curve are worth taking: any other is beaten by a mix of two.
-3. All arrays begin at their smallest point. The steps from hull point to hull point of all arrays, sorted by how
-   much error each byte takes away, are taken one after the other as long as they fit (Shoham and Gersho 1988).
+1. Each array has a curve of points, the size and the error of each way to store it.
+2. Only the points on the lower convex hull of a curve matter: a mix of two hull points beats any other point.
+3. All arrays begin at their smallest point. The steps between neighbouring hull points of all arrays, sorted by
+   the error that each byte removes, are taken in turn while they fit (Shoham and Gersho 1988).
 
-Up to the first step that does not fit this is the least error that so many bytes allow, so a budget is missed by
-less than one step.
+Up to the first step that does not fit this is the least error for that many bytes, so the result is within one
+step of the optimum for the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ C = TypeVar("C")
 
 
 class Point(NamedTuple, Generic[C]):
-    """One way to store an array: its bytes, its error, and what is chosen then."""
+    """One way to store an array: its bytes, its error, and the choice that leads to them."""
 
     size: int
     error: float
@@ -29,7 +29,7 @@ class Point(NamedTuple, Generic[C]):
 
 
 def lower_hull(points: Sequence[Point[C]]) -> list[Point[C]]:
-    """The points of the lower convex hull, by size; error falls from each to the next."""
+    """Return the points of the lower convex hull by size; the error falls from each to the next."""
     hull: list[Point[C]] = []
     for point in sorted(points, key=lambda p: (p.size, p.error)):
         if hull and point.error >= hull[-1].error:
@@ -41,9 +41,9 @@ def lower_hull(points: Sequence[Point[C]]) -> list[Point[C]]:
 
 
 def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]]:
-    """One point of each curve, together of at most `budget` bytes; the smallest of each where that is too little.
+    """Return one point of each curve, at most `budget` bytes in all, or the smallest points if they exceed it.
 
-    Curves have one point or more. What remains is spent on later steps that still fit.
+    Each curve has at least one point. The remaining bytes go to later steps that still fit.
     """
     hulls = [lower_hull(curve) for curve in curves]
     chosen = [hull[0] for hull in hulls]
@@ -52,7 +52,7 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
         (-_gain(a, b), i, k) for i, hull in enumerate(hulls) for k, (a, b) in enumerate(itertools.pairwise(hull))
     )
     stopped: set[int] = set()
-    for _, i, k in steps:  # of one hull the gains fall, so its steps come in order
+    for _, i, k in steps:  # the gains of one hull fall, so that its steps come in order
         if i in stopped:
             continue
         more = hulls[i][k + 1].size - chosen[i].size
@@ -65,5 +65,5 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
 
 
 def _gain(a: Point[C], b: Point[C]) -> float:
-    """The error that each further byte takes away."""
+    """Return the error that each additional byte removes."""
     return (a.error - b.error) / (b.size - a.size)

@@ -1,4 +1,4 @@
-"""Plans: which codecs each array of a version gets, by the rules or, where those are silent, by its data."""
+"""Plans: the codecs for each array of a version, by the rules or, for arrays without a rule, by their data."""
 
 from __future__ import annotations
 
@@ -16,74 +16,86 @@ from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import SMALLEST, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
 from tstore.quantization.rechunk import encoded_meta, stored_bytes
-from tstore.quantization.study import Configuration, Study, nonfinite_reason, study
+from tstore.quantization.request import Request
+from tstore.quantization.study import Candidate, Configuration, Study, nonfinite_reason, study
 from tstore.quantization.values import Values, in_threads
 
 __all__ = ["WIDTHS", "Plan", "SourceArray", "plan_by_rules", "plan_for", "rules_for"]
 
 WIDTHS = range(2, 17)
-"""The widths of formats that the data may choose from."""
+"""The widths of the formats that arrays without a rule may get."""
 
 _MARGIN = 0.05
-"""dB: an estimate from a sample must lie that much above a floor to be tried first."""
+"""dB by which an estimate must exceed a floor before its format is tried."""
 
 _TRIES = 3
 
 
 class SourceArray(NamedTuple):
-    """An array as it is: its metadata, and the encoded bytes that it takes."""
+    """An array of the version to quantize: its metadata, and its encoded bytes."""
 
     meta: ArrayMeta
     size: int
 
 
 class Plan(NamedTuple):
-    """What becomes of the arrays of a version: `choices` are encoded, `kept` stay as they are, for a reason.
+    """The codecs for the arrays of a version.
 
-    The data decides on those `left`, in the granularity and scale that are given with each.
+    `choices` are the arrays to encode; `kept` stay as they are, each for a reason. The data decides on those in
+    `undecided`, each of which has its granularity and scale here.
     """
 
     choices: dict[str, Choice]
     kept: dict[str, str]
-    left: dict[str, Configuration]
+    undecided: dict[str, Configuration]
 
 
-def plan_by_rules(
-    arrays: Mapping[str, SourceArray],
-    rules: Rules | None,
-    recipe: Configuration,
-    *,
-    data: bool,
-    automatic: bool = True,
-) -> Plan:
-    """Return what the rules say of each array; with `data`, float arrays without a rule are left to their data.
+class _Recipe:
+    """The granularity and scale of eXmY codecs that name none, and the arrays of a version that they fit."""
 
-    `recipe` is the granularity and scale of eXmY codecs that name none; an array that it does not fit (a vector
-    has no second axis) has one offset. With `automatic`, arrays that are left to their data have the blocks of
-    `automatic_block`. `InvalidArgument` where the recipe fits no array at all, or a rule is wrong.
-    """
-    plan, misfits, fitting = Plan({}, {}, {}), list[InvalidArgument](), 0
+    def __init__(self, settings: Configuration) -> None:
+        self._settings = settings
+        self._fitting = 0
+        self._misfit: InvalidArgument | None = None
 
-    def fitted(path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
-        nonlocal fitting
+    def complete(self, path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
+        """Return the codecs with these settings, or with one offset for an array that the settings do not fit.
+
+        Raises `InvalidArgument` if the codecs do not fit by themselves.
+        """
         asked = as_configuration(codecs)
-        own = {**recipe, **asked}
+        own = {**self._settings, **asked}
         try:
             encoded_meta(meta, with_configuration(codecs, own))
         except InvalidArgument as error:
             if own == asked:
                 raise InvalidArgument(f"{path}: {error}") from None
-            misfits.append(InvalidArgument(f"{dict(recipe)} fits no array of this checkpoint; {path}: {error}"))
+            self._misfit = self._misfit or InvalidArgument(
+                f"{dict(self._settings)} fits no array of this checkpoint; {path}: {error}"
+            )
             own = {key: value for key, value in own.items() if key in asked or key not in ("axis", "block")}
             encoded_meta(meta, with_configuration(codecs, own))
         else:
-            fitting += 1
+            self._fitting += 1
         return with_configuration(codecs, own)
 
+    def check(self) -> None:
+        """Raise `InvalidArgument` if the settings fit none of the arrays."""
+        if self._misfit is not None and not self._fitting:
+            raise self._misfit
+
+
+def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
+    """Return the plan that the rules make; if the request has a target, float arrays without a rule are undecided.
+
+    An array that the request's recipe does not fit (a vector has no second axis) gets one offset.
+    Raises `InvalidArgument` if the recipe fits no array at all, or a rule is wrong.
+    """
+    plan, recipe = Plan({}, {}, {}), _Recipe(request.recipe)
     for path, (meta, _) in arrays.items():
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
-        by_data = matched is None and data
-        codecs, reason = matched or _unmatched(meta, data=data)
+        by_data = matched is None and request.target is not None
+        codecs, reason = matched or (_by_data(meta) if by_data else Match(None, _unsupported(meta)))
         if meta.size < SMALLEST and (is_exmy(codecs) or reason == ONE_DIMENSIONAL):
             plan.kept[path] = f"fewer than {SMALLEST} values"
         elif codecs is None:
@@ -91,30 +103,32 @@ def plan_by_rules(
         elif not is_exmy(codecs):
             plan.choices[path] = Choice((codecs,))
         elif not by_data:
-            plan.choices[path] = Choice((fitted(path, meta, codecs),))
+            plan.choices[path] = Choice((recipe.complete(path, meta, codecs),))
         else:
-            block = automatic_block(meta) if automatic else None
+            block = automatic_block(meta) if request.automatic else None
             asked = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
-            plan.left[path] = as_configuration(fitted(path, meta, asked))
-    if misfits and not fitting:
-        raise misfits[0]
+            plan.undecided[path] = as_configuration(recipe.complete(path, meta, asked))
+    recipe.check()
     return plan
 
 
-def _unmatched(meta: ArrayMeta, *, data: bool) -> Match:
-    """Return what an array gets that no rule matches: some eXmY format where its data decides."""
-    if meta.dtype.name not in FLOATS:
-        return Match(None, f"{meta.dtype} is not encoded")
-    if not data:
-        return Match(None)
+def _by_data(meta: ArrayMeta) -> Match:
+    """Return the match of an array whose data decides; e4m3 stands for the format to be chosen."""
+    if reason := _unsupported(meta):
+        return Match(None, reason)
     return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")
 
 
-def automatic_block(meta: ArrayMeta) -> int | None:
-    """Return how many values share an offset: the most of 128, 64 and 32 that fit rows and chunks, None without.
+def _unsupported(meta: ArrayMeta) -> str:
+    """Return why no eXmY format takes the dtype of an array; nothing if one does."""
+    return "" if meta.dtype.name in FLOATS else f"{meta.dtype} is not encoded"
 
-    Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model. Where no
-    block fits, the whole array shares one offset.
+
+def automatic_block(meta: ArrayMeta) -> int | None:
+    """Return the largest block of 128, 64 and 32 that divides rows and chunks, or None if none does.
+
+    Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model. Without a
+    block the whole array shares one offset.
     """
     if len(meta.shape) < 2:
         return None
@@ -125,7 +139,7 @@ def automatic_block(meta: ArrayMeta) -> int | None:
 def plan_for(
     target: Target | Default, plan: Plan, studies: Sequence[Study], arrays: Mapping[str, SourceArray]
 ) -> Plan:
-    """The plan with what the studies say of the arrays that were left to their data."""
+    """Return the plan with a decision for each undecided array, by its study and the target."""
     match target:
         case MinSqnr(decibel):
             return _above(plan, studies, decibel, arrays)
@@ -136,9 +150,9 @@ def plan_for(
 
 
 def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with a format of 8 bits for each array left; those that are no larger now are kept."""
+    """Return the plan with 8 bits a value for each undecided array; arrays that take no more already are kept."""
     choices, kept = dict(plan.choices), dict(plan.kept)
-    for path, recipe in plan.left.items():
+    for path, recipe in plan.undecided.items():
         shared = recipe.get("axis") is not None or recipe.get("block") is not None
         codecs = {**recipe, "format": "e2m5" if shared else "e3m4"}
         if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].size:
@@ -149,45 +163,36 @@ def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
 
 
 def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]) -> Plan:
-    """For each studied array the smallest formats that are expected to keep an SQNR, the best few of them."""
+    """Return the plan with, for each studied array, the few smallest formats that are expected to keep an SQNR."""
     choices, kept = dict(plan.choices), dict(plan.kept)
-    for found in studies:
-        if found.nonfinite:
-            kept[found.path] = nonfinite_reason(found.nonfinite, arrays[found.path].meta.size)
+    for studied in studies:
+        if studied.nonfinite:
+            kept[studied.path] = nonfinite_reason(studied.nonfinite, arrays[studied.path].meta.size)
             continue
-        most = arrays[found.path].size
-        allowed = found.signal * 10 ** (-(decibel + _MARGIN) / 10)
-        able = sorted((size, error, i) for i, (_, size, error) in enumerate(found.candidates) if error <= allowed)
-        best = {size: i for size, _, i in reversed(able) if size < most}  # the least error of each size
-        tries = [found.candidates[i][0] for _, i in sorted(best.items())][:_TRIES]
-        if tries:
-            choices[found.path] = Choice(tuple(tries), decibel)
+        allowed = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
+        smaller = (c for c in studied.candidates if c.size < arrays[studied.path].size and c.error <= allowed)
+        best: dict[int, Candidate] = {}  # the one with the least error of each size
+        for candidate in sorted(smaller, key=lambda c: (c.size, c.error)):
+            best.setdefault(candidate.size, candidate)
+        if best:
+            choices[studied.path] = Choice(tuple(c.codecs for c in best.values())[:_TRIES], decibel)
         else:
-            kept[found.path] = f"no smaller format is expected to keep {decibel:g} dB"
+            kept[studied.path] = f"no smaller format is expected to keep {decibel:g} dB"
     return Plan(choices, kept, {})
 
 
 def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
-    """For the studied arrays together the formats of the least error, at so many bits a value over all arrays.
+    """Return the plan with the formats of the least total error of the studied arrays within the budget of bits.
 
-    `InvalidArgument`, with the least that is possible, where even the smallest formats are too big.
+    Raises `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """
     choices, kept = dict(plan.choices), dict(plan.kept)
+    kept.update({s.path: nonfinite_reason(s.nonfinite, arrays[s.path].meta.size) for s in studies if s.nonfinite})
     fixed = sum(arrays[path].size for path in kept)
     fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
-    curves: list[list[Point[Configuration | None]]] = []
-    studied = [s for s in studies if not s.nonfinite]
-    for found in studies:
-        size = arrays[found.path].size
-        if found.nonfinite:
-            kept[found.path] = nonfinite_reason(found.nonfinite, arrays[found.path].meta.size)
-            fixed += size
-        else:
-            curve: list[Point[Configuration | None]] = [Point(size, 0.0, None)]
-            weight = target.weight(found.signal, arrays[found.path].meta.size)
-            curve += [Point(b, weight * e, c) for c, b, e in found.candidates if b < size]
-            curves.append(curve)
-    values = sum(given.meta.size for given in arrays.values())
+    finite = [s for s in studies if not s.nonfinite]
+    curves = [_curve(studied, target, arrays[studied.path]) for studied in finite]
+    values = sum(array.meta.size for array in arrays.values())
     budget = int(target.average * values / 8) - fixed
     least = sum(min(point.size for point in curve) for curve in curves)
     if least > budget:
@@ -197,22 +202,30 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
             f"{8 * fixed / max(1, values):.3f} are {len(kept)} arrays that keep their bits and those with a rule; "
             "allow more bits, or name these arrays in rules for smaller formats"
         )
-    for found, point in zip(studied, allocate(curves, budget), strict=True):
+    for studied, point in zip(finite, allocate(curves, budget), strict=True):
         if point.choice is None:
-            kept[found.path] = "the budget has room for all its bits"
+            kept[studied.path] = "the budget has room for all its bits"
         else:
-            choices[found.path] = Choice((point.choice,))
+            choices[studied.path] = Choice((point.choice,))
     return Plan(choices, kept, {})
 
 
+def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Configuration | None]]:
+    """Return the sizes and weighted errors of an array in the smaller candidates and as it is."""
+    weight = target.weight(studied.signal, array.meta.size)
+    curve: list[Point[Configuration | None]] = [Point(array.size, 0.0, None)]
+    curve += [Point(c.size, weight * c.error, c.codecs) for c in studied.candidates if c.size < array.size]
+    return curve
+
+
 async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
-    """The codecs of arrays in memory that their data decides, as rules of their paths."""
+    """Return rules that give each array in memory the codecs that its data decides."""
     arrays = {}
     for path, values in leaves.items():
         meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))
         arrays[path] = SourceArray(meta, stored_bytes(meta))
-    plan = plan_by_rules(arrays, None, {}, data=True)
-    held = [Values.held(path, arrays[path].meta, leaves[path]) for path in plan.left]
-    studies = await in_threads(lambda v: study(v, plan.left[v.path], WIDTHS), held)
+    plan = plan_by_rules(arrays, None, Request(target=target))
+    undecided = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in plan.undecided]
+    studies = await in_threads(lambda v: study(v, plan.undecided[v.path], WIDTHS), undecided)
     chosen = plan_for(target, plan, studies, arrays).choices
     return Rules.exact({path: choice.codecs[0] for path, choice in chosen.items()})

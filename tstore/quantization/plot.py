@@ -1,4 +1,4 @@
-"""Plots of a report: the error of every array against its bits per value, and the exponents of the worst."""
+"""Plots of a report: the error of each array against its bits per value, and the exponents of the worst."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["check_plot", "plot_report"]
 
 _WORST = 6
 
-_LOOKS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
+_MARKERS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
 """Colours and markers, one pair for each format: there are 107 of 2 to 16 bits."""
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Raises `InvalidArgument` where no plot can be written to the file: before work, not after it."""
+    """Raise `InvalidArgument` if a plot can't be written to the file; call it before long work."""
     path = pathlib.Path(file)
     known = sorted(_figure().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise InvalidArgument(f"{path}: plots have one of the suffixes {', '.join(known)}")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidArgument(f"{path}: {path.parent} is no folder that can be written to")
+        raise InvalidArgument(f"{path}: {path.parent} is not a folder that can be written to")
 
 
 def _figure(**options: Any) -> Any:
@@ -38,9 +38,9 @@ def _figure(**options: Any) -> Any:
 
 
 def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
-    """Writes the plots as an image; the suffix of the file names its format (.png, .svg, .pdf).
+    """Write the plots as an image; the suffix of the file is its format (.png, .svg, .pdf).
 
-    Raises `InvalidArgument` as `check_plot` does, and where the file can't be written.
+    Raises `InvalidArgument` as `check_plot` does, and if the file can't be written.
     """
     check_plot(file)
     shown = [a for a in report.worst if a.exponents is not None][:_WORST]
@@ -57,10 +57,10 @@ def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
 
 
 def _errors(axes: Any, report: QuantizeReport) -> None:
-    """Draw a point for each encoded array, its area by the number of its values, its look by its format."""
+    """Draw a point for each encoded array; its area shows the number of values, its marker the format."""
     most = max((a.values for a in report.encoded), default=1)
     names = sorted({a.format for a in report.encoded if a.format}, key=lambda n: (exmy.Format(n).bits, n))
-    for (color, marker), name in zip(_LOOKS, names, strict=False):
+    for (color, marker), name in zip(_MARKERS, names, strict=False):
         arrays = [a for a in report.encoded if a.format == name]
         sizes = [12 + 240 * a.values / most for a in arrays]
         axes.scatter(
@@ -93,7 +93,7 @@ def _errors(axes: Any, report: QuantizeReport) -> None:
 
 
 def _exponents(axes: Any, array: QuantizedArray) -> None:
-    """The histogram of an array's exponents."""
+    """Draw the histogram of an array's exponents."""
     assert array.exponents is not None
     lowest, counts = array.exponents
     share = [100 * n / max(1, array.values) for n in counts]

@@ -1,4 +1,4 @@
-"""Policies: which codecs each array of a checkpoint gets, by the pattern of its path or by its data; pure."""
+"""Policies: the codecs of the arrays of a checkpoint by path pattern, and targets for their data; pure."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class MinSqnr:
 
 @dataclass(frozen=True)
 class Bits:
-    """The eXmY formats of all arrays together: the least error at `average` stored bits a value or less.
+    """All arrays together get the eXmY formats with the least error at `average` stored bits a value or less.
 
-    `error` says what is added up over the arrays: "relative", each array's squared error over its squared values,
-    times the square root of its number of values; or "absolute", the squared errors themselves. "relative" serves
-    the weights of a model far better: its layers rescale what comes in, and large tables of small influence do not
-    take all bits (`examples/minilm.py --defaults` measures both).
+    `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its squared
+    values, times the square root of its number of values; or "absolute", the squared errors themselves. "relative"
+    suits the weights of a model far better, because its layers rescale their inputs, and large tables of little
+    influence do not take all bits (`examples/minilm.py --defaults` measures both).
     """
 
     average: float
@@ -71,7 +71,7 @@ class Bits:
             raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
 
     def weight(self, signal: float, values: int) -> float:
-        """By how much the squared error of an array counts."""
+        """Return the weight of the squared error of an array."""
         if self.error == "absolute" or signal == 0:
             return 1.0
         return math.sqrt(values) / signal
@@ -79,21 +79,21 @@ class Bits:
 
 @dataclass(frozen=True)
 class Default:
-    """Each array gets 8 bits a value: e2m5 where blocks or rows share an offset, e3m4 where the whole array does.
+    """Each array gets 8 bits a value: e2m5 if blocks or rows share an offset, e3m4 if the whole array does.
 
-    Of all formats of 8 bits these have the least error on the weights of a model: the values of a block lie within
-    the few powers of two that e2m5 tells apart, those of a whole array need the wider range of e3m4.
+    Of all formats of 8 bits these have the least error on the weights of a model: the values of a block are within
+    the few powers of two that e2m5 covers, those of a whole array need the wider range of e3m4.
     """
 
 
 DEFAULT = Default()
 
 Target = MinSqnr | Bits
-"""What the data of an array decides by, where no rule matches its path."""
+"""How the data of an array without a rule decides on its format."""
 
 
 class Match(NamedTuple):
-    """What the first rule that matches an array gives it: codecs, or None, and why it gets none after all."""
+    """The codecs of an array by the first rule that matches it, or None and the reason."""
 
     codecs: Codecs
     reason: str = ""
@@ -109,26 +109,26 @@ def _number(what: str, value: Any) -> float:
 
 
 ONE_DIMENSIONAL = "one-dimensional; a rule with its name encodes it"
-"""Why vectors keep their bits: those of a model are few and decide much (biases, the gains of normalisations)."""
+"""Vectors keep their bits, because those of a model are few and matter much (biases, gains of normalizations)."""
 
 
 class Rules:
-    """Codecs by path pattern. One codec alone stands for the rule "**".
+    """Codecs by path pattern; codecs alone are the rule "**".
 
-    A mapping with the key "format" is no set of rules but the configuration of one eXmY codec.
+    A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules.
 
-    An eXmY format is for floats only. Where a version is quantized, one-dimensional arrays get it only from a rule
-    that names them: one whose last part has other characters than wildcards, as "layers/0/bias", "**/bias"
-    and "**/norm*" have, and "**", "layers/**" and "layers/*" have not.
+    An eXmY format is for floats only. In a quantization, one-dimensional arrays get it only from a rule that names
+    them, whose last part has other characters than wildcards: "layers/0/bias", "**/bias" and "**/norm*" name
+    arrays, but "**", "layers/**" and "layers/*" do not.
     """
 
     def __init__(self, rules: CodecRules) -> None:
         listed = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
-        self._given = isinstance(rules, Mapping) and listed is rules
+        self._are_patterns = isinstance(rules, Mapping) and listed is rules
         for pattern, codecs in listed.items():
             if not isinstance(pattern, str) or not isinstance(codecs, str | Mapping | list | tuple | None):
                 raise InvalidArgument(
-                    f"the rule {pattern!r}: {codecs!r:.100} can't be read; expected a path pattern, and None, "
+                    f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern, and None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
                 )
             if isinstance(codecs, list | tuple):
@@ -139,13 +139,13 @@ class Rules:
 
     @staticmethod
     def exact(codecs: Mapping[str, Codecs]) -> Rules:
-        """Return the rules that give these paths, taken letter by letter, these codecs."""
+        """Return rules for exactly these paths, in which no character is a wildcard."""
         rules = Rules({})
         rules._tests = [(path, path.__eq__, chosen, True) for path, chosen in codecs.items()]
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
-        """Return what the first rule that matches gives an array that is quantized, None where none does."""
+        """Return the match of an array in a quantization; None if no rule matches."""
         for _, matches, codecs, names in self._tests:
             if matches(path):
                 if is_exmy(codecs) and dtype.name not in FLOATS:
@@ -156,26 +156,26 @@ class Rules:
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs that an array is saved in; None, which keeps all bits, where no rule matches."""
+        """Return the codecs of an array in a save; None, which keeps all bits, if no rule matches."""
         codecs = next((codecs for _, matches, codecs, _ in self._tests if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
     def check(self, paths: Iterable[str]) -> None:
-        """Raises `InvalidArgument` for patterns that match none of the paths, with the nearest paths."""
-        there = list(paths)
-        if not self._given:
+        """Raise `InvalidArgument`, with the nearest paths, if a pattern matches none of the paths."""
+        known = list(paths)
+        if not self._are_patterns:
             return
-        idle = [pattern for pattern, matches, _, _ in self._tests if not any(map(matches, there))]
-        if idle:
-            lines = [f"{p!r}; near it are: {', '.join(_near(p, there)) or 'none'}" for p in idle]
+        unmatched = [pattern for pattern, matches, _, _ in self._tests if not any(map(matches, known))]
+        if unmatched:
+            lines = [f"{p!r}; near it are: {', '.join(_near(p, known)) or 'none'}" for p in unmatched]
             raise InvalidArgument(
-                f"{len(idle)} of {len(self._tests)} patterns match no array of this checkpoint; mend or remove "
-                f"them ('**/' stands for any folders above, also none):{listed(lines)}"
+                f"{len(unmatched)} of {len(self._tests)} patterns match no array of this checkpoint; correct or "
+                f"remove them ('**/' matches any number of leading groups, also none):{listed(lines)}"
             )
 
 
 def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
-    """Raise `InvalidArgument` for a list that holds anything but Zarr codecs."""
+    """Raise `InvalidArgument` if a list has an entry that is not a Zarr codec."""
     checked_attributes({"codecs": codecs}, f"the rule {pattern!r}: ")
     for codec in codecs:
         if (
@@ -184,13 +184,13 @@ def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
             or not isinstance(codec.get("configuration", {}), Mapping)
         ):
             raise InvalidArgument(
-                f"the rule {pattern!r}: {codec!r:.100} is no codec of Zarr; expected a mapping such as "
+                f"the rule {pattern!r}: {codec!r:.100} is not a Zarr codec; expected a mapping such as "
                 '{"name": "zstd", "configuration": {"level": 1}}'
             )
 
 
 def _check_exmy(pattern: str, codecs: Codecs) -> None:
-    """Raise `InvalidArgument` for a format that exmy does not know, even if no array would be stored in it."""
+    """Raise `InvalidArgument` for a format unknown to exmy, even if no array would get it."""
     try:
         exmy.ChunkCodec.of(as_configuration(codecs))
     except exmy.ExmyError as error:
@@ -200,12 +200,12 @@ def _check_exmy(pattern: str, codecs: Codecs) -> None:
 
 
 def _names(pattern: str) -> bool:
-    """Return whether a pattern names arrays: whether its last part has more than wildcards."""
+    """Return whether the last part of a pattern has other characters than wildcards."""
     return bool(pattern.rpartition("/")[2].strip("*?"))
 
 
 def _near(pattern: str, paths: list[str]) -> list[str]:
-    """Paths like the pattern, as a whole or in their last name."""
+    """Return paths that are similar to the pattern as a whole, or in their last name."""
     plain = pattern.replace("*", "").strip("/")
     whole = difflib.get_close_matches(plain, paths, 3, 0.5)
     name = plain.rpartition("/")[2]
@@ -213,24 +213,26 @@ def _near(pattern: str, paths: list[str]) -> list[str]:
     return list(dict.fromkeys([*whole, *(names[n] for n in difflib.get_close_matches(name, names, 3, 0.5))]))[:3]
 
 
-_WORDS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
+_ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
 
 
-def parse_policy(text: bytes, where: str) -> dict[str, Any]:
-    """The arguments of `tstore.quantize` in a policy file: JSON, rules by path pattern or an object of arguments.
+def parse_policy(text: bytes, file: str) -> dict[str, Any]:
+    """Return the arguments of `tstore.quantize` in a JSON policy file: rules by path pattern, or arguments.
 
-    An object with "formats", "min_sqnr" or "bits" is one of arguments, which may also hold "error", "axis",
-    "block" and "scale". `InvalidArgument` names the file `where` it does not parse.
+    An object with "formats", "min_sqnr" or "bits" has arguments, which may also be "error", "axis", "block" and
+    "scale". Raises `InvalidArgument`, naming the file, if it is invalid.
     """
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"{where} is no JSON: {error}") from None
+        raise InvalidArgument(f"{file} is not JSON: {error}") from None
     if not isinstance(document, dict) or not document:
-        raise InvalidArgument(f'{where}: expected an object such as {{"**/norm*": null, "**": "e3m2"}}')
+        raise InvalidArgument(f'{file}: expected an object such as {{"**/norm*": null, "**": "e3m2"}}')
     if not {"formats", "min_sqnr", "bits"} & document.keys():
         return {"formats": document}
-    unknown = sorted(document.keys() - set(_WORDS))
+    unknown = sorted(document.keys() - set(_ARGUMENTS))
     if unknown:
-        raise InvalidArgument(f"{where}: unknown keys {', '.join(unknown)}; known are: {', '.join(_WORDS)}")
+        raise InvalidArgument(
+            f"{file}: unknown keys {', '.join(unknown)}; expected some of {', '.join(_ARGUMENTS)}"
+        )
     return document

@@ -1,4 +1,4 @@
-"""What quantizing a checkpoint cost and saved, array by array: as plain data, and as the commit keeps it."""
+"""Reports of a quantization: sizes and measured errors array by array, as data and as stored in the commit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from tstore.snapshot import Snapshot
 __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
 
 _HISTOGRAMS = 8
-"""Arrays, those of the least SQNR, whose exponent histogram is kept with the commit."""
+"""Arrays of the least SQNR whose exponent histograms are stored in the commit."""
 
 _UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
-"""What may be infinite, for which JSON has no number."""
+"""Values that may be infinite, for which JSON has no number."""
 
 _NOTHING = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
-    """What became of one array: measured on what was stored, read back and decoded.
+    """The formats and errors of one array, measured on its stored bytes, read back and decoded.
 
-    `format` is None where not a bit was lost, and `reason` says why if that was not asked for. `granularity`
-    is what shares an offset: "tensor", "row", "block of 32", or "chunk". `bytes_before` and `bytes_after` are
+    `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
+    which values share an offset: "tensor", "row", "block of 32", or "chunk". `bytes_before` and `bytes_after` are
     encoded bytes with the codec's metadata. `clipped` is the share of values beyond the largest of their group.
-    `exponents` counts floor(log2 |x|) of the values from `lowest` on: (lowest, counts), None where not kept.
+    `exponents` is (lowest, counts), the numbers of values with floor(log2 |x|) = lowest, lowest + 1, …; None if
+    they are not stored.
     """
 
     path: str
@@ -46,13 +47,13 @@ class QuantizedArray(NamedTuple):
     exponents: tuple[int, list[int]] | None = None
 
     def __repr__(self) -> str:
-        """One line, without the histogram."""
+        """Return one line, without the histogram."""
         what = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "kept"
         return f"<QuantizedArray {self.path}: {what}, {self.bits_per_value:.2f} bits/value>"
 
     @property
     def sqnr(self) -> float:
-        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy, NaN where a sum lies outside of float64."""
+        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy, NaN if a sum is beyond float64."""
         return self._difference.sqnr
 
     @property
@@ -66,9 +67,9 @@ class QuantizedArray(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """The commit that holds the quantized arrays, what was asked for, and what became of each array.
+    """The commit of a quantized copy, the request in words, and a row for each array.
 
-    All is measured against version `source` on what was stored, read back and decoded.
+    All is measured against version `source`, on the stored bytes, read back and decoded.
     """
 
     version: int
@@ -78,7 +79,7 @@ class QuantizeReport(NamedTuple):
     request: str = ""
 
     def __repr__(self) -> str:
-        """One line: the commit and the totals; `arrays`, `worst` and `document()` have the rest."""
+        """Return one line with the commit and the totals; `arrays`, `worst` and `document()` have the rest."""
         return (
             f"<QuantizeReport version {self.version} ({self.tag}), from version {self.source}: "
             f"{len(self.encoded)} of {len(self.arrays)} arrays encoded, "
@@ -87,17 +88,17 @@ class QuantizeReport(NamedTuple):
 
     @property
     def encoded(self) -> list[QuantizedArray]:
-        """The arrays that lost something."""
+        """The arrays that are not exact."""
         return [a for a in self.arrays if a.format]
 
     @property
     def worst(self) -> list[QuantizedArray]:
-        """The encoded arrays, those of the least SQNR first, and before them those whose SQNR is not known."""
+        """The encoded arrays by SQNR, the least first; an unknown SQNR comes before all others."""
         return sorted(self.encoded, key=lambda a: -math.inf if math.isnan(a.sqnr) else a.sqnr)
 
     @property
     def sqnr(self) -> float:
-        """Over all encoded arrays together, in dB."""
+        """The SQNR of all encoded arrays together, in dB."""
         return sum((a._difference for a in self.encoded), _NOTHING).sqnr
 
     @property
@@ -133,7 +134,7 @@ class QuantizeReport(NamedTuple):
         return sum(a.clipped * a.values for a in self.encoded) / values if values else 0.0
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON has it: no infinities (None), totals beside the arrays."""
+        """Return the report as JSON values: None for infinities, totals beside the arrays."""
         return {
             "version": self.version,
             "tag": self.tag,
@@ -163,7 +164,7 @@ class QuantizeReport(NamedTuple):
 
 
 def stored_form(report: QuantizeReport) -> dict[str, Any]:
-    """What the commit keeps of a report: its version is not known yet, histograms of the worst arrays only."""
+    """Return the report as the commit stores it: without its version, with the histograms of the worst."""
     worst = {a.path for a in report.worst[:_HISTOGRAMS]}
     document = report.document()
     del document["version"]
@@ -174,16 +175,16 @@ def stored_form(report: QuantizeReport) -> dict[str, Any]:
 
 
 def stored_report(snapshot: Snapshot) -> QuantizeReport:
-    """The report that is stored in a quantized commit; `NotFound` for any other commit."""
-    found = snapshot.own_attributes().get("quantization")
-    if not isinstance(found, Mapping):
+    """Return the report that a quantized commit stores; raise `NotFound` for any other commit."""
+    document = snapshot.own_attributes().get("quantization")
+    if not isinstance(document, Mapping):
         raise NotFound(
-            f"version {snapshot.version} has no report: it is no commit of tstore.quantize; tstore log shows "
-            "which are, pass the version or the tag of one"
+            f"version {snapshot.version} has no report, because it is not a commit of tstore.quantize; pass the "
+            "version or tag of one, as tstore log lists them"
         )
     with parsing(f"version {snapshot.version}: its report"):
-        arrays = [_array(row) for row in found["arrays"]]
-        return QuantizeReport(snapshot.version, found["tag"], found["source"], arrays, found["request"])
+        arrays = [_array(row) for row in document["arrays"]]
+        return QuantizeReport(snapshot.version, document["tag"], document["source"], arrays, document["request"])
 
 
 def _array(row: Mapping[str, Any]) -> QuantizedArray:

@@ -1,44 +1,121 @@
-"""Requests: what was asked of a quantization, in words; pure."""
+"""Requests: the arguments of a quantization that decide on formats, checked, and in words; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeGuard
 
-from tstore.format.codecs import Codecs
-from tstore.quantization.policy import Bits, CodecRules, Default, MinSqnr, Target
+import exmy
 
-__all__ = ["describe_request"]
+from tstore.errors import InvalidArgument
+from tstore.format.codecs import Codecs, as_configuration, is_exmy
+from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSqnr, Target
 
-_LIMIT = 300
-"""Characters of a description: it goes into the message of a commit."""
+__all__ = ["Request", "checked_request"]
+
+_LONGEST = 300
+"""Characters of a description, which goes into the message of a commit."""
 
 
-def describe_request(
-    formats: CodecRules, target: Target | Default | None, recipe: Mapping[str, Any], *, automatic: bool
-) -> str:
-    """Return a request in one line, as "**/norm*: kept, **: e3m2; bits=5, error=relative; axis=0".
+class Request(NamedTuple):
+    """Rules, and the target of the arrays without a rule.
 
-    Long ones are cut, and end with "…". `automatic` says that arrays left to their data have blocks that fit.
+    `recipe` is the granularity and scale of eXmY codecs that name none. With `automatic`, arrays without a rule
+    share offsets in blocks where these fit.
     """
-    parts = []
-    if isinstance(formats, Mapping) and "format" not in formats:
-        parts.append(", ".join(f"{pattern}: {_codecs(codecs)}" for pattern, codecs in formats.items()))
-    elif formats is not None:
-        parts.append(_codecs(formats))
-    match target:
-        case MinSqnr(decibel):
-            parts.append(f"min_sqnr={decibel:g}")
-        case Bits(average, error):
-            parts.append(f"bits={average:g}, error={error}")
-        case Default():
-            parts.append("8 bits a value")
-    if target is not None and automatic:
-        parts.append("block=128 where it fits")
-    if recipe:
-        parts.append(_settings(recipe))
-    text = "; ".join(parts).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _LIMIT else text[: _LIMIT - 1] + "…"
+
+    formats: CodecRules = None
+    target: Target | Default | None = None
+    recipe: Mapping[str, Any] = {}
+    automatic: bool = True
+
+    def describe(self) -> str:
+        """Return the request in one line, such as "**/norm*: kept, **: e3m2; bits=5, error=relative; axis=0".
+
+        A long line is cut and ends with "…".
+        """
+        parts = []
+        if _are_rules(self.formats):
+            parts.append(", ".join(f"{pattern}: {_codecs(codecs)}" for pattern, codecs in self.formats.items()))
+        elif self.formats is not None:
+            parts.append(_codecs(self.formats))
+        match self.target:
+            case MinSqnr(decibel):
+                parts.append(f"min_sqnr={decibel:g}")
+            case Bits(average, error):
+                parts.append(f"bits={average:g}, error={error}")
+            case Default():
+                parts.append("8 bits a value")
+        if self.target is not None and self.automatic:
+            parts.append("block=128 where it fits")
+        if self.recipe:
+            parts.append(_settings(self.recipe))
+        text = "; ".join(parts).encode("utf-8", "backslashreplace").decode()
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+    def name(self) -> str:
+        """Return the formats as the last part of a tag, such as "e4m3-5bits"."""
+        used = self.formats.values() if _are_rules(self.formats) else [self.formats]
+        parts = [_format_name(codecs) for codecs in used if codecs is not None]
+        match self.target:
+            case MinSqnr(decibel):
+                parts.append(f"{decibel:g}dB")
+            case Bits(average, _):
+                parts.append(f"{average:g}bits")
+            case Default():
+                parts.append("e2m5")
+        return "-".join(dict.fromkeys(parts)) or "copy"
+
+
+def checked_request(
+    formats: CodecRules,
+    min_sqnr: float | None,
+    bits: float | None,
+    error: Literal["absolute", "relative"] | None,
+    axis: int | None,
+    block: int | Literal["auto"] | None,
+    scale: str,
+) -> Request:
+    """Return the request of these arguments of `quantize`; raise `InvalidArgument` if they are wrong."""
+    target: Target | Default | None = _checked_target(min_sqnr, bits, error)
+    if formats is None and target is None:
+        target = DEFAULT
+    settings: dict[str, Any] = {
+        "axis": axis,
+        "block": None if block == "auto" else block,
+        "scale": None if scale == "search" else scale,
+    }
+    recipe = {key: value for key, value in settings.items() if value is not None}
+    try:
+        exmy.ChunkCodec.of({"format": "e4m3", **recipe})
+    except exmy.ExmyError as fault:
+        raise InvalidArgument(f"axis, block and scale of a quantization: {fault!s:.300}") from None
+    return Request(formats, target, recipe, block == "auto" and axis is None and scale != "none")
+
+
+def _checked_target(
+    min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"] | None
+) -> Target | None:
+    if min_sqnr is not None and bits is not None:
+        raise InvalidArgument("min_sqnr=… and bits=… exclude each other; pass one of them")
+    if bits is not None:
+        return Bits(bits) if error is None else Bits(bits, error)
+    if error is not None:
+        raise InvalidArgument(f"error={error!r} is what bits=… minimizes; pass bits=… too")
+    return None if min_sqnr is None else MinSqnr(min_sqnr)
+
+
+def _are_rules(formats: CodecRules) -> TypeGuard[Mapping[str, Codecs]]:
+    """Return whether these are rules by path pattern, and not one codec."""
+    return isinstance(formats, Mapping) and "format" not in formats
+
+
+def _format_name(codecs: Codecs) -> str:
+    if isinstance(codecs, Mapping):
+        return str(codecs["format"])
+    if isinstance(codecs, str):
+        return codecs
+    return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
 
 
 def _codecs(codecs: Codecs) -> str:

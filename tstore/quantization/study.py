@@ -1,9 +1,9 @@
-"""The study of an array: its exponents, and what it would cost, in bytes and in error, in every eXmY format.
+"""The study of an array: its exponents, and its size and error in every eXmY format.
 
-1. All values are read once, for their exponents; that also tells whether all are finite.
-2. Every format of every width is tried on a sample (`exmy.survey`).
-3. Where all values share one offset, the best formats of each width are then tried on all values: a few outliers
-   that no sample sees can decide the error. Of rows and blocks the error is estimated by the sample.
+1. One pass over all values counts their exponents, which also tells whether all are finite, and collects a sample.
+2. `exmy.survey` tries every format of every width on the sample.
+3. Where all values share one offset, the best formats of each width are then tried on all values, because a few
+   outliers that no sample contains can decide the error. For rows and blocks the sample's error is the estimate.
 """
 
 from __future__ import annotations
@@ -16,57 +16,92 @@ import numpy as np
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.quantization.rechunk import encoded_meta, stored_bytes
-from tstore.quantization.values import Values
+from tstore.quantization.values import Sample, Values
 
-__all__ = ["Configuration", "Study", "exponents_of", "fit_tensor", "nonfinite_reason", "study"]
+__all__ = ["Candidate", "Configuration", "Profile", "Study", "fit_tensor", "nonfinite_reason", "profile", "study"]
 
 Configuration = Mapping[str, Any]
-"""A configuration of the codec exmy: "format", and what shares an offset ("axis", "block", "scale")."""
+"""A configuration of the codec exmy: "format", and which values share an offset ("axis", "block", "scale")."""
+
+
+class Profile(NamedTuple):
+    """Properties of all values of an array, which its encoding need not determine again.
+
+    `exponents` counts the finite values. `fits` names, for each format that was tried on all values, the same
+    format with the bias that suits them best.
+    """
+
+    exponents: exmy.Exponents
+    fits: Mapping[str, str]
+
+
+class Candidate(NamedTuple):
+    """One configuration for an array, with the array's stored bytes and its expected squared error."""
+
+    codecs: Configuration
+    size: int
+    error: float
 
 
 class Study(NamedTuple):
-    """What is known of an array: how many values are not finite, the sum of squares, and what formats would cost.
+    """The properties of an array that decide on its format.
 
-    Each candidate is a configuration, the bytes of the array in it, and its expected squared error.
+    `nonfinite` counts NaN and infinity; if there are any, there are no candidates. `signal` is the sum of squares.
     """
 
     path: str
     nonfinite: int
     signal: float
-    candidates: Sequence[tuple[Configuration, int, float]]
+    candidates: Sequence[Candidate]
+    profile: Profile
 
 
 def study(values: Values, recipe: Configuration, widths: range) -> Study:
-    """The study of an array for formats of some widths, all with the granularity and scale of `recipe`."""
+    """Study an array for formats of the widths, all with the granularity and scale of `recipe`."""
     meta = values.meta
-    exponents = exponents_of(values)
-    if exponents.count < meta.size:
-        return Study(values.path, meta.size - exponents.count, 0.0, [])
     shared = {key: value for key, value in recipe.items() if key != "format"}
-    sample = values.sample(recipe.get("axis") if recipe.get("block") is None else None)
-    surveyed = exmy.survey(sample, widths, **shared)
+    sample = Sample(meta, recipe.get("axis") if recipe.get("block") is None else None)
+    exponents, signal = _no_exponents(meta), 0.0
+    for region, slab in values.slabs():
+        exponents += exmy.exponents(slab, nonfinite="saturate")
+        sample.add(region, slab)
+        if shared:  # or the search for the bias gives the signal
+            signal += exmy.compare(slab, slab).signal
+    if exponents.count < meta.size:
+        return Study(values.path, meta.size - exponents.count, 0.0, [], Profile(exponents, {}))
+    surveyed = exmy.survey(sample.values, widths, **shared)
+    fits: dict[str, str] = {}
     if shared:
-        signal = sum(exmy.compare(x, x).signal for x in values.slabs())
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
     else:
-        all_seen = sample.size == meta.size or exmy.exponents(sample).highest == exponents.highest
-        fits = fit_tensor(values, _contenders(surveyed, all_seen=all_seen))
-        errors = [(fit.format.standard, fit.noise or 0.0) for fit in fits]
-        signal = fits[0].signal
-    return Study(values.path, 0, signal, [_candidate(meta, recipe, f, error) for f, error in errors])
+        complete = sample.values.size == meta.size
+        all_seen = complete or exmy.exponents(sample.values).highest == exponents.highest
+        tensor_fits = fit_tensor(values, _contenders(surveyed, all_seen=all_seen))
+        errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
+        fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
+        signal = tensor_fits[0].signal
+    candidates = [_candidate(meta, {**recipe, "format": f.name}, error) for f, error in errors]
+    return Study(values.path, 0, signal, candidates, Profile(exponents, fits))
 
 
-def _candidate(
-    meta: ArrayMeta, recipe: Configuration, f: exmy.Format, error: float
-) -> tuple[Configuration, int, float]:
-    configuration = {**recipe, "format": f.name}
-    return configuration, stored_bytes(encoded_meta(meta, configuration)), error
+def profile(values: Values) -> Profile:
+    """Return the profile of an array that needs no study."""
+    every = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
+    return Profile(sum(every, _no_exponents(values.meta)), {})
+
+
+def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
+    return exmy.exponents(np.zeros(0, meta.dtype))
+
+
+def _candidate(meta: ArrayMeta, codecs: Configuration, error: float) -> Candidate:
+    return Candidate(codecs, stored_bytes(encoded_meta(meta, codecs)), error)
 
 
 def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[exmy.Format]:
-    """The best two formats of each width; where the sample missed the largest values, also wider ranges."""
+    """Return the best two formats of each width; where the sample lacks the largest values, also wider ranges."""
     chosen: set[tuple[int, int]] = set()
-    for bits in {found.format.bits for found in surveyed}:
+    for bits in {candidate.format.bits for candidate in surveyed}:
         best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
         more = (0,) if all_seen else (0, 1, 2)
         chosen |= {(bits, c.format.exponent_bits + k) for c in best for k in more}
@@ -76,23 +111,17 @@ def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[e
 def fit_tensor(
     values: Values, formats: Iterable[exmy.Format | str], scale: Literal["search", "max"] = "search"
 ) -> list[exmy.TensorFit]:
-    """The offset that all values share in each of the formats, found slab by slab."""
+    """Fit, for each format, the offset that all values share, in passes over the slabs."""
     fits = [exmy.TensorFit(f, values.meta.size, scale) for f in formats]
-    while open_ := [fit for fit in fits if not fit.done]:
-        for slab in values.slabs():
-            for fit in open_:
+    while unfinished := [fit for fit in fits if not fit.done]:
+        for _, slab in values.slabs():
+            for fit in unfinished:
                 fit.add(slab)
-        for fit in open_:
+        for fit in unfinished:
             fit.end_pass()
     return fits
 
 
-def exponents_of(values: Values) -> exmy.Exponents:
-    """The exponents of all values that are finite."""
-    nothing = exmy.exponents(np.zeros(0, values.meta.dtype))
-    return sum((exmy.exponents(x, nonfinite="saturate") for x in values.slabs()), nothing)
-
-
 def nonfinite_reason(count: int, size: int) -> str:
-    """Why an array that holds NaN or infinity stays as it is."""
+    """Return why an array with NaN or infinity stays as it is."""
     return f"{count} of {size} values are NaN or infinite"

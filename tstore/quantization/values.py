@@ -1,9 +1,10 @@
-"""The values of stored arrays for plain functions in threads: many small arrays at once, large ones in slabs."""
+"""The values of stored arrays for plain functions in threads: many small arrays at a time, large ones by slabs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,22 +15,25 @@ from tstore.format.grid import boxes, part_of
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
-__all__ = ["SLAB", "Region", "Values", "batches", "in_threads", "read_batch"]
+__all__ = ["MEMORY", "SLAB", "Region", "Sample", "ValueCache", "Values", "batches", "in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 SLAB = 16 << 20
-"""Bytes of values that are held together."""
+"""Bytes of values that are processed together."""
 
-_MOST = 64
-"""Arrays of a batch: enough to make its cost small, few enough that several batches share the work."""
+MEMORY = 128_000_000
+"""Bytes of values that a quantization keeps in memory by default, in place of reading them again."""
+
+_BATCH = 64
+"""Arrays of a batch: enough to make its overhead small, few enough that several batches share the work."""
 
 Region = tuple[slice, ...]
 
 
 class Values:
-    """The values of one array, in memory or read when asked for; to be used outside of the event loop."""
+    """The values of one array, in memory or read a region at a time. Use them outside of the event loop."""
 
     def __init__(self, path: str, meta: ArrayMeta, read: Callable[[Region], npt.NDArray[Any]]) -> None:
         self.path = path
@@ -37,56 +41,120 @@ class Values:
         self.read = read
 
     @staticmethod
-    def held(path: str, meta: ArrayMeta, values: npt.NDArray[Any]) -> Values:
-        """The values of an array in memory."""
+    def in_memory(path: str, meta: ArrayMeta, values: npt.NDArray[Any]) -> Values:
+        """Return the values of an array in memory."""
         return Values(path, meta, lambda region: part_of(values, region))
 
-    def slabs(self) -> Iterator[npt.NDArray[Any]]:
-        """All values in C order, a slab at a time."""
+    def slabs(self) -> Iterator[tuple[Region, npt.NDArray[Any]]]:
+        """Yield regions that cover the array in C order, a slab or less each, with their values."""
         for box in boxes(self.meta.shape, SLAB // self.meta.dtype.itemsize):
-            yield self.read(tuple(slice(r.start, r.stop) for r in box))
+            region = tuple(slice(r.start, r.stop) for r in box)
+            yield region, self.read(region)
 
-    def sample(self, axis: int | None) -> npt.NDArray[Any]:
-        """At most a slab of values, every k-th along the longest axis but `axis`, whose rows stay whole."""
-        shape, size = self.meta.shape, self.meta.nbytes
+
+class Sample:
+    """Every k-th index along the longest axis of an array, collected from its slabs: about one slab of values.
+
+    Rows along `axis` stay whole.
+    """
+
+    def __init__(self, meta: ArrayMeta, axis: int | None) -> None:
+        shape = list(meta.shape)
         free = [k for k in range(len(shape)) if axis is None or k != axis % len(shape)]
-        region = [slice(None)] * len(shape)
-        if size > SLAB and free:
-            region[max(free, key=lambda k: shape[k])] = slice(None, None, -(-size // SLAB))
-        return self.read(tuple(region))
+        self._along = max(free, key=lambda k: shape[k], default=0)
+        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1
+        if shape:
+            shape[self._along] = -(-shape[self._along] // self._step)
+        self.values: npt.NDArray[Any] = np.empty(shape, meta.dtype)
+
+    def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
+        """Take the values of a slab that belong to the sample."""
+        if slab.shape == self.values.shape:  # the sample is the whole array
+            self.values = slab
+            return
+        k, step = self._along, self._step
+        first = -region[k].start % step
+        chosen = slab[(*[slice(None)] * k, slice(first, None, step))]
+        start = (region[k].start + first) // step
+        self.values[(*region[:k], slice(start, start + chosen.shape[k]), *region[k + 1 :])] = chosen
+
+
+class ValueCache:
+    """Values of arrays that stay in memory between two uses, while `limit` bytes have room for them.
+
+    An array larger than a slab is in memory only if the limit allows it; otherwise it is read slab by slab. Small
+    arrays are in memory while their batch is in use, even beyond the limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0  # of the arrays in use and of those kept
+        self._kept: dict[str, npt.NDArray[Any]] = {}
+
+    @contextlib.asynccontextmanager
+    async def read(self, snapshot: Snapshot, batch: Sequence[str]) -> AsyncIterator[list[Values]]:
+        """Yield the values of the arrays of a batch (`batches`), and keep them afterwards if there is room."""
+        metas = {path: snapshot.tree.nodes[path].meta for path in batch}
+        arrays = {path: self._kept.pop(path) for path in batch if path in self._kept}
+        absent = [path for path in batch if path not in arrays]
+        size = sum(metas[path].nbytes for path in absent)
+        if size > SLAB and not self._make_room(size):
+            yield [await _streamed(snapshot, path) for path in batch]
+            return
+        self._size += size
+        arrays.update({path: np.empty(metas[path].shape, metas[path].dtype) for path in absent})
+        try:
+            await snapshot.read_many((path, None, arrays[path]) for path in absent)
+            yield [Values.in_memory(path, metas[path], arrays[path]) for path in batch]
+        except BaseException:
+            self._size -= sum(array.nbytes for array in arrays.values())
+            raise
+        self._kept.update(arrays)
+        self._make_room(0)
+
+    def _make_room(self, size: int) -> bool:
+        """Drop arrays, those kept last first, until `size` bytes fit; return whether they do."""
+        while self._size + size > self._limit and self._kept:
+            self._size -= self._kept.popitem()[1].nbytes
+        return self._size + size <= self._limit
+
+    def drop(self, paths: Iterable[str]) -> None:
+        """Drop the values of these arrays."""
+        for path in paths:
+            if path in self._kept:
+                self._size -= self._kept.pop(path).nbytes
+
+    def drop_others(self, paths: Container[str]) -> None:
+        """Drop the values of all arrays but these."""
+        self.drop([path for path in self._kept if path not in paths])
+
+
+async def _streamed(snapshot: Snapshot, path: str) -> Values:
+    """Return the values of an array that are read from the store each time they are asked for."""
+    loop, array = asyncio.get_running_loop(), await snapshot.array(path)
+
+    def read(region: Region) -> npt.NDArray[Any]:
+        return asyncio.run_coroutine_threadsafe(array[region].read(), loop).result()
+
+    return Values(path, snapshot.tree.nodes[path].meta, read)
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
-    """The paths in batches of small arrays, a slab together or less; larger arrays are alone."""
-    found: list[list[str]] = []
+    """Return the paths in batches of small arrays, a slab or less together; a larger array is alone."""
+    result: list[list[str]] = []
     room = 0
     for path in paths:
         size = arrays[path].nbytes
-        if not found or size > room or len(found[-1]) == _MOST:
-            found.append([])
+        if not result or size > room or len(result[-1]) == _BATCH:
+            result.append([])
             room = SLAB
-        found[-1].append(path)
+        result[-1].append(path)
         room -= size
-    return found
-
-
-async def read_batch(snapshot: Snapshot, batch: Sequence[str]) -> list[Values]:
-    """The values of the arrays of a batch: held, but for one beyond a slab."""
-    metas = [snapshot.tree.nodes[path].meta for path in batch]
-    if len(batch) == 1 and metas[0].nbytes > SLAB:
-        loop, array = asyncio.get_running_loop(), await snapshot.array(batch[0])
-
-        def read(region: Region) -> npt.NDArray[Any]:
-            return asyncio.run_coroutine_threadsafe(array[region].read(), loop).result()
-
-        return [Values(batch[0], metas[0], read)]
-    held = [np.empty(meta.shape, meta.dtype) for meta in metas]
-    await snapshot.read_many((path, None, out) for path, out in zip(batch, held, strict=True))
-    return [Values.held(*found) for found in zip(batch, metas, held, strict=True)]
+    return result
 
 
 async def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """The results of a plain function for all items, in their order.
+    """Return the results of a plain function for all items, in their order.
 
     One item alone runs in a thread that may wait for data threads, as the reading of a slab does.
     """

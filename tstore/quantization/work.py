@@ -1,8 +1,8 @@
-"""Work on many arrays of a version at once: in this process, or in tasks by the workers of an executor.
+"""Work on many arrays of a version: in this process, or in tasks for the workers of an executor.
 
-A task goes to a worker as plain data (the store's URL, a version, paths), and what comes back is plain data too:
-studies, and references to the chunks that the worker wrote into packs of its own, durable already. The arrays
-themselves never pass through the executor.
+A task goes to a worker as plain data (the store's URL, a version, paths), and returns plain data: studies, or
+references to chunks in the worker's own packs, which are durable by then. The values of arrays never pass through
+the executor.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.data.writer import PackSet
 from tstore.errors import Unavailable
 from tstore.quantization.encoding import Choice, Encoded, encode_batch
-from tstore.quantization.study import Configuration, Study, study
-from tstore.quantization.values import batches, in_threads, read_batch
+from tstore.quantization.study import Configuration, Profile, Study, study
+from tstore.quantization.values import ValueCache, batches, in_threads
 from tstore.runtime.pool import WORKERS
 from tstore.snapshot import Snapshot
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Durability
 from tstore.store import Store, open
 
 __all__ = ["Progress", "Work"]
@@ -28,23 +29,27 @@ __all__ = ["Progress", "Work"]
 R = TypeVar("R")
 
 _AT_ONCE = min(WORKERS, 4)
+"""Batches that this process works on at a time."""
+
 _TASK = 64 << 20
+"""Bytes of values of a task, at least: enough to make the cost of opening the store small."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of values done and in all."""
+"""Called with the bytes of values that are done, and with the total."""
 
 
-class _Place(NamedTuple):
-    """Where a worker finds the arrays, and where its packs go."""
+class _Workspace(NamedTuple):
+    """The version that tasks read, the folder for their packs, and the bytes of values that each may keep."""
 
     url: str
     version: int
     folder: str
     durability: Durability
+    memory: int
 
 
 class Work:
-    """Studies and encodings of the arrays of one version, into packs of one transaction."""
+    """The studies and encodings of the arrays of one version, into packs of one transaction."""
 
     def __init__(
         self,
@@ -54,35 +59,43 @@ class Work:
         durability: Durability,
         executor: Executor | None,
         progress: Progress | None,
+        memory: int,
     ) -> None:
         self._store = store
-        self._source = source
         self._metas = {path: source.tree.nodes[path].meta for path in source.paths()}
-        self._place = _Place(store.url, source.version, f"txn/{transaction}", durability)
+        self._workspace = _Workspace(store.url, source.version, f"txn/{transaction}", durability, memory)
+        self._batches = _Batches(store, source, memory)
         self._executor = executor
         self._progress = progress
 
     async def study(self, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
-        """The studies of these arrays, in their order, each in its granularity and scale."""
+        """Study these arrays, each in its granularity and scale, and return the studies in their order."""
         paths = list(recipes)
         if self._executor is not None:
-            calls = [(_study_task, self._place, {p: recipes[p] for p in t}, widths) for t in self._tasks(paths)]
+            tasks = self._tasks(paths)
+            calls = [(_study_task, self._workspace, {p: recipes[p] for p in t}, widths) for t in tasks]
             return await self._in_executor(calls)
-        return await self._at_once(lambda batch: _study_batch(self._source, batch, recipes, widths), paths)
+        return await self._concurrently(partial(self._batches.study, recipes, widths), paths)
 
-    async def encode(self, choices: Mapping[str, Choice]) -> list[Encoded]:
-        """What became of each array, its packs durable."""
+    async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[Encoded]:
+        """Encode these arrays into durable packs and return them in their order.
+
+        `profiles` are those of the arrays that have been studied.
+        """
         paths = list(choices)
         if self._executor is not None:
-            calls = [(_encode_task, self._place, {p: choices[p] for p in t}) for t in self._tasks(paths)]
+            calls = [
+                (_encode_task, self._workspace, {p: choices[p] for p in t}, _part(profiles, t))
+                for t in self._tasks(paths)
+            ]
             return await self._in_executor(calls)
-        backend, source = self._store.log.backend, self._source
-        async with _packs(backend, self._place) as packs:
-            return await self._at_once(lambda batch: encode_batch(backend, packs, source, batch, choices), paths)
+        self._batches.cache.drop_others(choices)
+        async with _packs(self._store, self._workspace) as packs:
+            return await self._concurrently(partial(self._batches.encode, packs, choices, profiles), paths)
 
     async def _in_executor(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         assert self._executor is not None
-        count = self._counted([path for call in calls for path in call[2]])
+        count = self._counter([path for call in calls for path in call[2]])
         futures: list[asyncio.Future[Any]] = []
         try:
             for call in calls:
@@ -92,8 +105,8 @@ class Work:
                 count(call[2])
         except BrokenExecutor as error:
             raise Unavailable(
-                f"{self._place.url}: the executor broke, as when one of its workers is killed ({error}); nothing "
-                "was committed: repeat it with another executor"
+                f"{self._workspace.url}: the executor broke, as when one of its workers is killed ({error}), and "
+                "nothing was committed; quantize again with another executor"
             ) from error
         finally:
             for future in futures:
@@ -101,11 +114,11 @@ class Work:
             await asyncio.gather(*futures, return_exceptions=True)
         return [result for future in futures for result in future.result()]
 
-    async def _at_once(
+    async def _concurrently(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
-        """The results of all batches, in their order, a few of them going on at a time."""
-        listed, count = batches(self._metas, paths), self._counted(paths)
+        """Return the results of all batches in their order; a few batches are under way at a time."""
+        listed, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
         source = iter(enumerate(listed))
 
@@ -124,7 +137,7 @@ class Work:
         return [result for i in range(len(listed)) for result in results[i]]
 
     def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
-        """The paths in tasks of some bytes, so that opening the store costs each worker little."""
+        """Return the paths in tasks of at least `_TASK` bytes."""
         tasks: list[list[str]] = []
         room = 0
         for path in paths:
@@ -135,8 +148,8 @@ class Work:
             room -= self._metas[path].nbytes
         return tasks
 
-    def _counted(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
-        """Tells the progress of some more paths done."""
+    def _counter(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
+        """Return a function that reports the progress when some of these paths are done."""
         total, done = sum(self._metas[path].nbytes for path in paths), 0
 
         def count(some: Iterable[str]) -> None:
@@ -148,16 +161,37 @@ class Work:
         return count
 
 
-async def _study_batch(
-    source: Snapshot, batch: Sequence[str], recipes: Mapping[str, Configuration], widths: range
-) -> list[Study]:
-    return await in_threads(lambda v: study(v, recipes[v.path], widths), await read_batch(source, batch))
+def _part(profiles: Mapping[str, Profile], paths: Iterable[str]) -> dict[str, Profile]:
+    return {path: profiles[path] for path in paths if path in profiles}
+
+
+class _Batches:
+    """Work on batches of the arrays of one version, whose values stay in memory while there is room."""
+
+    def __init__(self, store: Store, source: Snapshot, memory: int) -> None:
+        self._backend = store.log.backend
+        self._source = source
+        self.cache = ValueCache(memory)
+
+    async def study(self, recipes: Mapping[str, Configuration], widths: range, batch: list[str]) -> list[Study]:
+        """Study the arrays of a batch."""
+        async with self.cache.read(self._source, batch) as values:
+            return await in_threads(lambda v: study(v, recipes[v.path], widths), values)
+
+    async def encode(
+        self, packs: PackSet, choices: Mapping[str, Choice], profiles: Mapping[str, Profile], batch: list[str]
+    ) -> list[Encoded]:
+        """Encode the arrays of a batch, and drop their values."""
+        async with self.cache.read(self._source, batch) as values:
+            encoded = await encode_batch(self._backend, packs, values, choices, profiles)
+        self.cache.drop(batch)
+        return encoded
 
 
 @contextlib.asynccontextmanager
-async def _packs(backend: Backend, place: _Place) -> AsyncIterator[PackSet]:
-    """Packs of the transaction: durable after the block, given up where it fails."""
-    packs = PackSet(backend, place.folder, place.durability)
+async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
+    """Yield packs of the transaction: durable after the block, discarded if it fails."""
+    packs = PackSet(store.log.backend, workspace.folder, workspace.durability)
     try:
         yield packs
         await packs.flush()
@@ -166,23 +200,25 @@ async def _packs(backend: Backend, place: _Place) -> AsyncIterator[PackSet]:
         raise
 
 
-def _study_task(place: _Place, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
+def _study_task(workspace: _Workspace, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
-        async with await open(place.url, "r") as store:
-            source = await store.snapshot(place.version)
-            return await _in_turn(source, recipes, lambda batch: _study_batch(source, batch, recipes, widths))
+        async with await open(workspace.url, "r") as store:
+            source = await store.snapshot(workspace.version)
+            arrays = _Batches(store, source, workspace.memory)
+            return await _in_turn(source, recipes, partial(arrays.study, recipes, widths))
 
     return asyncio.run(work())
 
 
-def _encode_task(place: _Place, choices: Mapping[str, Choice]) -> list[Encoded]:
+def _encode_task(
+    workspace: _Workspace, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]
+) -> list[Encoded]:
     async def work() -> list[Encoded]:
-        async with await open(place.url, "r") as store:
-            source, backend = await store.snapshot(place.version), store.log.backend
-            async with _packs(backend, place) as packs:
-                return await _in_turn(
-                    source, choices, lambda batch: encode_batch(backend, packs, source, batch, choices)
-                )
+        async with await open(workspace.url, "r") as store:
+            source = await store.snapshot(workspace.version)
+            arrays = _Batches(store, source, workspace.memory)
+            async with _packs(store, workspace) as packs:
+                return await _in_turn(source, choices, partial(arrays.encode, packs, choices, profiles))
 
     return asyncio.run(work())
 
@@ -190,6 +226,6 @@ def _encode_task(place: _Place, choices: Mapping[str, Choice]) -> list[Encoded]:
 async def _in_turn(
     source: Snapshot, paths: Iterable[str], call: Callable[[list[str]], Coroutine[Any, Any, list[R]]]
 ) -> list[R]:
-    """The results of all batches of these paths, one batch after the other."""
+    """Return the results of all batches of these paths, one batch after the other."""
     metas = {path: source.tree.nodes[path].meta for path in paths}
     return [result for batch in batches(metas, list(metas)) for result in await call(batch)]

@@ -1,0 +1,131 @@
+"""A URL without a store is refused by all but the verbs that make stores, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.cli import main
+from tstore.convert.checkpoint import export_safetensors, import_safetensors
+from tstore.convert.safetensors import Writer
+from tstore.errors import NotAStore
+from tstore.server import Server
+from tstore.storage.memory import MemoryBackend
+
+Verb = Callable[[str, Path], Coroutine[Any, Any, Any]]
+
+
+VERBS: dict[str, Verb] = {
+    "open r": lambda url, _: tstore.open(url, "r"),
+    "open r+": lambda url, _: tstore.open(url, "r+"),
+    "restore": lambda url, _: tstore.restore(url),
+    "restore a step": lambda url, _: tstore.restore(url, 3),
+    "steps": lambda url, _: tstore.steps(url),
+    "quantize": lambda url, _: tstore.quantize(url),
+    "quantize by rules": lambda url, _: tstore.quantize(url, {"**": "e4m3"}, tag="q"),
+    "quantize a version": lambda url, _: tstore.quantize(url, bits=5.0, at=1),
+    "quantize_report": lambda url, _: tstore.quantize_report(url),
+    "copy from it": lambda url, folder: tstore.copy(url, folder / "copy"),
+    "export": lambda url, folder: export_safetensors(url, folder / "out.safetensors"),
+}
+
+COMMANDS: dict[str, list[str]] = {
+    "export": ["export", "URL", "OUT/out.safetensors"],
+    "log": ["log", "URL"],
+    "ls": ["ls", "URL"],
+    "ls --pending": ["ls", "URL", "--pending"],
+    "finish": ["finish", "URL", "step/1"],
+    "diff": ["diff", "URL", "1", "2"],
+    "verify": ["verify", "URL"],
+    "gc": ["gc", "URL", "--keep-last", "1"],
+    "gc --dry-run": ["gc", "URL", "--keep-last", "1", "--dry-run"],
+    "quantize": ["quantize", "URL"],
+    "quantize --bits": ["quantize", "URL", "--bits", "5"],
+    "report": ["report", "URL"],
+    "repair": ["repair", "URL"],
+    "repair --void": ["repair", "URL", "--void", "1"],
+    "copy": ["copy", "URL", "OUT/copy"],
+}
+
+OTHERS = {"import", "demo", "bench", "probe", "serve"}
+"""Commands that make stores, that test storage, and `serve`, which has a test of its own below."""
+
+KINDS = ["folder", "empty folder", "memory", "http"]
+
+
+@asynccontextmanager
+async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
+    """Yield a URL without a store, and check in the end that nothing has been created there."""
+    place = folder / "typo"
+    if kind == "folder":
+        yield str(place)
+        assert not place.exists()
+    elif kind == "memory":
+        yield f"memory://{place}"
+        assert not MemoryBackend._stores.get(str(place))
+    else:
+        place.mkdir()
+        if kind == "http":
+            async with Server(place) as server:
+                yield server.url
+        else:
+            yield str(place)
+        assert list(place.rglob("*")) == []
+    assert {p.name for p in folder.iterdir()} <= {"typo"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_verb_makes_a_store_by_mistake(tmp_path: Path, kind: str) -> None:
+    async with no_store(kind, tmp_path) as url:
+        for name, call in VERBS.items():
+            with pytest.raises(NotAStore, match=r"has no tstore\.json"):
+                await call(url, tmp_path)
+            assert not list(tmp_path.glob("*/tstore.json")), name
+
+
+def test_every_command_is_listed_here() -> None:
+    from tstore.cli.commands import cli
+
+    assert set(cli.commands) == {words[0] for words in COMMANDS.values()} | OTHERS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_command_makes_a_store_by_mistake(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with no_store(kind, tmp_path) as url:
+        for name, words in COMMANDS.items():
+            arguments = [word.replace("URL", url).replace("OUT", str(tmp_path)) for word in words]
+            code = await asyncio.to_thread(main, [*arguments, "--json"])
+            document = json.loads(capfd.readouterr().out)
+            assert (code, document["error"]["type"]) == (1, "NotAStore"), (name, document)
+            assert not list(tmp_path.glob("*/tstore.json")), name
+
+
+@pytest.mark.parametrize("options", [[], ["--read-only"]])
+def test_serve_makes_no_store_by_mistake(tmp_path: Path, options: list[str]) -> None:
+    words = [sys.executable, "-m", "tstore", "serve", str(tmp_path / "typo"), "--port", "0", "--json", *options]
+    ended = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)["error"]["type"] == "NotAStore"
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_save_and_import_make_one(tmp_path: Path) -> None:
+    values = np.arange(8, dtype="f4")
+    assert await tstore.save(tmp_path / "saved", {"w": values}, 0) == 1
+    with Writer(tmp_path / "w.safetensors", {"w": (values.dtype, values.shape)}) as file:
+        file.write("w", values)
+    assert await import_safetensors(tmp_path / "w.safetensors", tmp_path / "imported", 0) == 1
+    assert (await tstore.copy(tmp_path / "saved", tmp_path / "copied")).version == 1
+    assert {p.parent.name for p in tmp_path.glob("*/tstore.json")} == {"saved", "imported", "copied"}
