@@ -17,7 +17,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
 from tstore.format.tree import OWN, Node, Tree, checked_path
 from tstore.log.expiry import check_alive, unexpired
-from tstore.log.log import Log
+from tstore.log.reader import LogReader
 
 __all__ = ["Snapshot", "array_node", "snapshot_of"]
 
@@ -25,7 +25,7 @@ __all__ = ["Snapshot", "array_node", "snapshot_of"]
 class Snapshot:
     """The groups and arrays of a store as of one version, which never changes under its reader."""
 
-    def __init__(self, log: Log, tree: Tree) -> None:
+    def __init__(self, log: LogReader, tree: Tree) -> None:
         self._log = log
         self._tree = tree
 
@@ -105,7 +105,7 @@ class Snapshot:
         return f"<tstore.Snapshot {self.location}>"
 
 
-async def snapshot_of(log: Log, version: int, newest: int) -> Snapshot:
+async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
     """Return the snapshot of a version; raise `SnapshotExpired` if a gc, up to `newest` or later, removed it."""
     await check_alive(log, version, newest)
     return Snapshot(log, await unexpired(log, version, log.tree(version)))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tstore.errors import InvalidArgument, NotFound, inventory
 from tstore.format.retention import step_of
-from tstore.log.expiry import changes_nothing, living
+from tstore.log.expiry import changes_nothing, living_versions
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 
@@ -53,7 +53,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
         saved = steps_of(newest.tags)
         if step not in saved:
             raise NotFound(f"{store.url} has no step {step}; {inventory('steps', saved)}")
-        return await snapshot_of(store.log, newest.tags[step_tag(step)], newest.version)
+        return await snapshot_of(store.log.reader, newest.tags[step_tag(step)], newest.version)
     return await _newest_checkpoint(store, newest) or newest
 
 
@@ -76,12 +76,12 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
         raise NotFound(f"{store.url} has no commit yet; save one first")
     saved = steps_of(newest.tags)
     if saved:
-        return await snapshot_of(store.log, newest.tags[step_tag(saved[-1])], newest.version)
-    alive, gc = await living(store.log, newest.version)
+        return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
+    alive, gc = await living_versions(store.log.reader, newest.version)
     for version in range(newest.version, 0, -1):
-        record = await store.log.record(version)
+        record = await store.log.reader.record(version)
         if changes_nothing(record):
             continue
         if QUANTIZED not in record.metadata and (version > gc or version in alive):
-            return await snapshot_of(store.log, version, newest.version)
+            return await snapshot_of(store.log.reader, version, newest.version)
     return None

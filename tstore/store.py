@@ -23,12 +23,13 @@ from tstore.errors import (
     TStoreError,
 )
 from tstore.format.arguments import checked_index, checked_metadata, checked_text, shown
+from tstore.format.layout import MARKER
 from tstore.format.retention import Keep
-from tstore.log.expiry import check_tag, newest_tree
+from tstore.log.expiry import check_tag_alive, newest_tree
 from tstore.log.history import Commit, history, version_at, version_named
-from tstore.log.log import CheckedLog, Log
-from tstore.log.marker import MARKER, Marker, create_marker, read_marker
-from tstore.log.reader import read_hint
+from tstore.log.log import Log
+from tstore.log.marker import Marker, create_marker, read_marker
+from tstore.log.reader import LogReader, read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
@@ -41,10 +42,12 @@ from tstore.storage.connect import connect
 from tstore.storage.probe import RACERS, prove
 from tstore.storage.remote import RemoteBackend
 from tstore.storage.trace import Traffic
-from tstore.transactions.group import Membership, finish_group
+from tstore.transactions.cooperative import CooperativeCommit
+from tstore.transactions.membership import Membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
+from tstore.transactions.staging import Isolation
 from tstore.transactions.tags import TagEdits
-from tstore.transactions.transaction import Isolation, Transaction
+from tstore.transactions.transaction import Transaction
 
 __all__ = ["Mode", "Store", "open", "opened"]
 
@@ -139,7 +142,7 @@ class Store:
     """Everything under one URL. Readers never block; writers conflict only when they commit."""
 
     def __init__(self, backend: Backend, uuid: str, mode: Mode, hint: int | None = None) -> None:
-        self._log = Log(backend, hint)
+        self._log = Log(LogReader(backend, hint))
         self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
         self.uuid = uuid
         self.mode = mode
@@ -212,24 +215,24 @@ class Store:
             )
         checked = checked_durability(durability)
         if name is None and hosts != 1:
-            raise InvalidArgument(f"a transaction of {hosts} hosts has no name; pass the same name=… on each host")
-        member = None if name is None else Membership.of(name, host, hosts, attempt)
-        key = (member.transaction, host) if member is not None else ("", 0)
-        if key in self._members and not self._members[key].ended:
+            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+        member = None if name is None else Membership.from_arguments(name, host, hosts, attempt)
+        place = (member.transaction, host) if member is not None else ("", 0)
+        if place in self._members and not self._members[place].ended:
             raise Misuse(
                 f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
             )
         transaction = Transaction(
             self._log,
             message=message,
-            tags=TagEdits.of(tag, move_tag, drop_tag),
+            tags=TagEdits.from_arguments(tag, move_tag, drop_tag),
             isolation=isolation,
             durability=checked,
             member=member,
             metadata=stored_metadata,
         )
         if member is not None:
-            self._members[key] = transaction
+            self._members[place] = transaction
         return transaction
 
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
@@ -239,24 +242,24 @@ class Store:
         subclass `SnapshotExpired` if garbage collection removed the version.
         """
         if at is None:
-            return Snapshot(self._log, await newest_tree(self._log))
+            return Snapshot(self._log.reader, await newest_tree(self._log.reader))
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
             raise InvalidArgument(f"at={shown(at)}: expected a version, a tag, a datetime, or None for the newest")
-        newest = await self._log.newest()
+        newest = await self._log.reader.newest()
         if isinstance(at, datetime.datetime):
-            version = await version_at(self._log, at, newest)
+            version = await version_at(self._log.reader, at, newest)
         else:
             version = await self._resolve(at, newest)
-        return await snapshot_of(self._log, version, newest)
+        return await snapshot_of(self._log.reader, version, newest)
 
     async def _resolve(self, at: int | str, newest: int) -> int:
         try:
-            return await version_named(self._log, at, newest)
+            return await version_named(self._log.reader, at, newest)
         except NotFound:
             if isinstance(at, str):
-                await check_tag(self._log, at)
+                await check_tag_alive(self._log.reader, at)
             raise
 
     async def diff(
@@ -273,7 +276,7 @@ class Store:
 
         Transactions that were committed together share a version.
         """
-        return history(self._log)
+        return history(self._log.reader)
 
     async def tags(self) -> dict[str, int]:
         """Return every tag with the version that it names."""
@@ -284,10 +287,10 @@ class Store:
 
         If the store is open for writing, that version is durable on return.
         """
-        version = await self._log.find(transaction)
+        version = await self._log.reader.find(transaction)
         if version is not None and self.mode != "r":
-            durable = (await self._log.record(version)).durable
-            await self._log.confirm(version, Durability.FSYNC if durable else Durability.NONE)
+            durable = (await self._log.reader.record(version)).durable
+            await self._log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)
         return version
 
     async def pending(self) -> list[PendingTransaction]:
@@ -295,7 +298,7 @@ class Store:
 
         The cost grows with the number of commits.
         """
-        return await pending(self._log)
+        return await pending(self._log.reader)
 
     async def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered, and return its version.
@@ -306,14 +309,15 @@ class Store:
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
         """
         self._check_writable()
-        return await finish_group(self._log, await find_pending(self._log, transaction))
+        member = await find_pending(self._log.reader, transaction)
+        return await CooperativeCommit(self._log, member, Durability.FSYNC).finish()
 
     async def verify(self) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
         Bypasses the cache.
         """
-        return await verify_store(CheckedLog(uncached(self._log.backend)))
+        return await verify_store(LogReader.strict(uncached(self._log.backend)))
 
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.

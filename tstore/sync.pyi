@@ -38,7 +38,7 @@ from tstore.quantization.work import Progress
 from tstore.storage.base import Backend
 from tstore.storage.trace import Traffic
 from tstore.store import Mode
-from tstore.transactions.transaction import Isolation
+from tstore.transactions.staging import Isolation
 
 __all__ = [
     "Array",
@@ -341,18 +341,18 @@ class Transaction:
         """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
 
     def commit(self, timeout: float | None = None) -> int:
-        """Commit and return the version that the transaction became; it is as durable as was asked for.
+        """Commit and return the version that the transaction became; it is as durable as requested.
 
-        The commit waits for operations of this transaction that are under way, and includes what they do.
-        `timeout` (seconds; a group's default is 300) bounds the wait for the other hosts of a group.
+        The commit waits for operations of this transaction that are under way, and includes their changes.
+        `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
-        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` where an operation that was under way failed. After an
-        error nothing of it is visible, unless the error says that the outcome is unknown."""
+        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
+        nothing of it is visible, unless the error says that the outcome is unknown."""
 
     def abort(self) -> None:
         """Drop all that was staged, once operations under way have ended; nothing of it will ever be visible.
 
-        Does nothing after the end of the transaction; raises `Misuse` while a commit of it is under way."""
+        Does nothing after the end of the transaction; raises `Misuse` while its commit is under way."""
 
     def __enter__(self) -> Transaction: ...
     def __exit__(

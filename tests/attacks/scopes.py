@@ -165,7 +165,7 @@ async def forged_root(stage: Stage, given: tuple[int, Forgery]) -> None:
 async def commits_up_to(stage: Stage, version: int) -> None:
     """Make honest commits until there are so many."""
     async with await stage.site.open(WRITE, "r+") as store:
-        while await store.log.newest() < version:
+        while await store.log.reader.newest() < version:
             async with store.transaction("honest"):
                 pass
 

@@ -57,16 +57,16 @@ class Specimen(NamedTuple):
         async with await tstore.open(folder) as store:
             for step in range(4):
                 await tstore.save(store, tree_of(step), step, metrics={"loss": 1 / (step + 1)}, durability="none")
-            expired = tuple([(await store.log.record(v)).transaction for v in (1,)])
+            expired = tuple([(await store.log.reader.record(v)).transaction for v in (1,)])
             await store.collect(Keep(last=3))
             async with store.transaction(tag="many", durability="none") as tx:
                 for i in range(150):
                     await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
-            version = await store.log.newest()
+            version = await store.log.reader.newest()
             while version < _NEWEST:
                 async with store.transaction(f"commit {version}", durability="none") as tx:
                     pass
-                version = await store.log.newest()
+                version = await store.log.reader.newest()
             tx = store.transaction(name="half", host=1, hosts=2, attempt="a", tag="half")
             await (await tx.create_array("half", (8,), "f4", (4,)))[4:].write(np.ones(4))
             with suppress(TStoreError):  # whose other host has not come

@@ -16,7 +16,7 @@ import pytest
 from tests.support.answers import Answer, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.format.bounds import COLLECTION_BYTES
-from tstore.log.log import Log
+from tstore.log.reader import LogReader
 from tstore.runtime.io_loop import on_io
 from tstore.runtime.threads import Workers
 from tstore.storage import listing, pace
@@ -556,7 +556,7 @@ class Held(MemoryObjects):
 
 async def test_long_records_are_read_one_after_the_other() -> None:
     objects = Held(str(uuid.uuid4()))
-    log = Log(served(objects))
+    log = LogReader(served(objects))
     found = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
     assert {type(error) for error in found} == {Corrupt}
     assert objects.most_held == 1

@@ -28,11 +28,10 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode
-from tstore.format.layout import commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Alive, Collection, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import group_document
-from tstore.log.reader import ROOT_EVERY
 from tstore.server import Server, admission
 
 VALUES = np.arange(40_000.0)
@@ -63,7 +62,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         server = await stack.enter_async_context(Server(folder, access=everybody()))
         store = await stack.enter_async_context(await opened(server))
         await filled(store)
-        records = [await store.log.record(version) for version in range(1, NEXT)]
+        records = [await store.log.reader.record(version) for version in range(1, NEXT)]
         alive = tuple(
             Alive(v, r.transaction, r.time, r.tags, r.replaces, {}, r.reused) for v, r in enumerate(records, 1)
         )
@@ -375,7 +374,7 @@ async def goes_on(place: Place) -> None:
 
 
 async def many(store: tstore.Store, versions: int) -> None:
-    for _ in range(await store.log.newest(), versions):
+    for _ in range(await store.log.reader.newest(), versions):
         async with store.transaction(durability="none"):
             pass
 
@@ -459,7 +458,7 @@ async def test_the_manifest_of_a_group_that_somebody_else_wrote_first(place: Pla
     assert (await place.write.create(f"/{key}", framed(manifest()))).status == 201
     outcomes = await asyncio.gather(*[tx.commit(timeout=1) for tx in hosts], return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} <= {Inconsistent}
-    assert await place.store.log.newest() == NEWEST
+    assert await place.store.log.reader.newest() == NEWEST
     await goes_on(place)
 
 
@@ -542,7 +541,7 @@ async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) 
     folder = tmp_path / "store"
     async with await tstore.open(folder) as store:
         await filled(store)
-        record = await store.log.record(NEWEST)
+        record = await store.log.reader.record(NEWEST)
         mine = Alive(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
     names = ("tstore.json", "latest", commit_key(1), commit_key(NEXT), "", "txn/", "txn/../tstore.json", "../x")
     gone = Collection((mine,), (1, 2, 3), {}, ("", "..", ".", "../commits"), names)
@@ -562,7 +561,7 @@ async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) 
 
 async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
     """Though a collection has condemned it, as a faulty one might."""
-    record = await place.store.log.record(3)
+    record = await place.store.log.reader.record(3)
     gone = msgspec.structs.replace(place.collection, transactions=(record.transaction, "txn"))
     data = framed(Record("gc-1", NEWEST, 1.0, collection=gone))
     assert (await place.admin.create(f"/{commit_key(NEXT)}", data)).status == 422
@@ -610,10 +609,10 @@ async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path)
         assert np.array_equal((await tstore.restore(store, 8))["w"], VALUES + 2)
         await tstore.quantize(store, "e4m3", at="step/8", tag="small")
         assert (await store.verify()).ok
-        void = Record("lost.void", await store.log.newest(), 1.0, void=True, durable=False)
+        void = Record("lost.void", await store.log.reader.newest(), 1.0, void=True, durable=False)
         async with client_of(server, WRITE) as client:
             for _ in range(2):
-                number = await store.log.newest() + 1
+                number = await store.log.reader.newest() + 1
                 assert (await client.create(f"/{commit_key(number)}", framed(void))).status == 201
         with pytest.raises(Denied):
             await store.collect(Keep(last=1))
@@ -685,8 +684,8 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
         if rooted:
             (folder / root_key(ROOT_EVERY)).unlink(missing_ok=True)
             async with await tstore.open(folder) as local:
-                tree = await local.log.tree(ROOT_EVERY)
-                check = (await local.log.stored(ROOT_EVERY)).check
+                tree = await local.log.reader.tree(ROOT_EVERY)
+                check = (await local.log.reader.stored(ROOT_EVERY)).check
             right = framed(tree.root(check))
             assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
         forged = framed(commit(manifest("x", fresh=False), base=newest))  # the array of the voided version
@@ -744,7 +743,7 @@ async def test_a_repair_below_a_running_server_is_met(place: Place, voided: int)
     await (await tstore.open(place.folder)).repair(void_readable=[voided])
 
     store, admin = await opened(place.server), await opened(place.server, ADMIN)
-    while await store.log.newest() < 2 * ROOT_EVERY:
+    while await store.log.reader.newest() < 2 * ROOT_EVERY:
         async with store.transaction() as tx:
             await (await tx.array("w"))[:4].write(np.ones(4))
     await admin.collect(Keep(last=1))

@@ -40,7 +40,7 @@ async def _history(store: Store) -> None:
 
 
 async def _diff(store: Store) -> None:
-    repr(await store.diff(await store.log.newest() - 1))
+    repr(await store.diff(await store.log.reader.newest() - 1))
 
 
 _VERBS: dict[str, Callable[[Store], Awaitable[Any]]] = {

@@ -38,7 +38,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.layout import commit_key
-from tstore.log.expiry import living
+from tstore.log.expiry import living_versions
 from tstore.storage import upload
 from tstore.storage.base import Durability, PackWriter
 from tstore.storage.connect import connect
@@ -374,11 +374,11 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
     `known` is the version from which a copy goes on; above it, up to the newest gc, come versions without data.
     """
     reader = await tstore.open(url, "r")
-    newest = await reader.log.newest()
+    newest = await reader.log.reader.newest()
     for version in range(1, newest + 1):
         key = commit_key(version)
         assert await reader.log.backend.get(key) == await source.log.backend.get(key)
-    alive, gc = await living(source.log, await source.log.newest())
+    alive, gc = await living_versions(source.log.reader, await source.log.reader.newest())
     if known < newest < gc and newest not in alive:
         with pytest.raises(NotFound):
             await tstore.restore(reader)

@@ -166,7 +166,7 @@ async def test_a_copy_dies_between_any_two_objects() -> None:
             break
         except Unavailable:
             deaths += 1
-            newest = await (await tstore.open(target, "r")).log.newest()
+            newest = await (await tstore.open(target, "r")).log.reader.newest()
             assert newest == min(60 + deaths, 130)
             assert np.array_equal(await numbers(target), states[newest])
     assert deaths > 70

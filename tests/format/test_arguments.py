@@ -18,6 +18,7 @@ from tstore import Keep
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.format.records import Record
 from tstore.storage.base import Durability
+from tstore.transactions.transaction import staging_of
 
 LONE = "a\ud800"
 DEEP: Any = []
@@ -286,9 +287,10 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
 
         async with store.transaction() as tx:
             await tx.create_array("b", (1,), "int8", sparse=True)
-            staged = await tx._begin()
-            changes = staged.changes(tx._tags)
-            record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(staged.manifest(),)), **values)
+            staging = staging_of(tx)
+            manifest = await staging.seal()
+            changes = staging.changes()
+            record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(manifest,)), **values)
             with pytest.raises(InvalidArgument, match="could not be read again"):
                 await store.log.append(record, validate, Durability.FSYNC, changes=changes)
             await tx.abort()

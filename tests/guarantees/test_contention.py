@@ -20,6 +20,7 @@ from tstore.format.records import Record
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.storage.base import Durability
+from tstore.transactions.transaction import staging_of
 
 WRITERS = 64
 
@@ -151,7 +152,7 @@ async def test_what_goes_alone(url: str) -> None:
         await created(tx, f"new{i}", 1 << 15 if i == 1 else 4)
     assert await together(url, store, ready) == [3, 4, 5, 6, 3]
     whole = store.transaction()
-    await whole.replace_all(b"")
+    await staging_of(whole).replace_all(b"")
     async with store.transaction() as tx:
         await tx.delete("first")
     beside = await created(store.transaction(), "beside")
@@ -255,7 +256,7 @@ async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) 
     """It can't be encoded, or its validation breaks; the log itself is called, as transactions check before."""
     await make(url, 4)
     store, faults = await open_faulty(url)
-    base = await store.log.newest()
+    base = await store.log.reader.newest()
 
     def record(name: str, **more: object) -> Record:
         return Record(name, base, 0.0, tags=(name,), **more)  # type: ignore[arg-type]
@@ -470,10 +471,7 @@ async def test_a_lost_race_is_told(url: str, caplog: pytest.LogCaptureFixture) -
     assert (last.version, last.base) == (3, 1)
     assert (other.retries, await values(url)) == ([], [0, 1, -1, -1])
     [line] = [r.getMessage() for r in caplog.records if r.name == "tstore.log"]
-    assert (
-        line
-        == f"transaction {tx.id} is tried again after version 2: another transaction became this version first"
-    )
+    assert line == f"retrying transaction {tx.id} after version 2: another transaction became this version first"
 
 
 def test_the_log_shows_what_commits_were_based_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -495,7 +493,7 @@ async def test_a_create_without_an_answer_is_told(url: str) -> None:
     assert await tx.commit() == 3
     [retry] = tx.retries
     assert retry.version == 2
-    assert "no answer" in retry.reason
+    assert "no response" in retry.reason
 
 
 async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> None:

@@ -158,7 +158,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
             else:
                 store = await tstore.open(url, "r")
                 with pytest.raises(Corrupt, match=key):
-                    await store.log.read(key, Root if kind == "root" else Record)
+                    await store.log.reader.objects.read(key, Root if kind == "root" else Record)
         await backend.hint(key, data)
     assert await outcome(url) == (2, [])
 

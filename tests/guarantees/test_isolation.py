@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, NotFound
+from tstore.transactions.transaction import staging_of
 
 BASE = np.arange(64, dtype="i4").reshape(8, 8)
 
@@ -96,7 +97,7 @@ def resizes(path: str, *shape: int) -> Step:
 
 
 def replaces(tx: tstore.Transaction) -> Awaitable[object]:
-    return tx.replace_all(b"")
+    return staging_of(tx).replace_all(b"")
 
 
 def both(*steps: Step) -> Step:

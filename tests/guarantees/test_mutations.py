@@ -39,12 +39,16 @@ import pytest
 
 from tests.support.mutation import Edit
 
-NEWFILE, LOG, TREE = (
+NEWFILE, APPEND, TREE = (
     "tstore.storage.local.atomic_file:StagedFile.",
-    "tstore.log.log:Log.",
+    "tstore.log.append:Append.",
     "tstore.format.tree:Changes.",
 )
-QUEUE = "tstore.log.group_commit:Entry."
+QUEUE = "tstore.log.group_commit:QueuedCommit."
+COOPERATIVE, STAGING = (
+    "tstore.transactions.cooperative:CooperativeCommit.",
+    "tstore.transactions.staging:Staging.",
+)
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 FOUND: dict[str, tuple[str, Edit]] = {
@@ -58,7 +62,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a commit on one that is not durable": (
         "guarantees/test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
-        Edit(LOG + "_race", "await self.backend.flush()", "pass"),
+        Edit(APPEND + "_create", "await self._log.backend.flush()", "pass"),
     ),
     "gc deletes before its record stands": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_stands",
@@ -90,7 +94,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a chunk of no host passes": (
         "transactions/test_group.py::test_a_chunk_of_no_host_is_refused",
-        Edit("tstore.transactions.fragments:check_complete", "if missing:", "if False:"),
+        Edit("tstore.transactions.fragments:check_complete", "if incomplete:", "if False:"),
     ),
     "a chunk of two hosts passes": (
         "transactions/test_group.py::test_a_chunk_of_two_hosts_is_refused",
@@ -98,7 +102,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a second fragment of one host passes": (
         "transactions/test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
-        Edit("tstore.transactions.group:_deliver", "await log.backend.get(key) == data", "True"),
+        Edit(COOPERATIVE + "_deliver", "await self._backend.get(key) == data", "True"),
     ),
     "only the first host's deletions count": (
         "transactions/test_group.py::test_what_any_host_deletes_is_gone",
@@ -111,26 +115,30 @@ FOUND: dict[str, tuple[str, Edit]] = {
     "a fragment delivered again may be lost": (
         "guarantees/test_durability.py::test_a_fragment_that_is_delivered_again_is_made_durable",
         Edit(
-            "tstore.transactions.group:_deliver",
-            'await log.backend.settle(f"txn/{member.transaction}", durability)',
+            COOPERATIVE + "_deliver",
+            "await self._backend.settle(self.member.folder, self.durability)",
             "pass",
         ),
     ),
     "a host that waits trusts the record's name": (
         "guarantees/test_durability.py::test_a_host_that_waits_makes_the_name_of_the_record_durable",
-        Edit("tstore.transactions.group:commit_group", "await log.confirm(version, durability)", "pass"),
+        Edit(
+            "tstore.transactions.cooperative:_Waiter.wait",
+            "await self._commit.log.make_durable(version, self._commit.durability)",
+            "pass",
+        ),
     ),
     "finish trusts the name of a record": (
         "guarantees/test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
         Edit(
-            "tstore.transactions.group:finish_group",
-            "await log.confirm(version, Durability.FSYNC if fragment.durable else Durability.NONE)",
+            COOPERATIVE + "finish",
+            "await self.log.make_durable(version, Durability.FSYNC if fragment.durable else Durability.NONE)",
             "pass",
         ),
     ),
     "a repeated save trusts the record's name": (
         "guarantees/test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
-        Edit("tstore.checkpoint.save:_saved_already", "await store.log.confirm(version, durability)", "pass"),
+        Edit("tstore.checkpoint.save:_saved_already", "await store.log.make_durable(version, durability)", "pass"),
     ),
     "dropped tags go out in a group commit": (
         "guarantees/test_contention.py::test_tags_that_are_dropped_go_alone",
@@ -149,18 +157,18 @@ FOUND: dict[str, tuple[str, Edit]] = {
     "an expired version in between is skipped": (
         "transactions/test_reapply.py::test_an_expired_version_in_between_loses_no_update",
         Edit(
-            "tstore.transactions.transaction:Transaction._validate",
+            STAGING + "validate",
             "version = newer[-1][0]",
             "version = newer[0][0]",
         ),
     ),
     "what is patched again is not made durable": (
         "transactions/test_reapply.py::test_what_was_patched_again_is_there_once_the_commit_is",
-        Edit("tstore.transactions.transaction:Transaction._validate", "await self._packs.flush()", "pass"),
+        Edit(STAGING + "validate", "await self._packs.flush()", "pass"),
     ),
     "hosts that delete and write are not compared": (
         "transactions/test_group.py::test_hosts_that_stand_in_each_others_way_are_refused",
-        Edit("tstore.transactions.fragments:_check_places", "if meeting:", "if False:"),
+        Edit("tstore.transactions.fragments:_check_paths", "if colliding:", "if False:"),
     ),
     "save re-uses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_writes_anew_re_uses_nothing_again",

@@ -63,8 +63,7 @@ import pytest
 
 import tstore
 from tests.support.mutation import Edit
-from tstore.log import log
-from tstore.log import reader as records
+from tstore.log import append, trees
 from tstore.runtime import pool
 from tstore.simulation.__main__ import main
 from tstore.simulation.miniature import reduced
@@ -74,22 +73,23 @@ from tstore.simulation.storage import HostBackend, Storage
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.weather import CALM, Host
 from tstore.storage.base import Durability
-from tstore.transactions.group import Membership
+from tstore.transactions.membership import Membership
 
 MOST = 600
 """Runs within which a mutation must be found."""
 RUNS = MOST
 PART = 120
 
-LOG, GROUP, TREE = "tstore.log.log:Log.", "tstore.transactions.group:", "tstore.format.tree:Changes."
-RECORDS = "tstore.log.reader:Records."
-TX, STORAGE = "tstore.transactions.transaction:Transaction.", "tstore.simulation.storage:Storage."
+APPEND, READER = "tstore.log.append:Append.", "tstore.log.reader:LogReader."
+COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
+STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:Storage."
+MERGE = "tstore.transactions.merging:FragmentTree.merged"
 GC, QUEUE, ARRAY = (
     "tstore.maintenance.gc:",
     "tstore.log.group_commit:",
     "tstore.transactions.staged_array:StagedArray.",
 )
-DECIDE = "await self._decide(asked, replace(record, collected=collected), error)"
+DECIDE = "await self._decide(error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
     "conflict check skipped": [Edit(TREE + "overlap", "return Overlap(fatal, chunks)", "return Overlap([], {})")],
@@ -101,83 +101,91 @@ MUTATIONS: dict[str, list[Edit]] = {
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own lost reply taken for another's commit": [
-        Edit(LOG + "_race", "if other.transaction == record.transaction:", "if False:")
+        Edit(APPEND + "_catch_up", "if other.transaction == self._record.transaction:", "if False:")
     ],
     "another's record taken for the own": [
-        Edit(LOG + "_race", "tries += 1", "return await self._appended(asked)")
+        Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._appended(self._requested)")
     ],
-    "no answer taken for a failure": [Edit(LOG + "_race", DECIDE, "raise")],
+    "no answer taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
     "void record left out": [
-        Edit(LOG + "_race", DECIDE, "if await self._stored_or_none(asked) is None: raise"),
+        Edit(APPEND + "_create", DECIDE, "if not await self._landed(): raise"),
     ],
-    "next number without a void record": [Edit(LOG + "_race", DECIDE, "seen += 1")],
-    "outcome unknown told as a failure": [Edit(LOG + "_above", "if version < asked:", "if False:")],
+    "next number without a void record": [Edit(APPEND + "_create", DECIDE, "self._seen += 1")],
+    "outcome unknown told as a failure": [
+        Edit(APPEND + "_newer", "if self._seen < self._requested:", "if False:")
+    ],
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
     "the hint is trusted": [
         Edit(
-            RECORDS + "newest",
+            READER + "newest",
             "known = self._newest\n",
             "known = self._newest or await read_hint(self.backend)\n",
         ),
     ],
-    "the hint need not exist": [Edit(RECORDS + "_gallop_from_hint", "sure=False", "sure=True")],
-    "patches not applied again": [Edit(TX + "_validate", "if chunks:", "if False:")],
+    "the hint need not exist": [Edit(READER + "_gallop_from_hint", "sure=False", "sure=True")],
+    "patches not applied again": [Edit(STAGING + "validate", "if not chunks:", "if True:")],
     "patches applied again on the old version": [
-        Edit(TX + "_validate", "(await self._log.tree(version)).nodes", "staged.base.nodes")
+        Edit(STAGING + "validate", "(await self._log.reader.tree(version)).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(TX + "_commit", "await self._packs.flush()", "pass")],
+    "packs not finished before the record": [Edit(STAGING + "seal", "await self._packs.flush()", "pass")],
     "fragment check off by one": [
-        Edit(GROUP + "_merged", "member.siblings(level, group)", "member.siblings(level, group)[:-1]")
+        Edit(MERGE, "self._member.block(level, block)", "self._member.block(level, block)[:-1]")
     ],
     "finisher does not scan from the base": [
         Edit(
-            GROUP + "_finish",
-            "return await log.append(",
-            "record = msgspec.structs.replace(record, base=await log.newest())\n    return await log.append(",
+            COOPERATIVE + "append",
+            "return await self.log.append(",
+            "record = replace(record, base=await self.log.reader.newest())\n    return await self.log.append(",
         )
     ],
     "finisher scans from the highest base": [
         Edit(
-            GROUP + "_merged",
-            "return merged(member.name, fragments, manifests)",
-            "whole = merged(member.name, fragments, manifests)\n"
+            MERGE,
+            "return merged(self._member.name, fragments, manifests)",
+            "import msgspec; whole = merged(self._member.name, fragments, manifests)\n"
             "    return msgspec.structs.replace(whole, base=max(f.base for f in fragments))",
         )
     ],
     "the attempt is not in the id": [
-        Edit(GROUP + "Membership.of", "{slug(name)}.{slug(token)}.{unique}", "{slug(name)}")
+        Edit(
+            "tstore.transactions.membership:Membership.from_arguments",
+            "{slug(name)}.{slug(token)}.{unique}",
+            "{slug(name)}",
+        )
     ],
     "a condemned transaction commits": [
-        Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit("tstore.log.append:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "what was read is not compared": [
-        Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, now), ", "")
+        Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, tree), ", "")
     ],
     "values do not count as read": [
         Edit(
-            "tstore.transactions.read_set:ReadSet.values",
+            "tstore.transactions.read_set:ReadSet.add_values",
             "self._chunks.setdefault(path, set()).update(numbers.tolist())",
             "pass",
         )
     ],
     "lists of paths do not count as read": [
-        Edit("tstore.transactions.read_set:ReadSet.arrays", "self._arrays = True", "pass")
+        Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._arrays = True", "pass")
     ],
     "commits that meet go out together": [
-        Edit(QUEUE + "Entry._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
+        Edit(QUEUE + "QueuedCommit._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
     ],
     "one conflict of several commits passes": [
         Edit(
             QUEUE + "_append_together",
-            "except Exception as error:\n                entry.error = error",
-            "except Exception as error:\n                entry.error = error if len(entries) == 1 else None",
+            "except Exception as error:\n                commit.error = error",
+            "except Exception as error:\n                commit.error = error if len(commits) == 1 else None",
         )
     ],
     "a resize is no change of metadata": [
         Edit(ARRAY + "reshape", "self.meta, self.fresh = new, True", "self.meta = new")
     ],
     "a tag that is taken is set": [
-        Edit("tstore.transactions.tags:TagEdits.check", "if tag in known and tag not in self.moved:", "if False:")
+        Edit(
+            "tstore.transactions.tags:TagEdits.check", "if tag in existing and tag not in self.moved:", "if False:"
+        )
     ],
     "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],
@@ -188,7 +196,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the best by a metric are the second best": [
         Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],
-    "dropped tags go out in a group commit": [Edit(QUEUE + "Entry.__init__", " or changes.dropped", "")],
+    "dropped tags go out in a group commit": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
     "deletions of the first host only": [
         Edit(
             "tstore.transactions.fragments:merged",
@@ -197,15 +205,17 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a waiting host forces no folder": [
-        Edit(GROUP + "commit_group", "await log.confirm(version, durability)", "pass")
+        Edit(
+            "tstore.transactions.cooperative:_Waiter.wait",
+            "await self._commit.log.make_durable(version, self._commit.durability)",
+            "pass",
+        )
     ],
     "a redelivered fragment is not forced": [
-        Edit(GROUP + "_deliver", 'await log.backend.settle(f"txn/{member.transaction}", durability)', "pass")
+        Edit(COOPERATIVE + "_deliver", "await self._backend.settle(self.member.folder, self.durability)", "pass")
     ],
-    "an own commit met again is not forced": [
-        Edit(LOG + "_race", "await self._settle(version, record.transaction, offer.durability)", "pass")
-    ],
-    "the commit below is not forced": [Edit(LOG + "_race", "await self.backend.flush()", "pass")],
+    "an own commit met again is not forced": [Edit(APPEND + "_catch_up", "await self._settle(version)", "pass")],
+    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.backend.flush()", "pass")],
     "packs are not forced": [
         Edit(
             "tstore.data.writer:PackSet.flush",
@@ -383,14 +393,14 @@ def test_the_runs_meet_all_that_may_go_wrong() -> None:
 
 
 def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
-    before = records.ROOT_EVERY
+    before = trees.ROOT_EVERY
     with reduced(ROOT_EVERY=8, FAN=2):
-        assert records.ROOT_EVERY == log.ROOT_EVERY == 8
-        assert Membership.of("x", 0, 6, "a").top == 2
-    assert records.ROOT_EVERY == log.ROOT_EVERY == before
+        assert trees.ROOT_EVERY == append.ROOT_EVERY == 8
+        assert Membership.from_arguments("x", 0, 6, "a").top == 2
+    assert trees.ROOT_EVERY == append.ROOT_EVERY == before
     with pytest.raises(LookupError, match="NO_SUCH"), reduced(ROOT_EVERY=8, NO_SUCH=1):
         pass
-    assert before == records.ROOT_EVERY
+    assert before == trees.ROOT_EVERY
 
 
 async def test_a_power_failure_takes_what_was_not_forced() -> None:

@@ -13,8 +13,8 @@ import tstore
 from tstore.conformance.faulty import FaultyBackend, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
 from tstore.format.encoding import encode
-from tstore.format.layout import commit_key, root_key
-from tstore.log.reader import ROOT_EVERY, Records
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.log.reader import LogReader
 from tstore.storage.base import Durability
 from tstore.storage.memory import MemoryBackend, MemoryObjects
 from tstore.storage.remote import served
@@ -27,7 +27,7 @@ def anew() -> str:
 
 
 async def fill(url: str | Path, commits: int) -> None:
-    """That many small commits: version v sets element v % 100 of "w" to v."""
+    """Make small commits: version v sets element v % 100 of "w" to v."""
     store = await tstore.open(url)
     start = (await store.snapshot()).version
     for version in range(start + 1, start + commits + 1):
@@ -40,7 +40,7 @@ async def fill(url: str | Path, commits: int) -> None:
 
 
 async def state(url: str | Path) -> tuple[int, list[int]]:
-    """What a process that knows nothing finds."""
+    """Return the newest version and the values of "w" as a new process reads them."""
     snapshot = await (await tstore.open(url, "r")).snapshot()
     return snapshot.version, (await (await snapshot.array("w")).read()).tolist()
 
@@ -55,7 +55,7 @@ def expected(version: int) -> list[int]:
 @pytest.mark.parametrize(
     "hint", [None, b"", b"garbage", b"0", b"-3", b"64", b"3", b"71", b"9999999", b"1" * 30, b"1" * 5000, b"\xff"]
 )
-async def test_the_newest_version_is_found_whatever_the_hint_says(hint: bytes | None) -> None:
+async def test_the_newest_version_is_found_with_any_hint(hint: bytes | None) -> None:
     url = anew()
     await fill(url, 70)
     backend = (await tstore.open(url)).log.backend
@@ -96,7 +96,7 @@ async def test_opening_and_following_cost_a_bounded_number_of_reads() -> None:
     assert faults.count("get", "roots/*") <= 2
     before = len(faults.calls)
     await store.snapshot()
-    assert len(faults.calls) - before == 3  # the newest record again, a look at the next number, and one behind it
+    assert len(faults.calls) - before == 3  # the newest record again, the next number, and one behind it
     await fill(url, 2)
     before = len(faults.calls)
     assert (await store.snapshot()).version == 3 * ROOT_EVERY + 1
@@ -111,11 +111,11 @@ async def test_the_gallop_ends_at_the_newest(kind: type[MemoryBackend | MemoryOb
         await backend.create(commit_key(version), b"a record", NONE)
         if version % 7 in (1, 2) or version % ROOT_EVERY < 4:
             for hint in (0, max(0, version - 70), max(0, version - 3), version, version + 1):
-                assert await Records(backend, hint).newest() == version
+                assert await LogReader(backend, hint).newest() == version
 
 
 async def started(url: str) -> tuple[tstore.Store, FaultyBackend, tstore.Transaction]:
-    """A store with one commit, and a transaction that is ready to commit over a faulty backend."""
+    """Return a store with one commit, its faulty backend, and a transaction that is ready to commit."""
     await fill(url, 1)
     store, faults = await open_faulty(url)
     tx = store.transaction("mine")
@@ -258,7 +258,7 @@ async def test_what_fails_after_the_commit_does_not_fail_the_commit(operation: s
     tx = store.transaction()
     w = await tx.array("w")
     await w[64].write(64)
-    await store.snapshot()  # a look for newer commits, so that this one goes out without another
+    await store.snapshot()  # looks for newer commits, so that the commit need not
     faults.fail(operation, pattern, times=100)
     assert await tx.commit() == 64
     faults.heal()
@@ -275,14 +275,14 @@ async def test_two_finishers_of_a_root_write_the_same() -> None:
     root = faults.hold("create", "roots/*")
     commit = asyncio.create_task(tx.commit())
     await root.reached()
-    mine = (await tstore.open(url)).log
+    mine = (await tstore.open(url)).log.reader
     await faults.inner.create(root_key(64), await the_root(mine, 64), NONE)
     root.release()
     assert await commit == 64
     assert await state(url) == (64, expected(64))
 
 
-async def the_root(log: Records, version: int) -> bytes:
+async def the_root(log: LogReader, version: int) -> bytes:
     return encode((await log.tree(version)).root((await log.stored(version)).check))
 
 
@@ -335,7 +335,7 @@ async def test_a_backend_that_does_not_answer_is_unavailable(operation: str) -> 
 
 @pytest.mark.parametrize("hole", range(1, 9))
 async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
-    """Wherever the search for the newest version happens to look."""
+    """Whichever versions the search for the newest one probes."""
     url = anew()
     await fill(url, 9)
     store = await tstore.open(url)
@@ -407,19 +407,19 @@ async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
     assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
 
 
-async def test_a_tree_that_is_let_go_of_while_a_root_is_asked_for() -> None:
-    """Readers of one store look at many versions at once; only the newest few trees are kept."""
+async def test_a_tree_that_is_evicted_while_a_root_is_read() -> None:
+    """Readers of one store use many versions at once, but only a few trees are cached."""
     url = f"memory://{uuid.uuid4()}"
     store, faults = await open_faulty(url)
     for step in range(ROOT_EVERY + 2):
         await tstore.save(store, {"x": step}, step)
     await store.log.backend.delete(root_key(ROOT_EVERY))
     reader, faults = await open_faulty(url, "r")
-    await reader.log.tree(1)
+    await reader.log.reader.tree(1)
     gate = faults.hold("get", root_key(ROOT_EVERY))
-    late = asyncio.create_task(reader.log.tree(ROOT_EVERY + 1))
+    late = asyncio.create_task(reader.log.reader.tree(ROOT_EVERY + 1))
     await gate.reached()
     for version in range(2, 8):
-        await reader.log.tree(version)
+        await reader.log.reader.tree(version)
     gate.release()
     assert (await late).version == ROOT_EVERY + 1

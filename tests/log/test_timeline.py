@@ -1,4 +1,4 @@
-"""What is believed because it is there: roots of other records; stores and caches beside a restored backup."""
+"""Roots of other records are not trusted, nor are open stores and caches after a backup was restored."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from tstore.errors import Conflict, TimelineChanged
 from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Root
-from tstore.log.recent import Recent
+from tstore.log.version_cache import VersionCache
 from tstore.storage.base import Backend, Durability
 from tstore.storage.memory import MemoryObjects
 from tstore.storage.remote import RemoteBackend
+from tstore.transactions.transaction import staging_of
 
 
 async def write(store: tstore.Store, upto: int, offset: int) -> None:
-    """Commits up to that version; version v sets element v % 10 of "w" to v + offset."""
+    """Commit up to a version; version v sets element v % 10 of "w" to v + offset."""
     for version in range((await store.snapshot()).version + 1, upto + 1):
         async with store.transaction(durability="none") as tx:
             if version == 1:
@@ -48,7 +49,7 @@ async def state(store: tstore.Store, at: int | None = None) -> list[int]:
 
 
 def expected(upto: int, since: int, offset: int) -> list[int]:
-    """What `fill` makes up to one version, where those after `since` have an offset."""
+    """Return the values that `fill` makes up to a version, if those after `since` have an offset."""
     values = [0] * 10
     for version in range(1, upto + 1):
         values[version % 10] = version + (offset if version > since else 0)
@@ -59,7 +60,7 @@ def expected(upto: int, since: int, offset: int) -> list[int]:
 
 
 async def test_a_root_of_another_history_is_not_believed(tmp_path: Path) -> None:
-    """As after an incremental copy that died, or a restore of files, with `roots/` ahead of `commits/`."""
+    """An incremental copy that died, or a restore of files, leaves `roots/` ahead of `commits/`."""
     await fill(tmp_path / "a", 60)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     await fill(tmp_path / "a", 70)
@@ -126,12 +127,12 @@ async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify
 
 @pytest.mark.parametrize("replaces", [True, False])
 async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_path: Path) -> None:
-    """What the records refer to is gone then; manifests here are too long to travel in them."""
+    """The manifests that the records refer to are deleted; they are too long to be inline."""
     store = await tstore.open(tmp_path)
     for step in range(70):
         async with store.transaction(tag=f"step/{step}", durability="none") as tx:
             if replaces:
-                await tx.replace_all(b"")
+                await staging_of(tx).replace_all(b"")
             w = await (tx.create_array("w", (600,), "int64", (1,)) if replaces or not step else tx.array("w"))
             await w.write(step)
     await store.collect(Keep(tags=("step/65",)))
@@ -145,7 +146,7 @@ async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_p
 
 
 async def put_back(backend: Backend, backup: dict[str, bytes]) -> None:
-    """Restores a backup at the store's URL: all that came later goes."""
+    """Restore a backup at the store's URL, and delete everything that is newer."""
     for key in await backend.list(""):
         await backend.delete(key)
     for key, data in backup.items():
@@ -158,14 +159,14 @@ async def backed_up(backend: Backend) -> dict[str, bytes]:
 
 @pytest.fixture(params=["local", "server"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
-    """Another backend of one store, as another process has it."""
+    """Return another backend of the same store, as another process has one."""
     name = str(uuid.uuid4())
     return lambda: tmp_path / "store" if request.param == "local" else RemoteBackend(MemoryObjects(name))
 
 
 @pytest.mark.parametrize("since", [0, 1, 5, 9])
 async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callable[[], Any], since: int) -> None:
-    """`since`: how many commits there were since the backup, before anything is asked of the open store."""
+    """`since` is the number of commits since the backup, before the open store is used again."""
     other = await tstore.open(connect())
     await write(other, 5, 0)
     backup = await backed_up(other.log.backend)
@@ -178,7 +179,7 @@ async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callabl
         await fill(connect(), 5 + since, 1000)
     before = await backed_up(other.log.backend)
     for work in (handle.snapshot(), handle.snapshot(3), handle.tags(), write(handle, 20, 0), handle.outcome("t")):
-        with pytest.raises(TimelineChanged, match="open the store anew"):
+        with pytest.raises(TimelineChanged, match="open it anew"):
             await work
     with pytest.raises(TimelineChanged):
         await late.commit()
@@ -254,7 +255,7 @@ async def test_a_store_serves_the_event_loops_of_several_threads(tmp_path: Path)
 
 
 def test_what_is_kept_of_records_is_shared_by_threads() -> None:
-    recent: Recent[int] = Recent(4)
+    recent: VersionCache[int] = VersionCache(4)
     failures = list[BaseException]()
     before = sys.getswitchinterval()
 
@@ -297,7 +298,7 @@ async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path)
 
 
 async def test_a_conflict_names_chunks_that_many_hosts_wrote_twice(tmp_path: Path) -> None:
-    """However the fragments of the others are merged."""
+    """In whatever order the fragments of the others are merged."""
     store = await tstore.open(tmp_path)
     async with store.transaction() as tx:
         await tx.create_array("w", (40,), "int64", (1,))

@@ -26,6 +26,7 @@ from tstore.conformance.faulty import FaultyBackend, open_faulty
 from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.format.references import ObjectRef
 from tstore.storage.connect import connect
+from tstore.transactions.transaction import staging_of
 
 NEVER = timedelta(days=10_000)
 NOW = timedelta(0)
@@ -79,7 +80,7 @@ async def needed(store: tstore.Store) -> set[str]:
         if not commit.expired:
             tree = (await store.snapshot(commit.version)).tree
             found |= {p for n in tree.nodes.values() for p in n.chunks.compact().packs if isinstance(p, str)}
-            refs = (await store.log.record(commit.version)).manifests
+            refs = (await store.log.reader.record(commit.version)).manifests
             found |= {m.key for m in refs if isinstance(m, ObjectRef)}
     return found
 
@@ -160,7 +161,7 @@ async def test_a_tag_keeps_the_version_that_it_names_now(url: str) -> None:
     store = await tstore.open(url)
     for value, how in enumerate(({"tag": "best"}, {"move_tag": "best"}, {})):
         async with store.transaction(**how) as tx:
-            await tx.replace_all(b"")
+            await staging_of(tx).replace_all(b"")
             await (await tx.create_array("x", (2000,), "f8")).write(float(value))
     report = await store.collect(Keep(tags=("best",)))
     assert (report.versions, report.tags) == ([1], [])
@@ -247,7 +248,7 @@ async def test_packs_of_an_aborted_transaction_are_closed(tmp_path: Path) -> Non
 
 async def test_an_expired_version_says_so(url: str) -> None:
     store = await saved(url, 3)
-    between = (await store.log.record(1)).time
+    between = (await store.log.reader.record(1)).time
     held = await store.snapshot(2)
     await store.collect(Keep(last=1))
     then = datetime.datetime.fromtimestamp(between, datetime.UTC) + timedelta(microseconds=1)
@@ -337,10 +338,12 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
                 for version in report.versions:
                     del model[version]
             continue
-        async with store.transaction(tag=f"t{1 + await store.log.newest()}", move_tag=f"step/{number}") as tx:
+        async with store.transaction(
+            tag=f"t{1 + await store.log.reader.newest()}", move_tag=f"step/{number}"
+        ) as tx:
             some = sorted(state)[0] if state else None
             if operation == "save" or some is None:
-                await tx.replace_all(b"")
+                await staging_of(tx).replace_all(b"")
                 state = {"a": rng.random((30, 40)), "b": rng.random((30, 40))}
                 for path, values in state.items():
                     await (await tx.create_array(path, values.shape, "f8", (10, 40))).write(values)
@@ -356,9 +359,9 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
                 state = {**state, some: state[some][:20]}
             elif operation == "keep":
                 source = await store.snapshot(data.draw(st.sampled_from(sorted(model))))
-                await tx.replace_all(b"")
+                await staging_of(tx).replace_all(b"")
                 for path, node in source.tree.nodes.items():
-                    await tx.keep_array(path, node.meta, node.chunks, source.version)
+                    await staging_of(tx).keep_array(path, node.meta, node.chunks, source.version)
                 state = model[source.version]
             else:
                 rows = slice(10, 20) if operation == "write" else slice(5, 7)
@@ -394,9 +397,11 @@ async def test_what_a_chain_of_writes_still_needs_stays(url: str) -> None:
         await (await (await other.snapshot()).array("x")).read(), np.r_[many[:3000] + 3, many[3000:]]
     )
     owners = {key.split("/")[1] for key in await objects(url) if "/pack-" in key}
-    assert owners == {(await store.log.record(v)).transaction for v in (1, 6)}  # 6 overwrote what 2 and 4 wrote
+    assert owners == {
+        (await store.log.reader.record(v)).transaction for v in (1, 6)
+    }  # 6 overwrote what 2 and 4 wrote
     async with store.transaction() as tx:
-        await tx.replace_all(b"")
+        await staging_of(tx).replace_all(b"")
     await store.collect(Keep(last=1))
     assert await objects(url) == set()
 
@@ -505,14 +510,14 @@ async def test_a_chain_that_begins_in_an_expired_version_holds_nothing_older(url
     store = await tstore.open(url)
     await tstore.save(store, wide(0), 0)
     async with store.transaction() as tx:
-        await tx.replace_all(b"")
+        await staging_of(tx).replace_all(b"")
         for i in range(400):
             await (await tx.create_array(f"a{i}", (3,), "f8")).write(2.0)
     async with store.transaction(tag="step/1") as tx:
         await (await tx.array("a0")).write(3.0)
     await store.collect(Keep(tags=("step/0",)))
     await store.collect(Keep(last=1))
-    assert {key.split("/")[1] for key in await objects(url)} == {(await store.log.record(2)).transaction}
+    assert {key.split("/")[1] for key in await objects(url)} == {(await store.log.reader.record(2)).transaction}
     tree = await tstore.restore(await tstore.open(url, "r"))
     assert (tree["a0"][0], tree["a1"][0]) == (3.0, 2.0)
 
@@ -523,7 +528,7 @@ async def test_verify_reads_what_a_living_version_has_of_an_expired_one(tmp_path
     async with store.transaction(tag="step/1") as tx:
         await (await tx.array("moving")).write(1.0)
     await store.collect(Keep(last=1))
-    [pack] = [k for k in await objects(store.url) if (await store.log.record(1)).transaction in k]
+    [pack] = [k for k in await objects(store.url) if (await store.log.reader.record(1)).transaction in k]
     data = bytearray((tmp_path / "s" / pack).read_bytes())
     data[5] ^= 1  # of the frozen layer, or of what version 2 overwrote
     data[16_005] ^= 1
@@ -572,10 +577,10 @@ async def test_a_commit_that_re_uses_what_is_about_to_be_condemned_spares_it(url
 
 async def copied(store: tstore.Store, source: tstore.Snapshot, tag: str) -> None:
     async with store.transaction(tag=tag) as tx:
-        await tx.replace_all(b"")
+        await staging_of(tx).replace_all(b"")
         for path, node in source.tree.nodes.items():
             if node.is_array:
-                await tx.keep_array(path, node.meta, node.chunks, source.version)
+                await staging_of(tx).keep_array(path, node.meta, node.chunks, source.version)
 
 
 async def test_a_commit_that_re_uses_what_was_condemned_is_refused(url: str) -> None:
@@ -762,7 +767,7 @@ async def test_what_dead_hosts_and_aborted_transactions_left_goes_after_a_while(
     await (await tx.create_array("x", (5000,), "f8")).write(1.0)
     await tx.abort()
     late = store.transaction(tag="step/5", name="step/5", host=1, hosts=2, attempt="a")
-    await late.replace_all(b"")
+    await staging_of(late).replace_all(b"")
     left = await objects(url) - await needed(store)
     assert left
     assert (await store.collect()).abandoned == []  # too young
@@ -930,7 +935,9 @@ async def test_groups_re_use_and_are_spared_too(url: str) -> None:
     await check_step(await tstore.open(url), 5)
     assert (await (await tstore.open(url)).verify()).ok
     owners = {key.split("/")[1] for key in await objects(url)}
-    assert owners <= {(await store.log.record(v)).transaction for v in range(1, 1 + await store.log.newest())}
+    assert owners <= {
+        (await store.log.reader.record(v)).transaction for v in range(1, 1 + await store.log.reader.newest())
+    }
 
 
 async def test_a_void_commit_hands_on_what_was_collected(url: str) -> None:
@@ -943,7 +950,7 @@ async def test_a_void_commit_hands_on_what_was_collected(url: str) -> None:
     with pytest.raises(Killed):
         await tstore.save(store, tree_of(3), 3)
     other = await tstore.open(url)
-    assert (await other.log.record(5)).void
+    assert (await other.log.reader.record(5)).void
     with pytest.raises(SnapshotExpired):
         await other.snapshot(1)
     await tstore.save(other, tree_of(4), 4)

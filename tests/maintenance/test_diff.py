@@ -20,8 +20,7 @@ import tstore.sync as blocking
 from tstore.cli import main
 from tstore.conformance.faulty import open_faulty
 from tstore.errors import NotFound
-from tstore.format.layout import root_key
-from tstore.log.reader import ROOT_EVERY
+from tstore.format.layout import ROOT_EVERY, root_key
 
 VALUES = np.random.default_rng(0).standard_normal((8, 8)).astype("f4")
 

@@ -20,9 +20,8 @@ from tstore import Keep
 from tstore.cli import main
 from tstore.errors import Corrupt, Denied, InvalidArgument, TimelineChanged, TStoreError
 from tstore.format.encoding import decode
-from tstore.format.layout import commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Collection, Record
-from tstore.log.reader import ROOT_EVERY
 from tstore.maintenance import repair
 from tstore.storage.base import Durability
 from tstore.storage.memory import MemoryBackend
@@ -401,7 +400,7 @@ async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
     await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
-    assert "commits/00000000000000000001 is named as the record of a garbage collection, and is none" in fault
+    assert "commits/00000000000000000001 is named as the record of a garbage collection, but is none" in fault
     with pytest.raises(Corrupt):
         await store.snapshot(1)
 

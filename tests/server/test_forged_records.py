@@ -17,10 +17,10 @@ from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
 from tstore.format.encoding import decode, encode
-from tstore.format.layout import commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.log.expiry import last_collection
 from tstore.log.marker import read_marker
-from tstore.log.reader import ROOT_EVERY
 from tstore.storage.base import Backend, Durability
 
 VALUES = np.arange(4000.0)
@@ -85,7 +85,7 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
     store = await filled(0)
     backend = store.log.backend
     record = decode(await backend.get(commit_key(1)), Record)
-    [manifest] = await store.log.manifests(1, record)
+    [manifest] = await store.log.reader.objects.manifests(1, record)
     assert len(manifest.paths) == 3  # with the root group
     column = np.array([*counts, 0], "<i8").tobytes()
     wrong = msgspec.structs.replace(manifest, count=column)
@@ -100,7 +100,7 @@ async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
     store = await filled(0, 1, 2)
     backend = store.log.backend
     record = decode(await backend.get(commit_key(bad)), Record)
-    [manifest] = await store.log.manifests(bad, record)
+    [manifest] = await store.log.reader.objects.manifests(bad, record)
     wrong = msgspec.structs.replace(manifest, **values)
     await backend.hint(commit_key(bad), forged(record, manifests=(wrong,)))
     return await tstore.open(store.url, "r")
@@ -143,7 +143,7 @@ async def test_an_odd_manifest_is_damage_to_verify_and_repair(values: dict[str, 
 async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
     wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
     await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
@@ -192,7 +192,7 @@ async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() 
     backend = store.log.backend
     record = decode(await backend.get(commit_key(1)), Record)
     [reference] = record.manifests
-    [manifest] = await store.log.manifests(1, record)
+    [manifest] = await store.log.reader.objects.manifests(1, record)
     data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
     await backend.hint(reference.key, data)
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
@@ -251,7 +251,7 @@ def test_what_readers_refuse_is_not_encoded() -> None:
 async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
     at = manifest.paths.index("")
     number = int.from_bytes(manifest.document[4 * at : 4 * at + 4], "little")
     documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
@@ -269,7 +269,7 @@ async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: by
 async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record() -> None:
     store = await filled(0)
     backend = store.log.backend
-    [manifest] = await store.log.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
     deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
     wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
     await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
@@ -306,7 +306,7 @@ async def test_a_gc_behind_void_records_is_found() -> None:
         void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
         await store.log.backend.create(commit_key(version), encode(void), Durability.NONE)
     store = await tstore.open(store.url)
-    assert await store.log.last_gc(5) == 3
+    assert await last_collection(store.log.reader, 5) == 3
     with pytest.raises(SnapshotExpired):
         await store.snapshot(1)
     assert (await store.verify()).ok

@@ -94,7 +94,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.log.search._MOMENT", 60)  # however slow this machine is
+    monkeypatch.setattr("tstore.log.search._RECENTLY", 60)  # however slow this machine is
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
@@ -160,7 +160,7 @@ async def test_the_history_is_read_ever_more_records_at_once() -> None:
     async def reopened() -> tstore.Store:
         store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
         # 64, its root and up to 66; up to 128; those between 80 and 96, and below 80 those that are not known
-        await rounds.expect(store.log.newest(), 4, 6, 15 + 10)
+        await rounds.expect(store.log.reader.newest(), 4, 6, 15 + 10)
         return store
 
     async def versions(store: tstore.Store) -> list[int]:

@@ -23,8 +23,8 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
-from tstore.transactions import group
-from tstore.transactions.group import detected_attempt
+from tstore.transactions import cooperative
+from tstore.transactions.membership import detected_attempt
 
 HOSTS = 8
 ROWS = 16
@@ -38,12 +38,12 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that waits takes over soon from one that was refused, in place of about a second later."""
-    monkeypatch.setattr(group, "_GRACE", 0.02)
+    """A host that waits takes over from a refused one at once, not after about a second."""
+    monkeypatch.setattr(cooperative, "_GRACE", 0.02)
 
 
 def tree(host: int, value: int = 0, hosts: int = HOSTS, rows: int = ROWS) -> dict[str, Any]:
-    """A host's part: its rows of "w", and "b" and "step", which are the same everywhere."""
+    """Return the tree of a host: its rows of "w", and "b" and "step", which are the same on every host."""
     lines = rows // hosts
     mine = slice(host * lines, (host + 1) * lines)
     part = np.full((lines, 6), value * 100 + host, "i4")
@@ -75,13 +75,13 @@ async def outcomes(calls: Sequence[Any]) -> list[Any]:
 
 
 def raised(found: Sequence[Any], kind: type[TStoreError]) -> TStoreError:
-    """The error that all of the calls raised."""
+    """Return the error that all of the calls raised."""
     assert {type(e) for e in found} == {kind}, found
     return found[0]  # type: ignore[no-any-return]
 
 
 def absent(found: Sequence[Any]) -> set[int]:
-    """The hosts that all of the errors name; who gave up early may also name one that came late."""
+    """Return the hosts that all errors name; a host that gave up early may also name a late one."""
     assert {type(e) for e in found} == {DeadlineExceeded}, found
     assert all(str(e.absent) in str(e) for e in found)
     return set.intersection(*[set(e.absent) for e in found])
@@ -114,10 +114,10 @@ async def test_an_absent_host_is_named(url: str) -> None:
     found = await outcomes([save(url, h, timeout=0.3) for h in range(HOSTS) if h not in (2, 5)])
     assert absent(found) == {2, 5}
     assert await tstore.steps(url) == []
-    # the hosts may come after all: whoever completes the set commits it
+    # the absent hosts may still deliver: the last one commits
     assert await outcomes([save(url, h) for h in (2, 5)]) == [1, 1]
     await check(url, 0)
-    assert await save(url, 3) == 1  # and a host that asks again learns it
+    assert await save(url, 3) == 1  # a host that repeats its call gets the same version
 
 
 async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
@@ -132,7 +132,7 @@ async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
 
 
 async def test_two_attempts_of_one_step_never_mix(url: str) -> None:
-    """Four hosts of the first start and four of the second are no checkpoint."""
+    """Four hosts of the first start and four of the second never make a checkpoint."""
     first = await outcomes([save(url, h, 1, attempt="job.0", timeout=0.2) for h in range(4)])
     second = await outcomes([save(url, h, 2, attempt="job.1", timeout=0.2) for h in range(4, HOSTS)])
     assert absent(first) == {4, 5, 6, 7}
@@ -160,7 +160,7 @@ async def test_of_two_complete_attempts_one_wins(url: str) -> None:
 
 
 async def test_a_preempted_host_that_wakes_up_late_cannot_damage_the_next_attempt(url: str) -> None:
-    """The old attempt is complete but for its record when the new one commits."""
+    """The old attempt lacks only its record when the new one commits."""
     store, faults = await open_faulty(url)
     others = await outcomes([save(url, h, 1, attempt="old", timeout=0.1) for h in range(1, HOSTS)])
     raised(others, DeadlineExceeded)
@@ -214,7 +214,7 @@ async def test_an_attempt_must_be_given_or_found(url: str, monkeypatch: pytest.M
 
 
 async def test_attempts_and_names_that_look_alike_are_not_one(url: str) -> None:
-    """The folder of a group has a readable name, but is not made of that alone."""
+    """The folder of a cooperative transaction begins with its readable name, and differs for similar names."""
     store = await tstore.open(url)
     long = "x" * 60
     alike = [("n", "a/0"), ("n", "a.0"), ("n", long), ("n", long + "y"), ("n/a", "0"), ("n-a", "0"), ("n.a", "0")]
@@ -254,7 +254,7 @@ def test_the_attempt_is_found_in_the_environment() -> None:
 
 
 def odd_one(**change: Any) -> list[dict[str, Any]]:
-    """The trees of all hosts, of which host 3 has another."""
+    """Return the trees of all hosts, of which host 3 has a different one."""
     trees = [tree(h) for h in range(HOSTS)]
     trees[3].update(change)
     return trees
@@ -369,7 +369,7 @@ async def test_a_late_finisher_meets_the_commit_and_makes_no_second(url: str) ->
 
 
 async def test_every_host_may_try_to_finish(url: str) -> None:
-    """All see the full set at once, since each one's look at it is held back until all are there."""
+    """All hosts see that all fragments exist at the same moment: their first list is held back until then."""
     opened = [await open_faulty(url) for _ in range(HOSTS)]
     gates = [faults.hold("list", "*part-000") for _, faults in opened]
     calls = [asyncio.create_task(save(s, h, 4)) for h, (s, _) in enumerate(opened)]
@@ -420,7 +420,7 @@ async def test_hosts_of_a_group_may_write_regions_of_an_array_that_is_there(url:
 
 
 async def test_a_commit_between_the_bases_of_two_hosts_is_a_conflict(url: str) -> None:
-    """Host 0 saw the array before it, host 1 after it."""
+    """Host 0 read the array before that commit, host 1 after it."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
         await (await tx.create_array("w", (8,), "int8", (4,))).write(0)
@@ -454,10 +454,10 @@ HOST = """
     w = tstore.Shards((16, 6), "int32", [((mine, slice(0, 6)), np.full((lines, 6), value * 100 + host, "i4"))])
     tree = {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.full(2, value / 2)}}}
     if kill == "after the fragment":
-        async def die(log, member, level, group):
+        async def die(self, level, block):
             os.kill(os.getpid(), signal.SIGKILL)
-        from tstore.transactions import group
-        group._there = die
+        from tstore.transactions.merging import FragmentTree
+        FragmentTree._present = die
     print("ready", flush=True)
     sys.stdin.readline()
     try:
@@ -492,7 +492,7 @@ def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
     assert {f.split()[0] for f in found.values()} == {"DeadlineExceeded"}
     assert set.intersection(*[set(f.split()[1:]) for f in found.values()]) == {"6"}
     assert asyncio.run(tstore.steps(url)) == []
-    # a restarted job; one host dies by SIGKILL once its fragment is there, the others finish without it
+    # a restarted job; one host dies by SIGKILL after its fragment, and the others finish without it
     hosts = launch(url, 2, "job.1", kill=4)
     with processes.running(*hosts.values()):
         found = finish(hosts, killed=4)
@@ -532,8 +532,8 @@ DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the e
 async def test_hosts_that_stand_in_each_others_way_are_refused(
     url: str, what: str, hosts: int, other: int, writer: int, request: pytest.FixtureRequest
 ) -> None:
-    """Whichever of them has the lower number, and also where they meet only when merged fragments are merged."""
-    if hosts == 2:  # of a hundred all would look at once
+    """Whichever has the lower number, and also if only merged fragments of the two are compared."""
+    if hosts == 2:  # with a hundred hosts all would do so at once
         request.getfixturevalue("prompt")
     act, text = DISAGREEING[what]
     store = await tstore.open(url)

@@ -1,4 +1,4 @@
-"""Operations of one transaction that run at the same time, and handles from before a change."""
+"""Concurrent operations of one transaction, and handles from before a change of an array."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tstore.errors import Misuse, NotFound, StorageFull
 from tstore.storage.base import BufferStream, Durability, PackWriter
 from tstore.storage.memory import MemoryBackend, MemoryObjects
 from tstore.storage.remote import served
+from tstore.transactions.transaction import staging_of
 
 BIG = 200_000
-"""Values of an array that takes several threads and more than one request."""
+"""Number of values of an array that takes several threads and more than one request."""
 
 
 @pytest.fixture(params=["local", "memory", "remote"])
 async def store(request: pytest.FixtureRequest, tmp_path: Any) -> tstore.Store:
-    """An empty store; the remote one is on a server that takes some time."""
+    """Return the URL of an empty store; the remote one is on a slow server."""
     if request.param == "remote":
         return await tstore.open(served(Faults(MemoryObjects(uuid.uuid4().hex), latency=0.005)))
     return await tstore.open(tmp_path / "store" if request.param == "local" else f"memory://{uuid.uuid4()}")
@@ -65,7 +66,7 @@ async def test_the_end_of_a_block_waits_for_the_writes_under_way(store: tstore.S
 
 
 async def test_a_first_operation_under_way_is_part_of_the_commit(store: tstore.Store) -> None:
-    """Neither had looked at the newest version yet."""
+    """Neither operation had fixed the base before."""
     tx = store.transaction()
     create = await begun(tx.create_array("a", (4,), "i4"))
     await tx.commit()
@@ -99,7 +100,7 @@ async def test_an_operation_that_begins_after_the_commit_is_misuse(url: str) -> 
         lambda: tx.create_group("g"),
         lambda: tx.delete("a"),
         tx.paths,
-        tx.base,
+        staging_of(tx).base,
         tx.abort,
         tx.commit,
         lambda: tx.__aexit__(None, None, None),
@@ -109,7 +110,7 @@ async def test_an_operation_that_begins_after_the_commit_is_misuse(url: str) -> 
             await call()
     gate.release()
     assert await commit == 1
-    await tx.abort()  # harmless, as ever after the end
+    await tx.abort()  # does nothing after the end
     assert (await read(store, "a")).tolist() == [1] * 4
 
 
@@ -151,7 +152,7 @@ async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> N
 
 
 class HeldPacks(MemoryBackend):
-    """What is written to a pack waits until `released`, which nobody does before it is `reached`."""
+    """Writes to a pack wait from `reached` until `released`."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
@@ -211,7 +212,7 @@ async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.St
 
 
 async def test_parts_that_are_written_while_others_are_read_are_kept(store: tstore.Store) -> None:
-    """A read puts parts over their chunks, and meanwhile there are more of them."""
+    """A read applies patches, while more patches are written."""
     count, size = 64, 1000
     async with store.transaction() as tx:
         await (await tx.create_array("a", (count * size,), "f8", (size,))).write(0)
@@ -246,7 +247,7 @@ async def test_whole_chunks_that_are_written_while_parts_are_read_win(store: tst
 
 
 async def test_a_resize_under_a_write_makes_it_misuse(store: tstore.Store) -> None:
-    """Its chunks were numbered in the old grid."""
+    """The write numbered its chunks in the old grid."""
     async with store.transaction() as tx:
         a = await tx.create_array("a", (400, 500), "f8", (100, 100), sparse=True)
         write = await begun(a.write(np.ones((400, 500))))
@@ -258,7 +259,7 @@ async def test_a_resize_under_a_write_makes_it_misuse(store: tstore.Store) -> No
 
 
 async def test_a_resize_under_a_read_makes_it_misuse(store: tstore.Store) -> None:
-    """The read puts parts over their chunks first."""
+    """The read applies patches first."""
     expected = np.ones((400, 1000))
     expected[1:399, 1:499] = 2
     expected[:, 500:] = 3
@@ -290,7 +291,7 @@ async def test_writes_of_one_array_at_once(store: tstore.Store) -> None:
 
 
 async def handles(tx: tstore.Transaction) -> dict[str, tstore.Array]:
-    """Every kind of handle of one array of 8 elements in chunks of 4."""
+    """Return every kind of handle of one array of 8 elements in chunks of 4."""
     whole = await tx.array("a")
     return {
         "another": await tx.array("a"),
@@ -356,7 +357,7 @@ async def test_a_handle_of_an_array_that_was_created_anew_is_misuse(
                 await call()
         await (await tx.create_array("a", (8,), dtype, (4,))).write(1)
         for call in (old.read, lambda: old.write(7)):
-            with pytest.raises(Misuse, match="created anew"):
+            with pytest.raises(Misuse, match="created again"):
                 await call()
     assert (await read(eight, "a")).tolist() == [1] * 8
 

@@ -1,4 +1,4 @@
-"""Parts of chunks are written again over the newest version that others made of them, or the commit fails."""
+"""Patches are applied again on top of the newest version of a chunk, or the commit fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 2000  # float64, so that a chunk lies in a pack and not in its manifest
 
 
 async def two_chunks(url: str) -> tstore.Store:
-    """Version 1, tagged "first", has the array "w" of two chunks of zeros."""
+    """Return a store whose version 1, tagged "first", has the array "w" of two chunks of zeros."""
     store = await tstore.open(url)
     async with store.transaction(tag="first") as tx:
         await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
@@ -28,7 +28,7 @@ async def two_chunks(url: str) -> tstore.Store:
 
 
 async def write_both(store: tstore.Store, values: tuple[float, float], new_arrays: int = 0) -> int:
-    """Write each chunk whole from a host of its own, so that one version has two packs.
+    """Write each chunk whole from another host, so that one version has two packs.
 
     So many new arrays give it a manifest that is an object of its own.
     """
@@ -56,7 +56,7 @@ async def newest(store: tstore.Store) -> np.ndarray:
 
 
 async def test_an_expired_version_in_between_loses_no_update(url: str) -> None:
-    """A version of two packs expires after one of its chunks was overwritten; the other chunk still counts."""
+    """A version of two packs expires after one of its chunks was overwritten; the other chunk is still in use."""
     store = await two_chunks(url)
     tx = store.transaction()
     w = await tx.array("w")
@@ -70,11 +70,11 @@ async def test_an_expired_version_in_between_loses_no_update(url: str) -> None:
     expected[1], expected[CHUNK + 1] = -1, -2
     assert np.array_equal(await newest(store), expected)
     assert (await store.verify()).ok
-    assert [retry.version for retry in tx.retries] == [4]  # over the newest alone
+    assert [retry.version for retry in tx.retries] == [4]  # on top of the newest only
 
 
 async def test_a_gc_during_the_validation_loses_no_update(url: str) -> None:
-    """The version over which chunks are about to be patched expires once its record was read."""
+    """The version on which chunks are to be patched expires once its record has been read."""
     store = await two_chunks(url)
     faulty, faults = await open_faulty(url)
     tx = faulty.transaction()
@@ -96,7 +96,7 @@ async def test_a_gc_during_the_validation_loses_no_update(url: str) -> None:
 
 
 async def test_a_flipped_bit_under_a_part_is_told(tmp_path: Path) -> None:
-    """Also where the version that holds it has expired for another of its chunks."""
+    """Even if the version that wrote it has expired because another of its chunks was overwritten."""
     store = await two_chunks(str(tmp_path / "store"))
     tx = store.transaction()
     w = await tx.array("w")
@@ -131,7 +131,7 @@ async def test_a_base_that_expired_is_told(url: str) -> None:
 
 
 async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path) -> None:
-    """On a server a pack appears when it is finished, on a disk it is durable only then."""
+    """On a server a pack exists once it is finished; on a disk it is durable only then."""
     name = uuid.uuid4().hex
     for store in (await tstore.open(served(MemoryObjects(name))), await tstore.open(tmp_path / "store")):
         async with store.transaction() as tx:

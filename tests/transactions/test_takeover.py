@@ -1,4 +1,4 @@
-"""Large groups, hosts that die, others that finish for them, and who is shown as missing."""
+"""Many hosts, hosts that die, others that finish for them, and which hosts are reported as absent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tstore.errors import (
 )
 
 MANY = 230
-"""Hosts of a group that is merged as a tree: two full hundreds and a part of one."""
+"""Hosts whose fragments are merged in a tree: two full blocks and a part of one."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def url() -> str:
 async def host(
     store: tstore.Store, number: int, hosts: int, *, attempt: str = "a", timeout: float = 20, writes: int = -1
 ) -> int:
-    """A host that creates the array "w" with all others and writes one chunk, by default that of its number."""
+    """Create the array "w" as every host does, and write one chunk, by default that of the host's number."""
     tx = store.transaction(
         name="n", host=number, hosts=hosts, attempt=attempt, tag=f"t/{hosts}", durability="none"
     )
@@ -73,7 +73,7 @@ async def test_a_large_group_merges_as_a_tree(url: str) -> None:
 
 
 async def test_a_host_of_a_large_group_that_dies_after_its_fragment(url: str) -> None:
-    """It was the one to merge its hundred, so another does."""
+    """The refused host had claimed its block, so another merges it."""
     store, faults = await open_faulty(url)
     others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 150]
     while len([k for k in await store.log.backend.list("txn/") if "/part-" in k]) < MANY - 1:
@@ -109,11 +109,11 @@ async def test_two_hosts_of_a_large_group_that_wrote_one_chunk(url: str, twin: i
 
 
 class Dead(BaseException):
-    """The process is no more: nothing handles this."""
+    """Stands for the death of the process: no code catches it."""
 
 
 class Dying:
-    """A backend whose user dies at the n-th call from a host's fragment on, before or after it is done."""
+    """A backend whose user dies at the n-th call after its fragment, before or after the call takes effect."""
 
     def __init__(self, backend: Any, nth: int, *, done: bool) -> None:
         self._backend = backend
@@ -129,7 +129,7 @@ class Dying:
         async def mortal(*arguments: Any) -> Any:
             part = bool(arguments) and "/part-" in arguments[0]
             if call.__name__ == "get" and part:
-                return await call(*arguments)  # a hundred of them are one step
+                return await call(*arguments)  # a hundred of them count as one step
             if self._seen >= 0 or part:
                 self._seen += 1
             fatal = self._seen == self._nth
@@ -147,7 +147,7 @@ class Dying:
 @pytest.mark.parametrize("hosts", [3, 101])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: bool) -> None:
-    """All others have delivered and gone. Whoever comes later finishes; there is one commit and it is whole."""
+    """All others have delivered and left. A later process finishes the commit, once and completely."""
     last = hosts // 2
     before = await tstore.open(tmp_path / "before")
     found = await outcomes(*[host(before, h, hosts, timeout=0.01) for h in range(hosts) if h != last])
@@ -220,7 +220,7 @@ async def test_finishing_a_group_that_is_not_complete_or_not_there(url: str) -> 
 
 
 async def test_two_sizes_of_one_attempt_never_both_commit(url: str) -> None:
-    """Both groups are complete, and looked for the other before either began."""
+    """Both numbers of hosts are complete, and each looked for the other before either began."""
     opened = [await open_faulty(url) for _ in range(5)]
     gates = [faults.hold("create", "*/part-*") for _, faults in opened]
     calls = [asyncio.create_task(host(opened[h][0], h, 2, timeout=5)) for h in range(2)]

@@ -1,4 +1,4 @@
-"""Transactions: atomic, isolated, and conflicting only where they touch the same."""
+"""Transactions are atomic and isolated, and conflict only if they touch the same chunks or metadata."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from tstore.errors import (
     StorageFull,
     TStoreError,
 )
+from tstore.transactions.transaction import staging_of
 
 
 @pytest.fixture
 async def store(url: str) -> tstore.Store:
-    """Version 1 has "w" (8×8, chunks 4×4, 0…63), "g/v" and the group "g"."""
+    """Return a store whose version 1 has "w" (8×8, chunks 4×4, 0…63), "g/v" and the group "g"."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
         await (await tx.create_array("w", (8, 8), "int32", (4, 4))).write(BASE)
@@ -50,7 +51,7 @@ async def read(source: tstore.Snapshot | tstore.Transaction, path: str = "w") ->
 
 
 async def newest(store: tstore.Store, path: str = "w") -> Any:
-    """What another process would read."""
+    """Return the values as another process reads them."""
     other = await tstore.open(store.url, "r")
     return await read(await other.snapshot(), path)
 
@@ -68,7 +69,7 @@ async def main():
             return
 asyncio.run(main())
 """
-    command = [sys.executable, "-W", "error", "-c", script]  # not -X dev, which tells of a slow machine
+    command = [sys.executable, "-W", "error", "-c", script]  # not -X dev, which warns on a slow machine
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -101,7 +102,7 @@ async def test_a_transaction_reads_its_own_writes_over_its_base(store: tstore.St
         assert (await read(tx) == expected).all()
         async with store.transaction() as other:
             await (await other.array("w"))[0, 7].write(-9)
-        assert (await read(tx) == expected).all()  # not what was committed meanwhile
+        assert (await read(tx) == expected).all()  # without what was committed meanwhile
         await w[4:, 4:].write(-5)
         expected[4:, 4:] = -5
         assert (await w[::-2, 1].read() == expected[::-2, 1]).all()
@@ -212,7 +213,7 @@ def resize(*shape: int) -> Change:
 
 
 def replace(tx: tstore.Transaction) -> Awaitable[None]:
-    return tx.replace_all(b"")
+    return staging_of(tx).replace_all(b"")
 
 
 CHUNK = np.s_[0:4, 0:4]
@@ -294,7 +295,7 @@ async def test_conflicts(store: tstore.Store, name: str) -> None:
     assert (found.version, found.paths()) == (2, expected.paths())
     for path in expected.paths():
         assert (await read(found, path) == await read(expected, path)).all()
-    async with store.transaction() as again:  # what the error asks for
+    async with store.transaction() as again:  # as the error advises
         if name.startswith("two resizes"):
             await second(again)
     assert (await store.verify()).ok
@@ -340,7 +341,7 @@ async def test_tags_conflict(store: tstore.Store) -> None:
 
 
 DROPS = [
-    # the edits of one, of a newer one that it meets, and whether that is a conflict
+    # the edits of a transaction, those of a newer commit, and whether they conflict
     ({"drop_tag": "t"}, {"move_tag": "t"}, True),
     ({"move_tag": "t"}, {"drop_tag": "t"}, True),
     ({"drop_tag": "t"}, {"drop_tag": "t"}, False),
@@ -358,7 +359,7 @@ async def test_dropped_tags_conflict(
     async with store.transaction(tag="u"):
         pass
     tx, other = store.transaction(**mine), store.transaction(**newer)  # type: ignore[arg-type]
-    await tx.base()
+    await staging_of(tx).base()
     await other.commit()
     if not conflict:
         assert await tx.commit() == 5
@@ -577,7 +578,7 @@ def test_interleaved_transactions_are_serial_in_commit_order(actions: list[Any],
 
 
 async def interleaved(actions: list[Any], chunks: tuple[int, int]) -> None:
-    """The committed array is that of the transactions that committed, one after the other."""
+    """The committed array is the result of the committed transactions in the order of their versions."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await (await tx.create_array("w", (10, 8), "int32", chunks)).write(0)
@@ -625,7 +626,7 @@ async def interleaved(actions: list[Any], chunks: tuple[int, int]) -> None:
         else:
             del writers[number]
             rivals = set().union(*committed[log[0] :])
-            if rivals & log[2]:  # a chunk that it wrote whole was changed by another
+            if rivals & log[2]:  # another commit changed a chunk that it wrote whole
                 with pytest.raises(Conflict):
                     await tx.commit()
                 continue
@@ -690,7 +691,7 @@ async def test_errors_are_of_one_tree() -> None:
 @pytest.mark.parametrize("order", ["group first", "array first"])
 @pytest.mark.parametrize("path", ["new", "new/below"])
 async def test_a_group_and_an_array_do_not_share_a_path(store: tstore.Store, order: str, path: str) -> None:
-    """Nor does a group lie below an array."""
+    """Neither can a group be below an array."""
     tx = store.transaction()
     if order == "array first":
         await (await tx.create_array("new", (1,), "int8")).write(1)

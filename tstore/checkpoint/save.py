@@ -34,8 +34,9 @@ from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.base import Durability, checked_durability
 from tstore.store import Store, opened
-from tstore.transactions.group import Membership, checked_timeout, detected_attempt
-from tstore.transactions.transaction import Transaction
+from tstore.transactions.cooperative import checked_timeout
+from tstore.transactions.membership import Membership, detected_attempt
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["save"]
 
@@ -105,7 +106,7 @@ async def save(
     host, hosts = checked_index("host", host), checked_index("hosts", hosts)
     checked_durability(durability)
     if hosts != 1 or host != 0:
-        Membership.of(step_tag(step), host, hosts, attempt)
+        Membership.from_arguments(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
@@ -150,15 +151,16 @@ class _Checkpoint(NamedTuple):
             metadata=self.metadata,
         )
         try:
-            base = await tx.base()  # the transaction's own, so that a rival's commit of this step is a conflict
+            staging = staging_of(tx)
+            base = await staging.base()  # its own, so that a rival's commit of this step is a conflict
             if tag in base.tags:
                 durability = checked_durability(self.durability)
                 return await _saved_already(store, self.step, base.tags[tag], tx.id, durability)
             source = await prior(store, base.tags, base.version)
-            await tx.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([self.root, self.own])))
+            await staging.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([self.root, self.own])))
             if self.host == 0:
-                await tx.describe(self.root, self.own)
-            await tx.write_arrays(_compared(self.jobs, source))
+                await staging.set_root_attributes(self.root, self.own)
+            await staging.write_arrays(_compared(self.jobs, source))
             return await _committed(store, tx, self.step, self.timeout)
         except BaseException:
             await tx.abort()
@@ -169,7 +171,7 @@ async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Sn
     """Return the snapshot of the newest step, if any."""
     saved = steps_of(tags)
     try:
-        return await snapshot_of(store.log, tags[step_tag(saved[-1])], newest) if saved else None
+        return await snapshot_of(store.log.reader, tags[step_tag(saved[-1])], newest) if saved else None
     except SnapshotExpired:  # a gc has run since, and left a newer step
         return None
 
@@ -206,8 +208,8 @@ async def _committed(store: Store, tx: Transaction, step: int, timeout: float | 
 
 async def _saved_already(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
     """Return the version, durable, if this transaction is committed already and this host calls again."""
-    if (await store.log.record(version)).transaction == transaction:
-        await store.log.confirm(version, durability)
+    if (await store.log.reader.record(version)).transaction == transaction:
+        await store.log.make_durable(version, durability)
         return version
     raise _already_saved(store, step, version)
 

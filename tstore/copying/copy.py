@@ -53,14 +53,13 @@ from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, Shipment, is_sound
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.encoding import decode, encode
-from tstore.format.layout import commit_key, owner_of, root_key
+from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_key
 from tstore.format.records import Collection, Record, Root
 from tstore.format.references import ObjectRef, reference
 from tstore.format.tree import Tree
-from tstore.log.expiry import ledger_since, unexpired
-from tstore.log.log import Log
+from tstore.log.expiry import last_collection, ledger_since, named_collection, unexpired
 from tstore.log.marker import read_marker
-from tstore.log.reader import HINT, ROOT_EVERY
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Backend, Durability
@@ -125,7 +124,8 @@ async def copy_to(
         source = Store(
             uncached(store.log.backend), store.uuid, "r"
         )  # which has read nothing of an earlier history
-        marker = await read_marker(source.log.backend)
+        log = source.log.reader
+        marker = await read_marker(log.backend)
         if marker is None:
             raise NotFound(f"{store.url} has lost its marker; restore it from a copy")
         if at is not None:
@@ -133,29 +133,30 @@ async def copy_to(
             destination = Destination(
                 target, replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
             )
-            return await unexpired(source.log, version, _copy_one(source.log, version, destination, progress))
-        log = source.log
+            return await unexpired(log, version, _copy_one(log, version, destination, progress))
         newest = await log.newest()
         try:
             return await _copy_all(log, newest, Destination(target, marker), progress)
         except (NotFound, Corrupt):
-            if await log.collected(await log.newest()) == await log.collected(newest):
+            if await named_collection(log, await log.newest()) == await named_collection(log, newest):
                 raise  # else a gc deleted meanwhile what was looked for
 
 
 async def _copy_all(
-    log: Log, version: int, destination: Destination, progress: Callable[[int, int], None]
+    log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.backend, version)
     known = await destination.newest(records)
     ahead = known is not None and known > version
-    alive = await (living_as_of(Log(destination.backend), known or 0) if ahead else living_as_of(log, version))
+    alive = await (
+        living_as_of(LogReader(destination.backend), known or 0) if ahead else living_as_of(log, version)
+    )
     inventory = await records.explaining(of_all(log, version, alive))
     return await _Copy(log, records, destination, inventory, known, progress).make()
 
 
 async def _copy_one(
-    log: Log, version: int, destination: Destination, progress: Callable[[int, int], None]
+    log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.backend, version)
     inventory = await records.explaining(of_one(log, version))
@@ -163,16 +164,16 @@ async def _copy_one(
     records = records if last is None else records.followed_by(last)
     known = await destination.newest(records)
     if known is not None and known > records.newest:
-        alive = await living_as_of(Log(destination.backend), known)
+        alive = await living_as_of(LogReader(destination.backend), known)
         if not all(v in alive for v in inventory.versions):
             inventory = Inventory(version, (), {}, {})
     return await _Copy(log, records, destination, inventory, known, progress).make()
 
 
-async def _expiry_of_others(log: Log, inventory: Inventory, name: uuid.UUID) -> Record | None:
+async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUID) -> Record | None:
     """The record of a gc that leaves one version; None where no other lives."""
     base = inventory.base
-    last = await log.last_gc(base)
+    last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
@@ -201,7 +202,7 @@ class _Copy:
 
     def __init__(
         self,
-        log: Log,
+        log: LogReader,
         records: SourceRecords,
         destination: Destination,
         inventory: Inventory,

@@ -7,9 +7,9 @@ from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Denied
-from tstore.format.layout import commit_key
-from tstore.log.log import Log
-from tstore.log.marker import MARKER, Marker, read_marker
+from tstore.format.layout import MARKER, commit_key
+from tstore.log.marker import Marker, read_marker
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Backend, Durability
 from tstore.storage.probe import prove
@@ -41,7 +41,7 @@ class Destination:
         if marker is None:
             return None
         self._check_marker(marker)
-        newest = await Log(self.backend).newest()
+        newest = await LogReader(self.backend).newest()
         common = min(newest, records.newest)
         if common and not await self._agrees(records, common):
             raise self.apart(records, await self._first_difference(records, common))

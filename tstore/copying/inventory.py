@@ -17,8 +17,8 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import chunk_coordinates
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
-from tstore.log.expiry import changes_nothing, living
-from tstore.log.log import Log
+from tstore.log.expiry import changes_nothing, living_versions
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
 
 __all__ = ["Inventory", "Living", "PackBlocks", "PackCheck", "living_as_of", "of_all", "of_one", "place"]
@@ -133,22 +133,22 @@ class Living(NamedTuple):
         return isinstance(version, int) and (version > self.gc or version in self.kept)
 
 
-async def living_as_of(log: Log, version: int) -> Living:
+async def living_as_of(log: LogReader, version: int) -> Living:
     """The versions that live as of one."""
-    kept, gc = await living(log, version)
+    kept, gc = await living_versions(log, version)
     collection = await log.collection(gc) if gc else None
     entries = collection.alive if collection is not None else ()
     return Living(gc, kept, frozenset(key for entry in entries for key in entry.holds))
 
 
-async def of_all(log: Log, base: int, alive: Living) -> Inventory:
+async def of_all(log: LogReader, base: int, alive: Living) -> Inventory:
     """What all versions up to `base` are made of that live."""
     found = Inventory(base, (), {}, {})
     versions = []
     orphaned = False  # whether the version below expired, so that what is left of it was not looked at
 
     async def manifests(numbered: tuple[int, Record]) -> list[Manifest]:
-        return await log.manifests(*numbered)
+        return await log.objects.manifests(*numbered)
 
     for numbers in batched(range(1, base + 1)):
         records = await together(log.record, numbers)
@@ -171,7 +171,7 @@ async def of_all(log: Log, base: int, alive: Living) -> Inventory:
     return found._replace(versions=tuple(versions))
 
 
-async def of_one(log: Log, version: int) -> Inventory:
+async def of_one(log: LogReader, version: int) -> Inventory:
     """What one version is made of; where it changed nothing, the one below that it shows."""
     base = version
     while version and changes_nothing(await log.record(version)):
@@ -186,7 +186,7 @@ async def of_one(log: Log, version: int) -> Inventory:
     return found
 
 
-async def place(log: Log, inventory: Inventory, pack: str, offset: int) -> str:
+async def place(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
     """Which array and chunk has its bytes at that offset of a pack, for errors."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():

@@ -5,7 +5,10 @@ What is decoded is checked (`records`), and what readers would refuse is not enc
 
 from __future__ import annotations
 
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any, TypeVar
+from uuid import UUID
 
 import msgspec
 
@@ -16,12 +19,15 @@ from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, u
 from tstore.format.records import Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["decode", "decode_record", "encode", "framed", "size_of"]
+__all__ = ["decode", "decode_record", "encode", "size_of"]
 
 T = TypeVar("T", bound=Body)
 
 _LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
 """Fields at the end of a record that most do not use, by how many are before: left out where they are empty."""
+
+_AS_THEY_ARE = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
+"""Types that msgspec must not take for text, nor text for them, when it checks the values of a body."""
 
 _KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
@@ -40,33 +46,33 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 }
 
 
+def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
+    """Raise `Corrupt` if a body in msgpack has parts of free form that are too large to be decoded."""
+    if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
+        return
+    outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+    if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
+        raise Corrupt(f"a garbage collection has {excess}")
+    for holder in (outline, *getattr(outline, "parts", ())):
+        metadata = memoryview(holder.metadata)
+        excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
+        if excess or len(metadata) > METADATA_BYTES:
+            raise Corrupt(f"the metadata of a commit have {excess or f'{len(metadata):,} bytes'}")
+
+
 def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
-    """Return the body in msgpack; `Corrupt`. What may hold anything is measured before it is decoded."""
     try:
-        if len(packed) > METADATA_VALUES and kind in _OUTLINES:
-            outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
-            if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
-                raise Corrupt(f"a garbage collection has {excess}")
-            for holder in (outline, *getattr(outline, "parts", ())):
-                metadata = memoryview(holder.metadata)
-                excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
-                if excess or len(metadata) > METADATA_BYTES:
-                    raise Corrupt(f"the metadata of a commit have {excess or f'{len(metadata):,} bytes'}")
+        _check_size(packed, kind)
         return msgspec.msgpack.decode(packed, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Corrupt(f"an object does not parse: {error}") from error
 
 
-def _parsed(packed: bytes | memoryview, kind: type[T]) -> T:
-    body = _unpacked(packed, kind)
-    body.validate()
-    return body
+def encode(body: Body) -> bytes:
+    """Return the frame of a body; raise `InvalidArgument` if readers would refuse it.
 
-
-def framed(body: T) -> tuple[bytes, T]:
-    """Return the frame of a record, manifest, fragment or root, and the body that readers will find in it.
-
-    An object that is created cannot be taken back: `InvalidArgument` where readers would refuse it.
+    An object that is created cannot be taken back. So its types and values are checked as decoding checks them, on
+    the body itself: its bytes are not decoded.
     """
     version, fields = PLAIN, None
     if isinstance(body, Record):
@@ -78,31 +84,30 @@ def framed(body: T) -> tuple[bytes, T]:
             fields = fields[:before]
     try:
         packed = msgspec.msgpack.encode(fields or body)
-        return sealed(_KINDS[type(body)], version, packed), _parsed(packed, type(body))
-    except (TypeError, ValueError, OverflowError, RecursionError, Corrupt) as error:  # msgspec's are ValueErrors
+        _check_size(packed, type(body))
+        values = msgspec.to_builtins(body, builtin_types=_AS_THEY_ARE)
+        msgspec.convert(values, type(body), builtin_types=_AS_THEY_ARE)  # raises for a wrong type
+        body.validate()
+        return sealed(_KINDS[type(body)], version, packed)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()
-        raise InvalidArgument(
-            f"a {name} with these values could not be read again, nothing was written: {error}"
-        ) from None
+        raise InvalidArgument(f"a {name} with these values could not be read again: {error}") from None
 
 
 def size_of(body: Body) -> int:
-    """Return about how many bytes the frame of a body has; it is not checked."""
+    """Return about how many bytes the frame of a body has, without checking the body."""
     return SHORTEST + len(msgspec.msgpack.encode(body))
 
 
-def encode(body: Body) -> bytes:
-    """Return the frame of a record, manifest, fragment or root; `InvalidArgument` as `framed`."""
-    return framed(body)[0]
-
-
 def decode(data: bytes, kind: type[T]) -> T:
-    """The body of a frame; `Corrupt` where a bit or a value is wrong, `UnsupportedFormat` where it is newer."""
-    return _parsed(unsealed(data, _KINDS[kind]), kind)
+    """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for one of a newer tstore."""
+    body = _unpacked(unsealed(data, _KINDS[kind]), kind)
+    body.validate()
+    return body
 
 
 def decode_record(data: bytes) -> Record:
-    """The record in a frame, as `decode`; what its manifests say is checked when they are used."""
+    """Return the record in a frame as `decode` does; its manifests are checked when they are used."""
     record = _unpacked(unsealed(data, b"R"), Record)
     record.validate_own()
     return record

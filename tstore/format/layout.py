@@ -13,7 +13,12 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "HINT",
+    "MARKER",
+    "ROOT_EVERY",
+    "TRANSACTIONS",
     "commit_key",
+    "folder_of",
     "is_manifest",
     "is_object",
     "is_pack",
@@ -24,6 +29,13 @@ __all__ = [
     "owner_of",
     "root_key",
 ]
+
+MARKER = "tstore.json"
+HINT = "latest"
+TRANSACTIONS = "txn/"
+
+ROOT_EVERY = 64
+"""Every version that is a multiple of it has a root, and renews the hint."""
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 _TRANSACTION = re.compile(_ID)
@@ -42,6 +54,11 @@ def commit_key(version: int) -> str:
 def root_key(version: int) -> str:
     """Return the key of the whole tree as of a version that has one."""
     return f"roots/{version:020d}"
+
+
+def folder_of(transaction: str) -> str:
+    """Return the folder of all that a transaction writes."""
+    return f"{TRANSACTIONS}{transaction}"
 
 
 def is_object(key: str) -> bool:

@@ -168,7 +168,7 @@ class Timeline:
         fitting = [each for each in possible if len(each) == said]
         if fitting:
             return fitting[0]
-        collection = await store.log.collection(version)  # not the history, which tells of later gcs too
+        collection = await store.log.reader.collection(version)  # not the history, which tells of later gcs too
         return set() if collection is None else set(collection.expired) & set(base.alive)
 
     async def _applied(self, attempt: Attempt, state: State, version: int, store: tstore.Store) -> State:

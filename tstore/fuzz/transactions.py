@@ -21,6 +21,7 @@ from tstore.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sam
 from tstore.fuzz.timeline import reading
 from tstore.fuzz.worker import EXPECTED, TAGS, Open, Worker
 from tstore.simulation.store_model import is_below
+from tstore.transactions.transaction import staging_of
 
 __all__ = [
     "begin",
@@ -56,7 +57,7 @@ async def begin(worker: Worker) -> None:
     moved = tuple(options[key] for key in ("move_tag",) if key in options)
     attempt = Attempt(message, (), tags, moved, dropped, metadata=metadata)
     serializable = "isolation" in options
-    opened = Open(tx, attempt, (await tx.base()).version, serializable=serializable)
+    opened = Open(tx, attempt, (await staging_of(tx).base()).version, serializable=serializable)
     await tx.paths()  # refuses tags that do not fit
     worker.open.append(opened)
     await _edit(worker, opened)
@@ -189,7 +190,7 @@ async def commit_beside_write(worker: Worker) -> None:
     """Commit while a write of the same transaction is under way: it is in the commit, or it was refused."""
     store, message = await worker.store(), worker.message()
     tx = store.transaction(message)
-    opened = Open(tx, Attempt(message, ()), (await tx.base()).version)
+    opened = Open(tx, Attempt(message, ()), (await staging_of(tx).base()).version)
     shape = (worker.choice.choice((300, 200_000)),)
     if "beside" in await tx.paths():
         await tx.delete("beside")

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import tstore
 from tstore.checkpoint.shards import Shards
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, Unavailable
+from tstore.format.layout import MARKER
 from tstore.hosts.processes import Job, serve_commands
-from tstore.log.marker import MARKER
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
 from tstore.storage.base import Durability

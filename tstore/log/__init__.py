@@ -1,9 +1,9 @@
 """The log of commits: numbered records, each created once.
 
-1. `log`: the commit protocol. Start here. `group_commit`: commits of one process that go out together.
-2. `search`: the newest of numbered objects. `objects`: metadata objects, read and decoded. `recent`: a bounded map
-   of what was read. `reader`: which record is the newest, and the tree as of a version. `decisions`:
-   what garbage collections decided.
-3. `expiry`: whether a version still lives. `history`: what the records tell people. `marker`: what makes a place a
-   store.
+1. `log`: the log itself; start here. `append`: the commit protocol. `group_commit`: commits of one process that
+   share a record.
+2. `reader`: the newest version, and the records above one. `search`: gallop and bisect. `records`: the records,
+   cached. `trees`: the tree as of a version. `objects`: metadata objects, fetched and decoded. `version_cache`.
+3. `expiry`: whether a version is still alive. `history`: the commits as users see them. `marker`: the object that
+   makes a folder a store.
 """

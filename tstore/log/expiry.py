@@ -1,7 +1,7 @@
-"""Whether a version still lives, or was removed by a gc.
+"""Whether a version is still alive, or was removed by a garbage collection.
 
-Every record names the newest gc before it, and a gc's record names all versions that live after it. So two small
-reads tell, whatever the length of the log.
+Every record names the newest garbage collection before it, and the record of a collection lists all versions that
+stay alive. So two small reads are enough, however long the log is.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
+from tstore.format.layout import commit_key
 from tstore.format.records import Alive, Collection, Record, date_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
-from tstore.log.log import Log
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import each
 
 __all__ = [
     "changes_nothing",
     "check_alive",
-    "check_tag",
+    "check_tag_alive",
     "collections",
+    "existing_collection",
+    "last_collection",
     "ledger_since",
-    "living",
+    "living_versions",
+    "named_collection",
     "newest_tree",
     "unexpired",
 ]
@@ -30,41 +34,81 @@ __all__ = [
 T = TypeVar("T")
 
 
-async def living(log: Log, at: int) -> tuple[frozenset[int], int]:
-    """The versions that a gc left alive as of version `at`, and the version of that gc; 0 where there is none.
+async def named_collection(log: LogReader, version: int) -> int:
+    """Return the newest garbage collection up to a version according to that version's record, 0 for none."""
+    if version == 0:
+        return 0
+    record = await log.record(version)
+    return record.collected if record.collection is None else version
 
-    What was committed after the gc lives too.
+
+async def existing_collection(log: LogReader, version: int) -> int:
+    """Return the garbage collection that a record names as the newest before it, 0 for none.
+
+    A void record stands for the collection before it: `tstore repair` may have voided that of a collection. Raises
+    `Corrupt` if the version is neither a collection nor void.
     """
-    last = await log.last_gc(at)
+    while version and (record := await log.record(version)).collection is None:
+        if not record.void:
+            raise Corrupt(
+                f"{log.backend.url}: {commit_key(version)} is named as the record of a garbage collection, but is "
+                f"none; {log.objects.advice}"
+            )
+        version = record.collected
+    return version
+
+
+async def last_collection(log: LogReader, version: int) -> int:
+    """Return the version of the newest garbage collection up to a version, 0 for none; raise `Corrupt`."""
+    return await existing_collection(log, await named_collection(log, version))
+
+
+async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Collection]]:
+    """Yield the garbage collections up to one, newest first.
+
+    Each names an older one, so their number is bounded.
+    """
+    while last and (collection := await log.collection(last)) is not None:
+        yield last, collection
+        del collection  # two of them may take too much memory
+        last = await existing_collection(log, (await log.record(last)).collected)
+
+
+async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]:
+    """Return the versions that the newest garbage collection up to `at` left alive, and its version (0 for none).
+
+    What was committed after the collection is alive too.
+    """
+    last = await last_collection(log, at)
     collection = await log.collection(last) if last else None
     return (frozenset(), 0) if collection is None else (collection.versions, last)
 
 
-async def check_alive(log: Log, version: int, at: int | None = None) -> None:
-    """Raises `SnapshotExpired` where a gc up to version `at` (by default the newest) removed a version."""
-    alive, last = await living(log, await log.newest() if at is None else at)
+async def check_alive(log: LogReader, version: int, at: int | None = None) -> None:
+    """Raise `SnapshotExpired` if a garbage collection up to `at` (default: the newest) removed a version."""
+    alive, last = await living_versions(log, await log.newest() if at is None else at)
     state = version
     while 0 < state <= last and changes_nothing(await log.record(state)):
-        state -= 1  # what it shows is the state that an older version made
+        state -= 1  # it shows the state that an older version made
     if 0 < state <= last and state not in alive:
-        async for gc, collection in collections(log, last):
+        async for number, collection in collections(log, last):
             if state in collection.expired:
-                raise await _expired(log, f"version {version}", gc)
+                raise await _expired(log, f"version {version}", number)
         raise Corrupt(
-            f"{log.backend.url}: version {version} does not live by the record of version {last}, and no garbage "
-            "collection removed it (tstore verify tells more)"
+            f"{log.backend.url}: version {version} is not alive according to the record of version {last}, but no "
+            "garbage collection removed it; run tstore verify for details"
         )
 
 
-async def check_tag(log: Log, tag: str) -> None:
-    """Raises `SnapshotExpired` where the version that had a tag was removed by a gc."""
-    async for gc, collection in collections(log, await log.last_gc(await log.newest())):
+async def check_tag_alive(log: LogReader, tag: str) -> None:
+    """Raise `SnapshotExpired` if a garbage collection removed the version that had a tag."""
+    async for number, collection in collections(log, await last_collection(log, await log.newest())):
         if tag in collection.tags:
-            raise await _expired(log, f"version {collection.tags[tag]}, tagged {tag!r},", gc)
+            raise await _expired(log, f"version {collection.tags[tag]}, tagged {tag!r},", number)
 
 
-async def unexpired(log: Log, version: int, work: Awaitable[T]) -> T:
-    """The result of work on a version; `SnapshotExpired` where it failed because a gc removed that meanwhile."""
+async def unexpired(log: LogReader, version: int, work: Awaitable[T]) -> T:
+    """Return the result of work on a version; raise `SnapshotExpired` if it failed because the version expired."""
     try:
         return await work
     except (Corrupt, NotFound) as error:
@@ -73,14 +117,14 @@ async def unexpired(log: Log, version: int, work: Awaitable[T]) -> T:
         except SnapshotExpired as expired:
             raise expired from error
         except Unavailable as unknown:
-            raise unknown from error  # it may have expired: nobody may be told that it is damaged
+            raise unknown from error  # the version may have expired, so it must not be reported as damaged
         except TStoreError:
-            pass  # the log is damaged too; what failed first tells more
+            pass  # the log is damaged as well; the first error says more
         raise
 
 
-async def newest_tree(log: Log) -> Tree:
-    """The tree of the newest version, however often a gc overtakes the reading."""
+async def newest_tree(log: LogReader) -> Tree:
+    """Return the tree of the newest version; retry while garbage collections expire it mid-read."""
     while True:
         version = await log.newest()
         try:
@@ -91,29 +135,21 @@ async def newest_tree(log: Log) -> Tree:
 
 
 def changes_nothing(record: Record) -> bool:
-    """Whether the version shows the state that an older one made."""
+    """Return whether the version shows the state of an older one: it is void, or a garbage collection."""
     return record.void or record.collection is not None
 
 
-async def ledger_since(log: Log, gc: int, alive: Iterable[Alive], version: int) -> Ledger:
-    """Return what lives as of a version: `alive` as of a gc (0 for none), and what was committed since then."""
+async def ledger_since(log: LogReader, collection: int, alive: Iterable[Alive], version: int) -> Ledger:
+    """Return what is alive as of a version: `alive` after a collection (0 for none), and all commits since."""
     ledger = Ledger(alive)
-    async for number, record in each(log.record, range(gc + 1, version + 1)):
+    async for number, record in each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)
     return ledger
 
 
-async def collections(log: Log, last: int) -> AsyncIterator[tuple[int, Collection]]:
-    """The gcs up to one, the newest first; each names an older one, so that their number is bounded."""
-    while last and (collection := await log.collection(last)) is not None:
-        yield last, collection
-        del collection  # two of them may take too much memory
-        last = await log.gc_named((await log.record(last)).collected)
-
-
-async def _expired(log: Log, what: str, gc: int) -> SnapshotExpired:
-    when = date_of((await log.record(gc)).time)
+async def _expired(log: LogReader, what: str, collection: int) -> SnapshotExpired:
+    when = date_of((await log.record(collection)).time)
     return SnapshotExpired(
-        f"{log.backend.url}: {what} was removed by the garbage collection of version {gc} at "
-        f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer one (tstore log shows which live)"
+        f"{log.backend.url}: {what} was removed by the garbage collection of version {collection} at "
+        f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer version (tstore log lists those that are alive)"
     )

@@ -1,13 +1,14 @@
-"""Commits of one process that wait while another is in flight, and go out together as one record.
+"""Group commit: commits of one process that wait while another is in flight share one record.
 
-1. The first to arrive appends at once. Those that arrive meanwhile wait, in their order.
-2. The next one takes along all that wait and may share its record, and appends one record for all of them.
-3. Commits that share a record are small (all of it travels in the record), equally durable, and disjoint: none
-   would conflict with another, so that every order gives the same result. A commit that replaces the tree, drops
-   tags, or has metrics goes alone: retention reads the metrics of a version, not those of its parts.
-4. Each is validated by itself against all newer commits. One that conflicts or fails drops out. One that can't be
-   validated because a garbage collection came between, or that grew because it had to be written again, drops out
-   too and goes alone, in the next turn. So no commit fails because of another that shared its record.
+1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
+2. The next one takes along all that wait and may share its record, and one record is appended for all of them.
+3. Commits that share a record are small (all of their data is inline), equally durable, and disjoint: none would
+   conflict with another, so every order gives the same result. A commit that replaces the tree, drops tags or has
+   metrics goes alone: retention reads the metrics of a version, not those of its parts.
+4. Each is validated by itself against all newer commits. One that conflicts or fails drops out. One that cannot be
+   validated because a garbage collection was committed meanwhile, or that grew because partial chunks had to be
+   written again, drops out too and goes alone in the next turn. So no commit fails because of another that shared
+   its record.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from tstore.format.references import Manifest
 from tstore.format.tree import Changes
 from tstore.runtime import world
 
-__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Entry", "Newer", "Retry", "Validate", "next_pause"]
+__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]
 
 _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_TRIES = 12  # that the longest pause takes beyond that: where one takes long, those of the others do too
-_MOST, _MOST_BYTES = 64, RECORD_BYTES // 2  # room to grow, where partial chunks are written again
+_ATTEMPTS = 12  # added to the longest pause: where one attempt takes long, those of the others do too
+_MOST, _MOST_BYTES = 64, RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 
 Newer = Sequence[tuple[int, Record]]
-"""Newer commits and their versions, in order."""
+"""Newer commits with their versions, in order."""
 
 Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why something was done again: `version` is the one that came between, `reason` says how."""
+    """Why a commit was tried again: the version that was committed meanwhile, and the reason in words."""
 
     version: int
     reason: str
@@ -50,12 +51,12 @@ class Retry(NamedTuple):
 Append = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable[int]]
 
 
-class _NoneLeft(Exception):
-    """None of the transactions that were to go together can."""
+class _AllDroppedOut(Exception):
+    """None of the commits that were to share a record is left."""
 
 
-class Entry:
-    """A record of `size` bytes to be appended; `changes` is what it changes, None where it must go alone."""
+class QueuedCommit:
+    """A record of `size` bytes to be appended; `changes` is None if it must go alone."""
 
     def __init__(
         self,
@@ -74,24 +75,29 @@ class Entry:
         self.may_share()
         self.version: int | None = None
         self.error: BaseException | None = None
-        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether its outcome is known."""
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether it may share a record; once it has grown beyond that, it goes alone for good."""
+        """Return whether it may share a record; once it has outgrown that, it goes alone for good."""
         small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if small else None
         return self.changes is not None
 
-    def goes_with(self, others: Sequence[Entry]) -> bool:
-        """Whether it may go out in one record with all of the others."""
+    def fits(self, others: Sequence[QueuedCommit]) -> bool:
+        """Return whether it may share one record with all of the others."""
         return all(self._disjoint(other) for other in others)
 
-    def _disjoint(self, other: Entry) -> bool:
+    def wake(self) -> None:
+        """Let its task continue."""
+        if not self.turn.done():
+            self.turn.set_result(None)
+
+    def _disjoint(self, other: QueuedCommit) -> bool:
         if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
             return False
         overlap = self.changes.overlap(other.changes)
@@ -99,120 +105,123 @@ class Entry:
 
 
 class CommitQueue:
-    """The entries of one event loop that wait for the log."""
+    """The commits of one event loop that wait for their turn."""
 
     def __init__(self) -> None:
-        self._waiting: list[Entry] = []
+        self._waiting: list[QueuedCommit] = []
         self._busy = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def append(self, entry: Entry, append: Append) -> int:
-        """The version that the entry's record became, or part of; raises what came in its way."""
+    async def append(self, commit: QueuedCommit, append: Append) -> int:
+        """Return the version that the commit became, or became part of; raise the error that prevented it."""
         if self._busy:
-            self._waiting.append(entry)
-            await self._turn(entry)
+            self._waiting.append(commit)
+            await self._wait(commit)
         else:
             self._busy = True
-        if not entry.settled:
+        if not commit.done:
             try:
-                await self._append(entry, append)
+                await self._append(commit, append)
             finally:
                 self._pass_on()
-        if entry.error is not None:
-            raise entry.error
-        assert entry.version is not None
-        return entry.version
+        if commit.error is not None:
+            raise commit.error
+        assert commit.version is not None
+        return commit.version
 
-    async def _turn(self, entry: Entry) -> None:
+    async def _wait(self, commit: QueuedCommit) -> None:
         try:
-            await entry.woken
+            await commit.turn
         except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif entry.woken.done() and not entry.settled:  # it was its turn
+            if commit in self._waiting:
+                self._waiting.remove(commit)
+            elif commit.turn.done() and not commit.done:  # it was its turn
                 self._pass_on()
             raise
 
-    async def _append(self, entry: Entry, append: Append) -> None:
-        while not entry.settled:
-            taken = self._taken(entry)
+    async def _append(self, commit: QueuedCommit, append: Append) -> None:
+        while not commit.done:
+            commits = self._take_along(commit)
             try:
-                await _append_together(taken, append)
+                await _append_together(commits, append)
             finally:
-                for other in taken[1:]:
-                    if other.settled:
-                        _wake(other)
-                self._waiting[:0] = [other for other in taken[1:] if not other.settled]
+                for other in commits[1:]:
+                    if other.done:
+                        other.wake()
+                self._waiting[:0] = [other for other in commits[1:] if not other.done]
 
-    def _taken(self, entry: Entry) -> list[Entry]:
-        taken, size = [entry], entry.size
+    def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
+        """Remove from the queue what may share a record with a commit, and return all of them."""
+        commits, size = [commit], commit.size
         for other in self._waiting:
-            if len(taken) < _MOST and size + other.size <= _MOST_BYTES and other.goes_with(taken):
-                taken.append(other)
+            if len(commits) < _MOST and size + other.size <= _MOST_BYTES and other.fits(commits):
+                commits.append(other)
                 size += other.size
-        self._waiting = [e for e in self._waiting if e not in taken]
-        return taken
+        self._waiting = [other for other in self._waiting if other not in commits]
+        return commits
 
     def _pass_on(self) -> None:
         if self._waiting:
-            _wake(self._waiting.pop(0))
+            self._waiting.pop(0).wake()
         else:
             self._busy = False
 
 
-async def _append_together(entries: list[Entry], append: Append) -> None:
-    """Settle the entries, except those that must go alone from now on."""
-    going = entries
-    together = entries[0].record.transaction if len(entries) == 1 else f"{entries[0].record.transaction}.together"
+async def _append_together(commits: list[QueuedCommit], append: Append) -> None:
+    """Append one record for all commits; those that must go alone from now on stay without an outcome."""
+    going = commits
+    transaction = (
+        commits[0].record.transaction if len(commits) == 1 else f"{commits[0].record.transaction}.together"
+    )
 
     async def validate(newer: Newer) -> Record:
         nonlocal going
-        for entry in going:
+        for commit in going:
             try:
-                entry.record = await entry.validate([(v, other) for v, other in newer if v > entry.record.base])
+                commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
-                if len(entries) == 1:
-                    raise  # a gc came between: the log looks again
-                entry.changes = None
+                if len(commits) == 1:
+                    raise  # because of a garbage collection: `Append` looks again
+                commit.changes = None
             except Exception as error:
-                entry.error = error
-        going = [e for e in going if not e.settled and (len(entries) == 1 or e.may_share())]
+                commit.error = error
+        going = [c for c in going if not c.done and (len(commits) == 1 or c.may_share())]
         if not going:
-            raise _NoneLeft
-        return _combined(together, entries, going)
+            raise _AllDroppedOut
+        return _combined(transaction, commits, going)
 
     def retried(retry: Retry) -> None:
-        for entry in going:
+        for commit in going:
             _logger.info(
-                "transaction %s is tried again after version %d: %s",
-                entry.record.transaction,
+                "retrying transaction %s after version %d: %s",
+                commit.record.transaction,
                 retry.version,
                 retry.reason,
             )
-            entry.retried(retry)
+            commit.retried(retry)
 
     try:
-        version = await append(_combined(together, entries, going), validate, retried)
-        for entry in going:
-            entry.version = version
-    except _NoneLeft:
+        version = await append(_combined(transaction, commits, going), validate, retried)
+        for commit in going:
+            commit.version = version
+    except _AllDroppedOut:
         pass  # each has its error, or goes alone
     except BaseException as error:
-        for entry in [e for e in going if not e.settled]:
-            entry.error = error
+        for commit in [c for c in going if not c.done]:
+            commit.error = error
             if isinstance(error, CommitOutcomeUnknown):
-                entry.error = CommitOutcomeUnknown(str(error), entry.record.transaction)
+                commit.error = CommitOutcomeUnknown(str(error), commit.record.transaction)
         if not isinstance(error, (TStoreError, asyncio.CancelledError)):
             raise
 
 
-def _combined(transaction: str, entries: Sequence[Entry], going: Sequence[Entry]) -> Record:
-    """One record of all that go, with the base of the one that was validated the least."""
-    if len(entries) == 1:
-        return entries[0].record
-    records = [entry.record for entry in going]
+def _combined(transaction: str, commits: Sequence[QueuedCommit], going: Sequence[QueuedCommit]) -> Record:
+    """Return one record for all that go, based on the oldest of their bases."""
+    if len(commits) == 1:
+        return commits[0].record
+    records = [commit.record for commit in going]
     return Record(
         transaction=transaction,
         base=min(r.base for r in records),
@@ -226,12 +235,7 @@ def _combined(transaction: str, entries: Sequence[Entry], going: Sequence[Entry]
     )
 
 
-def _wake(entry: Entry) -> None:
-    if not entry.woken.done():
-        entry.woken.set_result(None)
-
-
-def next_pause(pause: float, tries: int, took: float) -> float:
-    """Seconds to wait after the `tries`-th try was lost, which `took` so long, and the pause before that."""
-    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _TRIES * took) / math.sqrt(tries))
+def next_pause(pause: float, attempts: int, took: float) -> float:
+    """Return the back-off before the next attempt, from the previous pause and how long the last attempt took."""
+    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _ATTEMPTS * took) / math.sqrt(attempts))
     return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

@@ -1,4 +1,4 @@
-"""The history of a store: what its records tell of each version, newest first."""
+"""The history of a store: its commits, newest first, and versions by tag or time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from tstore.errors import InvalidArgument, NotFound, inventory
 from tstore.format.arguments import shown
 from tstore.format.records import Part, Record, date_of
-from tstore.log.expiry import living
-from tstore.log.log import Log
+from tstore.log.expiry import living_versions
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import InTurn
 
 __all__ = ["Commit", "history", "version_at", "version_named"]
 
 
 class Commit(NamedTuple):
-    """What the history tells of one version."""
+    """One transaction in the history. Transactions that were committed together share a version."""
 
     version: int
     tag: str | None
@@ -32,7 +32,7 @@ class Commit(NamedTuple):
     expired: bool = False
     dropped: tuple[str, ...] = ()
     base: int = 0
-    """The version that the transaction was based on; those between were committed meanwhile by others."""
+    """The version that the transaction was based on; other transactions committed those in between."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]
@@ -42,28 +42,35 @@ class Commit(NamedTuple):
         )
 
 
-async def history(log: Log) -> AsyncGenerator[Commit, None]:
-    """Every commit, newest first, also those whose version has expired."""
+async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
+    """Yield every commit, newest first, including those whose version has expired.
+
+    Manifests are not checked, so a version whose manifest is damaged is listed too.
+    """
     newest = await log.newest()
-    alive, last = await living(log, newest)
-    same: list[tuple[int, Record]] = []  # commits of gcs, which show the state that an older version made
+    alive, last = await living_versions(log, newest)
+    pending: list[tuple[int, Record]] = []  # collections, alive if the version below whose state they show is
     async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if record.void:
                 continue
-            same.append((version, record))
+            pending.append((version, record))
             if record.collection is None:
-                for number, found in same:
-                    for commit in _commits(number, found, expired=version <= last and version not in alive):
+                expired = version <= last and version not in alive
+                for number, above in pending:
+                    for commit in _commits(number, above, expired=expired):
                         yield commit
-                same = []
-    for number, found in same:
-        for commit in _commits(number, found, expired=False):
+                pending = []
+    for number, above in pending:
+        for commit in _commits(number, above, expired=False):
             yield commit
 
 
-async def version_named(log: Log, at: int | str, newest: int) -> int:
-    """Return the version of a number or tag, as of the version `newest`; `NotFound` names what there is."""
+async def version_named(log: LogReader, at: int | str, newest: int) -> int:
+    """Return the version of a number or tag, as of the version `newest`.
+
+    Raises `NotFound`, which lists the tags.
+    """
     if isinstance(at, int):
         if not 0 <= at <= newest:
             raise NotFound(f"{log.backend.url} has no version {at}; its newest is {newest}")
@@ -76,8 +83,8 @@ async def version_named(log: Log, at: int | str, newest: int) -> int:
     return tags[at]
 
 
-async def version_at(log: Log, at: datetime.datetime, newest: int) -> int:
-    """The newest version by that time, as the history tells it; `NotFound` where there is none."""
+async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
+    """Return the newest version committed by a time; raise `NotFound` if there is none, or `InvalidArgument`."""
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
     async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
@@ -88,7 +95,7 @@ async def version_at(log: Log, at: datetime.datetime, newest: int) -> int:
 
 
 def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
-    """The transactions that were committed as one version, the last first; one, as a rule."""
+    """Return the transactions that were committed as one version, the last first."""
     parts: Sequence[Part | Record] = record.parts or (record,)
     return [
         Commit(

@@ -1,4 +1,7 @@
-"""Metadata objects as they are read: decoded, checked, and named in errors."""
+"""The metadata objects of a store: fetched, decoded and checked; errors name the object.
+
+Long objects are fetched one at a time, so that many of them do not add up in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,90 +20,103 @@ from tstore.runtime.pool import run
 from tstore.storage.base import SHORT, Backend
 from tstore.storage.cache.store import forget
 
-__all__ = ["Objects"]
+__all__ = ["MetadataObjects"]
 
 T = TypeVar("T", Record, Manifest, Fragment, Root)
 V = TypeVar("V")
 
 
-class Objects:
-    """The metadata objects of one store."""
+class MetadataObjects:
+    """The metadata objects of one store; `parse` decodes a record.
 
-    def __init__(self, backend: Backend) -> None:
+    By default a record is decoded without checking its manifests, which are checked when they are used.
+    """
+
+    def __init__(self, backend: Backend, parse: Callable[[bytes], Record] = decode_record) -> None:
         self.backend = backend
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
-        self._turns = weakref.WeakKeyDictionary()  # to read a long object
-
-    async def taken(self, key: str, take: Callable[[bytes], V], known: Callable[[], V | None] = lambda: None) -> V:
-        """What is made of the bytes of an object; where these are many, of no other at the same time.
-
-        `known` tells what another task has made of them meanwhile.
-        """
-        try:
-            data = await self.backend.get(key, SHORT)
-        except Corrupt:  # it is longer, or `get` says the same again
-            return await self.taken_alone(key, take, known)
-        return take(data)
-
-    async def taken_alone(self, key: str, take: Callable[[bytes], V], known: Callable[[], V | None]) -> V:
-        """The same of an object of many bytes, in its turn."""
-        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            made = known()
-            return take(await self.backend.get(key)) if made is None else made
-
-    async def manifests(self, version: int, record: Record) -> list[Manifest]:
-        """The manifests of the record of a version, read where they do not travel in it; `Corrupt`."""
-        inside = [m for m in record.manifests if isinstance(m, Manifest)]
-        try:
-            for manifest in inside:
-                manifest.validate()
-        except Corrupt as error:
-            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}") from error
-        if len(inside) == len(record.manifests):
-            return inside
-        total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
-        if total > MANIFEST_BYTES:
-            raise Corrupt(
-                f"{self.backend.url}: the commit of {record.transaction} refers to manifests of {total} bytes, "
-                f"more than the {MANIFEST_BYTES} that one has; restore its record from a copy of the store"
-            )
-        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
-
-    async def manifest(self, where: ObjectRef | Manifest) -> Manifest:
-        """The manifest itself, or the one at that place, checked against its reference; `Corrupt`."""
-        if isinstance(where, Manifest):
-            where.validate()
-            return where
-        data = await self.backend.get(where.key, where.length)
-        if not where.is_to(data) and await run(forget, self.backend, where.key):
-            data = await self.backend.get(where.key, where.length)
-        if not where.is_to(data):
-            raise Corrupt(
-                f"{self.backend.url}: {where.key} is not the object that was committed: expected "
-                f"{where.length} bytes, found {len(data)}, or another checksum; restore it from a copy"
-            )
-        return self.decoded(where.key, data, Manifest)
-
-    async def read(self, key: str, kind: type[T]) -> T:
-        """The object at a key; errors name it."""
-        return self.decoded(key, await self.backend.get(key), kind)
-
-    def decoded_record(self, key: str, data: bytes) -> Record:
-        """The record in the bytes at a key; what its manifests say is checked once they are asked for."""
-        try:
-            return decode_record(data)
-        except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.backend.url}: {key}: {error}") from error
-
-    def decoded(self, key: str, data: bytes, kind: type[T]) -> T:
-        """The object in the bytes at a key; `Corrupt` and `UnsupportedFormat` name it."""
-        try:
-            return decode(data, kind)
-        except (Corrupt, UnsupportedFormat) as error:
-            mend = f"; {self.advice}" if kind is Record and isinstance(error, Corrupt) else ""
-            raise type(error)(f"{self.backend.url}: {key}: {error}{mend}") from error
+        self._parse = parse
+        self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self._long_reads = weakref.WeakKeyDictionary()
 
     @property
     def advice(self) -> str:
-        """What to do about a damaged or missing record."""
+        """What to do about a record that is damaged or missing."""
         return f"restore it from a copy of the store, or see tstore repair {self.backend.url}"
+
+    async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+        """Return what `take` makes of the bytes of an object.
+
+        `cached` returns what another task made of a long object while this one waited for its turn, or None.
+        """
+        try:
+            data = await self.backend.get(key, SHORT)
+        except Corrupt:  # it is longer; if it is damaged, the next `get` raises the same
+            return await self.load_long(key, take, cached)
+        return take(data)
+
+    async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+        """Return the same for an object that is longer than `SHORT`, one at a time."""
+        async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            value = cached()
+            return take(await self.backend.get(key)) if value is None else value
+
+    async def read(self, key: str, kind: type[T]) -> T:
+        """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""
+        return self.decode(key, await self.backend.get(key), kind)
+
+    async def manifests(self, version: int, record: Record) -> list[Manifest]:
+        """Return the manifests of a version's record, fetching those that are not inline.
+
+        Raises `Corrupt`.
+        """
+        inline = [m for m in record.manifests if isinstance(m, Manifest)]
+        try:
+            for manifest in inline:
+                manifest.validate()
+        except Corrupt as error:
+            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}; {self.advice}") from error
+        if len(inline) == len(record.manifests):
+            return inline
+        total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
+        if total > MANIFEST_BYTES:
+            raise Corrupt(
+                f"{self.backend.url}: {commit_key(version)} refers to manifests of {total:,} bytes, more than the "
+                f"{MANIFEST_BYTES:,} that a commit may have; {self.advice}"
+            )
+        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
+
+    async def manifest(self, reference: ObjectRef | Manifest) -> Manifest:
+        """Return an inline manifest, or the one that a reference names; raise `Corrupt` unless it is the same."""
+        if isinstance(reference, Manifest):
+            reference.validate()
+            return reference
+        data = await self.backend.get(reference.key, reference.length)
+        if not reference.is_to(data) and await run(forget, self.backend, reference.key):
+            data = await self.backend.get(reference.key, reference.length)
+        if not reference.is_to(data):
+            raise Corrupt(
+                f"{self.backend.url}: {reference.key} is not the object that was committed: expected "
+                f"{reference.length} bytes and the checksum in its record, got {len(data)} bytes; restore it from "
+                "a copy of the store"
+            )
+        return self.decode(reference.key, data, Manifest)
+
+    def decode(self, key: str, data: bytes, kind: type[T]) -> T:
+        """Return the object in these bytes; raise `Corrupt` or `UnsupportedFormat`, naming its key."""
+        try:
+            return decode(data, kind)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise self._named(key, error) from error
+
+    def decode_record(self, version: int, data: bytes) -> Record:
+        """Return the record in what was read for a version; raise `Corrupt` or `UnsupportedFormat`."""
+        try:
+            record = self._parse(data)
+            record.check_number(version)
+        except (Corrupt, UnsupportedFormat) as error:
+            raise self._named(commit_key(version), error) from error
+        return record
+
+    def _named(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
+        advice = f"; {self.advice}" if key.startswith("commits/") and isinstance(error, Corrupt) else ""
+        return type(error)(f"{self.backend.url}: {key}: {error}{advice}")

@@ -14,7 +14,7 @@
    leaves anything for good.
 6. Let the storage remove what killed creates have left beside the objects for a week (local folders alone).
 
-A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log.log`). So
+A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log.append`). So
 nothing here rests on a clock: ages only decide what is worth condemning.
 
 Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`, and in a
@@ -32,14 +32,23 @@ from typing import NamedTuple
 from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.condemned import is_collectable, packs_of
-from tstore.format.layout import is_manifest, is_object, is_pack, is_transaction, is_written, owner_of, root_key
+from tstore.format.layout import (
+    ROOT_EVERY,
+    is_manifest,
+    is_object,
+    is_pack,
+    is_transaction,
+    is_written,
+    owner_of,
+    root_key,
+)
 from tstore.format.records import Collection, Record
 from tstore.format.references import ObjectRef
 from tstore.format.retention import Keep, Ledger
-from tstore.log.expiry import ledger_since, living
+from tstore.log.expiry import ledger_since, living_versions
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
-from tstore.log.reader import ROOT_EVERY
+from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import uncancelled
@@ -78,20 +87,21 @@ class CollectReport(NamedTuple):
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
     """Removes what no rule of `keep` keeps (None keeps every version) by the steps at the top of this file."""
     checked_duration("abandoned", abandoned)
+    reader = log.reader
     while True:
-        base = await log.newest()
+        base = await reader.newest()
         try:
-            plan = await _plan(log, base, keep, abandoned)
-            sizes = await _sizes(log, plan)
+            plan = await _plan(reader, base, keep, abandoned)
+            sizes = await _sizes(reader, plan)
         except NotFound:
-            if await log.newest() == base:
+            if await reader.newest() == base:
                 raise
             continue  # another gc deleted what was looked at
         if dry_run or not plan.condemns:
             version = None
         else:
             transaction = f"gc-{world.token(12)}"
-            await _try_to_delete(log, transaction)
+            await _try_to_delete(reader, transaction)
             try:
                 version = await uncancelled(_append(log, plan, transaction))
             except _Overtaken:
@@ -107,7 +117,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 if version is None and (condemned.transactions or condemned.objects):
                     # by an earlier gc, which may have died before its record was durable
                     await log.backend.settle("commits", Durability.FSYNC)
-                await _delete(log, condemned)
+                await _delete(reader, condemned)
                 await log.backend.sweep()
             except (Denied, Unavailable) as error:
                 if version is None:
@@ -187,8 +197,8 @@ class _Plan:
         )
 
 
-async def _plan(log: Log, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
-    _, last = await living(log, base)
+async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
+    _, last = await living_versions(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
     kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
@@ -222,7 +232,7 @@ def _runs(ledger: Ledger, kept: set[int]) -> list[tuple[list[int], int]]:
     return runs  # the newest version is kept, so no run is without a heir
 
 
-async def _give_up(log: Log, plan: _Plan, run: Sequence[int], heir: int) -> None:
+async def _give_up(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -> None:
     """Adds what the versions of a run needed to what may be dead, and lets the heir hold what it still needs."""
     entries = [plan.ledger.alive[v] for v in run]
     written = await together(lambda e: _objects(log, e.transaction), entries)
@@ -250,7 +260,7 @@ def _roots(plan: _Plan) -> list[str]:
 
 
 async def _find_abandoned(
-    log: Log,
+    log: LogReader,
     plan: _Plan,
     before: Ledger,
     earlier: Collection | None,
@@ -272,7 +282,7 @@ async def _find_abandoned(
             plan.listed[name] = keys
 
 
-async def _try_to_delete(log: Log, transaction: str) -> None:
+async def _try_to_delete(log: LogReader, transaction: str) -> None:
     """Raises `Denied` where nothing may be deleted, as with a token that is no admin's; then nothing expires."""
     try:
         await log.backend.delete(f"txn/{transaction}/pack-trial")
@@ -303,7 +313,7 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
     return await log.append(record(), validate, Durability.FSYNC)
 
 
-async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
+async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     """The size of everything that may go, by key."""
     whole = sorted({*plan.dead, *plan.abandoned, *plan.left_transactions})
     new = [t for t in whole if t not in plan.listed]
@@ -314,7 +324,7 @@ async def _sizes(log: Log, plan: _Plan) -> dict[str, int]:
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
-async def _delete(log: Log, condemned: Collection) -> None:
+async def _delete(log: LogReader, condemned: Collection) -> None:
     """Deletes what stands condemned; what is gone already is no error.
 
     Nothing else deletes here. Markers, records and hints stay, whatever a record of this or of another says.
@@ -333,6 +343,6 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
     return is_object(key) and is_transaction(owner) and owner not in ledger.transactions
 
 
-async def _objects(log: Log, transaction: str) -> Sequence[str]:
+async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
     """The objects of a transaction; none for what can't be the id of one, as in a forged record."""
     return await log.backend.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -27,13 +27,20 @@ import xxhash
 
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.encoding import encode
-from tstore.format.layout import commit_key, is_record, is_transaction, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, is_record, is_transaction, root_key
 from tstore.format.records import REPAIR, VOIDED, Collection, Record
 from tstore.format.retention import Ledger
-from tstore.log.expiry import changes_nothing, ledger_since, living
+from tstore.log.expiry import (
+    changes_nothing,
+    existing_collection,
+    last_collection,
+    ledger_since,
+    living_versions,
+    named_collection,
+)
 from tstore.log.group_commit import Newer
-from tstore.log.log import CheckedLog, Log
-from tstore.log.reader import ROOT_EVERY
+from tstore.log.log import Log
+from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Backend, Durability
@@ -77,7 +84,7 @@ class RepairReport(NamedTuple):
 async def repair_store(backend: Backend, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
     """Find the damaged versions and void those that are named, by the steps at the top of this file."""
     backend = uncached(backend)
-    log = CheckedLog(backend)
+    log = LogReader.strict(backend)
     damaged = await _damaged(log)
     wanted = sorted({*void, *void_readable})
     if not wanted:
@@ -97,16 +104,16 @@ async def repair_store(backend: Backend, void: Sequence[int], void_readable: Seq
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, left))} too"
         )
     kept = [key for version in wanted for key in await _void(backend, version, newest)]
-    told = await _tell(CheckedLog(backend), wanted, kept)
+    told = await _tell(Log(LogReader.strict(backend)), wanted, kept)
     await _delete_roots(backend, wanted[0], told)  # writers that had not noticed may have made some until then
     return RepairReport(damaged, wanted, kept, told)
 
 
-async def _damaged(log: CheckedLog) -> list[DamagedVersion]:
+async def _damaged(log: LogReader) -> list[DamagedVersion]:
     """The damaged versions, the oldest first; behind a missing one only further missing ones are looked for."""
     newest = await log.newest()
     try:
-        alive, gc = await living(log, newest)
+        alive, gc = await living_versions(log, newest)
     except _UNREADABLE:
         alive, gc = frozenset(), 0
 
@@ -115,20 +122,20 @@ async def _damaged(log: CheckedLog) -> list[DamagedVersion]:
         try:
             record = await log.record(version)
             readable = True
-            await log.gc_named(record.collected)
+            await existing_collection(log, record.collected)
             if not changes_nothing(record) and (version > gc or version in alive):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged: a newer tstore reads it
             return DamagedVersion(version, str(error), True)
         except _UNREADABLE as error:
-            return DamagedVersion(version, str(error).removesuffix(f"; {log.advice}"), readable)
+            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
         return None
 
     found = [one for numbers in batched(range(1, newest + 1)) for one in await together(look, numbers) if one]
     return [*found, *await _missing(log, newest)]
 
 
-async def _missing(log: Log, newest: int) -> list[DamagedVersion]:
+async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
     """The versions behind the newest whose records are missing, though later ones are there; the first of many."""
     if log.backend.capabilities.listing:
         there = {int(k.rpartition("/")[2]) for k in await log.backend.list("commits/") if is_record(k)}
@@ -141,10 +148,10 @@ async def _missing(log: Log, newest: int) -> list[DamagedVersion]:
     ]
 
 
-async def _check_objects(log: Log, version: int, record: Record) -> None:
+async def _check_objects(log: LogReader, version: int, record: Record) -> None:
     """Raise `Corrupt` or `NotFound` where manifests are damaged or gone, or packs shorter than these say."""
     ends: dict[str, int] = {}
-    for table in [manifest.table for manifest in await log.manifests(version, record)]:
+    for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
         stops = np.zeros(len(table.packs), np.uint64)
         np.maximum.at(stops, table.pack, table.offset + table.length)
         for key, stop in zip(table.packs, stops.tolist(), strict=True):
@@ -158,7 +165,7 @@ async def _check_objects(log: Log, version: int, record: Record) -> None:
 
 
 async def _check_voidable(
-    log: Log, version: int, newest: int, damaged: Sequence[DamagedVersion], void_readable: Sequence[int]
+    log: LogReader, version: int, newest: int, damaged: Sequence[DamagedVersion], void_readable: Sequence[int]
 ) -> None:
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.backend.url} has no version {version} to void; its newest is {newest}")
@@ -173,7 +180,7 @@ async def _check_voidable(
 
 async def _void(backend: Backend, version: int, newest: int) -> list[str]:
     """Put a void record in the place of a version's, and return the names under which its bytes are kept."""
-    log, key, kept = CheckedLog(backend), commit_key(version), []
+    log, key, kept = LogReader.strict(backend), commit_key(version), []
     try:
         data = await backend.get(key)
     except NotFound:
@@ -201,7 +208,7 @@ async def _void(backend: Backend, version: int, newest: int) -> list[str]:
     return kept
 
 
-async def _is_voided(log: Log, version: int) -> bool:
+async def _is_voided(log: LogReader, version: int) -> bool:
     try:
         record = await log.record(version)
     except (*_UNREADABLE, UnsupportedFormat):
@@ -209,11 +216,11 @@ async def _is_voided(log: Log, version: int) -> bool:
     return record.is_repair
 
 
-async def _gc_before(log: Log, version: int) -> int:
+async def _gc_before(log: LogReader, version: int) -> int:
     """The newest gc before a version, as the nearest record below it that can be read tells."""
     for before in range(version - 1, 0, -1):
         try:
-            return await log.collected(before)
+            return await named_collection(log, before)
         except (*_UNREADABLE, UnsupportedFormat):
             continue
     return 0
@@ -221,7 +228,7 @@ async def _gc_before(log: Log, version: int) -> int:
 
 async def _delete_roots(backend: Backend, version: int, newest: int) -> None:
     first = -(-version // ROOT_EVERY) * ROOT_EVERY
-    last = max(newest, await CheckedLog(backend).newest())
+    last = max(newest, await LogReader.strict(backend).newest())
     for numbers in batched(range(first, last + 1, ROOT_EVERY)):
         await together(backend.delete, [root_key(number) for number in numbers])
 
@@ -234,18 +241,18 @@ async def _tell(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
     """Commit what was done, and return the version of that."""
     plain = Record(
         REPAIR + world.token(12),
-        await log.newest(),
+        await log.reader.newest(),
         world.now(),
         f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
         metadata={VOIDED: list(voided), "kept": list(kept)},
     )
     while True:
         with contextlib.suppress(_Overtaken):
-            return await _append(log, msgspec.structs.replace(plain, base=await log.newest()), voided)
+            return await _append(log, msgspec.structs.replace(plain, base=await log.reader.newest()), voided)
 
 
 async def _append(log: Log, plain: Record, voided: Sequence[int]) -> int:
-    ledger, gone = await _ledger(log, plain.base, voided)
+    ledger, gone = await _ledger(log.reader, plain.base, voided)
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
@@ -277,9 +284,9 @@ def _with(record: Record, ledger: Ledger, gone: Collection) -> Record:
     )
 
 
-async def _ledger(log: Log, base: int, voided: Sequence[int]) -> tuple[Ledger, Collection | None]:
+async def _ledger(log: LogReader, base: int, voided: Sequence[int]) -> tuple[Ledger, Collection | None]:
     """The versions that live, and what a gc is to tell of those voided; None where the last one lists none."""
-    last = await log.last_gc(base)
+    last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     listed = [] if earlier is None else [v for v in voided if v in earlier.versions]
     if earlier is None or not listed:

@@ -12,14 +12,13 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.checksums import BLOCK, block_checks
 from tstore.format.chunk_refs import ChunkRow
 from tstore.format.grid import chunk_coordinates
-from tstore.format.layout import commit_key, is_object, is_record, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, is_object, is_record, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import OWN, Node, Tree
 from tstore.format.tree_document import is_document
-from tstore.log.expiry import changes_nothing, living
-from tstore.log.log import CheckedLog, Log
-from tstore.log.reader import ROOT_EVERY
+from tstore.log.expiry import changes_nothing, existing_collection, living_versions
+from tstore.log.reader import LogReader
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import each
@@ -56,7 +55,7 @@ class VerifyReport(NamedTuple):
         return not self.faults
 
 
-async def verify_store(log: CheckedLog) -> VerifyReport:
+async def verify_store(log: LogReader) -> VerifyReport:
     """Reads everything that any living version refers to; each chunk once, however many versions share it."""
     while True:
         report, gc = await _verify(log)
@@ -64,7 +63,7 @@ async def verify_store(log: CheckedLog) -> VerifyReport:
             return report  # else a gc removed meanwhile what was missed
 
 
-async def _verify(log: CheckedLog) -> tuple[VerifyReport, int]:
+async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     faults: list[str] = []
     wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
     arrays: set[str] = set()
@@ -77,7 +76,7 @@ async def _verify(log: CheckedLog) -> tuple[VerifyReport, int]:
         """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
         with _noted("", faults):
             record = await log.record(version)
-            await log.gc_named(record.collected)
+            await existing_collection(log, record.collected)
             if changes_nothing(record) or (version <= gc and version not in alive):
                 return record, []
             return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
@@ -85,7 +84,7 @@ async def _verify(log: CheckedLog) -> tuple[VerifyReport, int]:
 
     async def manifest(version: int, where: ObjectRef | Manifest) -> Manifest | None:
         with _noted(f"version {version}: ", faults):
-            return await log.manifest(where)
+            return await log.objects.manifest(where)
         return None
 
     last = 0  # the newest gc so far; a record that is damaged may have been one
@@ -122,20 +121,22 @@ def _noted(where: str, faults: list[str]) -> Iterator[None]:
         faults.append(f"{where}{error}")
 
 
-async def _living(log: Log, newest: int) -> tuple[frozenset[int], int]:
+async def _living(log: LogReader, newest: int) -> tuple[frozenset[int], int]:
     """What `living` tells; where the log is too damaged to tell, every version counts as living."""
     try:
-        return await living(log, newest)
+        return await living_versions(log, newest)
     except (Corrupt, NotFound, UnsupportedFormat):
         return frozenset(), 0
 
 
-async def _check_collected(log: Log, version: int, record: Record | None, last: int, faults: list[str]) -> int:
+async def _check_collected(
+    log: LogReader, version: int, record: Record | None, last: int, faults: list[str]
+) -> int:
     """Note where a record names another gc than the newest before it; return that up to it, -1 if unknown."""
     if record is None:
         return -1
     with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # of which it is told by itself
-        named = await log.gc_named(record.collected)
+        named = await existing_collection(log, record.collected)
         if last >= 0 and named != last:
             faults.append(
                 f"{log.backend.url}: {commit_key(version)} names version {named} as the last garbage collection "
@@ -179,7 +180,7 @@ def _check_group(path: str, node: Node) -> None:
         raise Corrupt("the structure of the saved tree does not parse; a restore gives its arrays by path")
 
 
-async def _check_numbers(log: Log, newest: int, faults: list[str]) -> None:
+async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None:
     """Commits are numbered without a gap; behind a missing one the later are not found."""
     if not log.backend.capabilities.listing:
         return
@@ -206,7 +207,7 @@ async def _foreign(backend: Backend) -> list[str]:
 class _Rebuilt:
     """The tree that the records alone make, to be compared with every root."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: LogReader) -> None:
         self._log = log
         self._tree: Tree | None = Tree.empty()
         self._whole = True  # whether all manifests were there; those of versions that expired may be gone
@@ -217,7 +218,7 @@ class _Rebuilt:
         key = root_key(version)
         place, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
         try:
-            root, stored = await self._log.read(key, Root), await self._log.stored(version)
+            root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
             tree = Tree.of(root)
         except NotFound:  # also of the record, of which it is told by itself
             return
@@ -246,10 +247,12 @@ class _Rebuilt:
             if number >= last:
                 self._whole = self._whole or number == last
                 try:
-                    manifests = await self._log.manifests(number, record)
+                    manifests = await self._log.objects.manifests(number, record)
                 except (Corrupt, NotFound, UnsupportedFormat):
                     self._whole = False
-            self._tree = self._tree.after(number, await self._log.whole(number, record), manifests)
+            self._tree = self._tree.after(
+                number, await self._log.records.with_collection(number, record), manifests
+            )
 
 
 async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:

@@ -32,7 +32,7 @@ from tstore.snapshot import Snapshot
 from tstore.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.storage.base import Durability
 from tstore.store import Store, opened
-from tstore.transactions.transaction import Transaction
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["quantize", "quantize_report"]
 
@@ -145,16 +145,19 @@ class _Job(NamedTuple):
         name, request = self.tag or _default_tag(source, self.request), self.request.describe()
         text = self.message or f"quantized from version {source.version}: {request}"
         async with store.transaction(text, name, metadata={QUANTIZED: source.version}) as tx:
-            if name in (await tx.base()).tags:
+            staging = staging_of(tx)
+            if name in (await staging.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
-            await tx.replace_all(b"")
+            await staging.replace_all(b"")
             work = Work(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
             report = QuantizeReport(0, name, source.version, rows, request)
             attributes = {key: value for key, value in source.attributes().items() if key != OWN}
-            await tx.describe(attributes, {**source.own_attributes(), "quantization": stored_form(report)})
+            await staging.set_root_attributes(
+                attributes, {**source.own_attributes(), "quantization": stored_form(report)}
+            )
         assert tx.version is not None
         return report._replace(version=tx.version)
 
@@ -172,13 +175,14 @@ class _Job(NamedTuple):
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encoded]) -> None:
     """Stage the arrays and groups of the source, the encoded arrays in their new codecs."""
+    staging = staging_of(tx)
     for path, node in source.tree.nodes.items():
         new = encoded.get(path)
         if node.is_array and new is not None and new.document is not None:
             chunks = ChunkTable.from_rows(new.rows).latest()
-            await tx.adopt_array(path, ArrayMeta.parse(new.document), chunks)
+            await staging.adopt_array(path, ArrayMeta.parse(new.document), chunks)
         elif node.is_array:
-            await tx.keep_array(path, node.meta, node.chunks, source.version)
+            await staging.keep_array(path, node.meta, node.chunks, source.version)
         elif path:
             await tx.create_group(path, node.attributes)
 

@@ -28,15 +28,14 @@ from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import check_collection, packs_of
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
-from tstore.format.layout import commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends
-from tstore.log.log import CheckedLog, Log
-from tstore.log.reader import ROOT_EVERY
-from tstore.log.recent import Recent
+from tstore.log.reader import LogReader
+from tstore.log.version_cache import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
@@ -87,8 +86,8 @@ class Admission:
         self._following = asyncio.Lock()
         self._making_roots = asyncio.Lock()
         self._looked = -math.inf
-        self._rooted: Recent[tuple[bytes, Tree]] = Recent(4)
-        self._roots: Recent[tuple[bytes, bytes]] = Recent(64)
+        self._rooted: VersionCache[tuple[bytes, Tree]] = VersionCache(4)
+        self._roots: VersionCache[tuple[bytes, bytes]] = VersionCache(64)
 
     async def admitted(self, version: int, record: Record, size: int, sender: Sender) -> Next:
         """Return the record, of `size` bytes, as the next version.
@@ -159,7 +158,7 @@ class Admission:
             known = self._standing
             if await known.stands(self._backend) and not await self._served.exists(commit_key(known.version + 1)):
                 return known
-            return await self._follow(await CheckedLog(self._backend).newest())
+            return await self._follow(await LogReader.strict(self._backend).newest())
 
     async def _as_of(self, version: int) -> Standing:
         """The state as of the newest version; `AlreadyExists` where there is a later one already."""
@@ -202,7 +201,7 @@ class Admission:
     async def _record(self, version: int) -> Record:
         """The record of a version; `Corrupt` does not say where the store lies."""
         try:
-            return await Log(self._backend).record(version)
+            return await LogReader(self._backend).record(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("version %d can't be read: %s", version, error)
             raise _unread(version) from error
@@ -312,7 +311,7 @@ class Admission:
         if below and not await self._served.exists(root_key(below)):
             raise Corrupt(f"{root_key(below)} is missing, from which it would be made")
         try:
-            return await CheckedLog(self._backend).tree(version)
+            return await LogReader.strict(self._backend).tree(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be made: %s", version, error)
             raise Corrupt(f"version {version} can't be read here") from error

@@ -12,10 +12,10 @@ import msgspec
 
 from tstore.errors import Corrupt
 from tstore.format.encoding import decode
+from tstore.format.layout import ROOT_EVERY
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
 from tstore.log.marker import Marker
-from tstore.log.reader import ROOT_EVERY
 from tstore.server.names import Kind, number_of
 from tstore.transactions.pending import Heartbeat
 

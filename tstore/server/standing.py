@@ -18,15 +18,15 @@ from tstore.format.records import Alive, Record
 from tstore.format.references import Manifest
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
-from tstore.log.expiry import collections, ledger_since
-from tstore.log.log import CheckedLog
+from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
+from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import each
 from tstore.storage.base import Backend
 
 __all__ = ["Standing", "weight_of"]
 
 _REMEMBERED = 1024
-_GCS = 8
+_COLLECTIONS = 8
 _CONDEMNED = 1 << 20  # names that the last gcs condemned together
 
 
@@ -59,7 +59,7 @@ class Standing:
         found = Standing()
         if version == 0:
             return found
-        log = CheckedLog(backend)
+        log = LogReader.strict(backend)
         found._ledger = None
         found.version, found.check = version, (await log.stored(version)).check
         async for number, record in each(log.record, range(max(1, version - _REMEMBERED + 1), version + 1)):
@@ -71,32 +71,32 @@ class Standing:
         except (Corrupt, NotFound, UnsupportedFormat):
             found.whole = False
             async for number, record in each(log.record, range(1, version + 1)):
-                found.tree = found.tree.after(number, await log.whole(number, record), [])
+                found.tree = found.tree.after(number, await log.records.with_collection(number, record), [])
         return found
 
-    async def _read_collections(self, log: CheckedLog) -> None:
+    async def _read_collections(self, log: LogReader) -> None:
         """Read what the last collections decided; one that was voided, as by a repair, decided nothing."""
-        self.collected = await log.collected(self.version)
-        async for gc, collection in collections(log, await log.gc_named(self.collected)):
+        self.collected = await named_collection(log, self.version)
+        async for gc, collection in collections(log, await existing_collection(log, self.collected)):
             if not self._condemned:
                 self.gc, self._alive = gc, collection.alive
             before, self._condemned = self._condemned, _last([*self._condemned, Condemned.by(collection)])
-            if len(self._condemned) in (len(before), _GCS):
+            if len(self._condemned) in (len(before), _COLLECTIONS):
                 break
 
     async def follow(self, backend: Backend, version: int) -> bool:
         """Go on to a later version, by the records that others created; False where one voided an older one."""
-        log = CheckedLog(backend)
+        log = LogReader.strict(backend)
         async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
             manifests: list[Manifest] = []
             there = True
             try:
-                manifests = await log.manifests(number, record)
+                manifests = await log.objects.manifests(number, record)
             except (Corrupt, NotFound, UnsupportedFormat):
                 there = False
-            record = await log.whole(number, record)
+            record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # else it was taken in meanwhile
                 whole = there and (self.whole or record.replaces)
                 weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
@@ -129,7 +129,7 @@ class Standing:
         """Return a copy of the versions that live; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
-            ledger = await ledger_since(CheckedLog(backend), self.gc, self._alive, version)
+            ledger = await ledger_since(LogReader.strict(backend), self.gc, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger
@@ -163,7 +163,7 @@ class Standing:
 
 def _last(condemned: Sequence[Condemned]) -> list[Condemned]:
     """Return the newest of what gcs condemned, the newest first: so many that memory is bounded, one at least."""
-    counts = itertools.accumulate(len(gone.transactions) + len(gone.objects) for gone in condemned[:_GCS])
+    counts = itertools.accumulate(len(gone.transactions) + len(gone.objects) for gone in condemned[:_COLLECTIONS])
     return [
         gone
         for at, (gone, count) in enumerate(zip(condemned, counts, strict=False))

@@ -21,7 +21,8 @@ from tstore.simulation.history import (
     width_of,
 )
 from tstore.simulation.site import PATHS, Site
-from tstore.transactions.transaction import Isolation, Transaction
+from tstore.transactions.staging import Isolation
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
@@ -84,7 +85,7 @@ def _begun(
 
 async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> int:
     """Write one chunk of a small array, if it is there, and commit."""
-    attempt.bases[0] = max(site.history.start, (await tx.base()).version)
+    attempt.bases[0] = max(site.history.start, (await staging_of(tx).base()).version)
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
         start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
@@ -110,7 +111,7 @@ async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asynci
 
 
 async def _fill(site: Site, tx: Transaction, attempt: Attempt, after: float) -> int | None:
-    attempt.bases[0] = (await tx.base()).version
+    attempt.bases[0] = (await staging_of(tx).base()).version
     if attempt.bases[0] < site.history.start:  # sizes are old, and hide the newest versions
         attempt.given_up = True
         await tx.abort()

@@ -21,8 +21,8 @@ from tstore.errors import (
 from tstore.simulation.edits import create, write
 from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Create, Delete, Op, Put, Replace, width_of
 from tstore.simulation.site import Site
-from tstore.transactions.group import Membership
-from tstore.transactions.transaction import Transaction
+from tstore.transactions.membership import Membership
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["METRIC", "GroupPlan", "checkpoint", "cooperate", "finish"]
 
@@ -50,13 +50,15 @@ class GroupPlan(NamedTuple):
     def transactions(self) -> tuple[str, ...]:
         """The ids of the transaction, and of its repetition where a gc took what a checkpoint re-used."""
         again = () if self.step is None else (f"{self.attempt}.anew",)
-        return tuple(Membership.of(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again))
+        return tuple(
+            Membership.from_arguments(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again)
+        )
 
     def part(self, host: int) -> str:
         """The key of a host's fragment; "" where another run of the host may just deliver it."""
         if self.twice:
             return ""
-        return Membership.of(self.name, host, self.hosts, self.attempt).key(0, host)
+        return Membership.from_arguments(self.name, host, self.hosts, self.attempt).fragment_key(0, host)
 
     @property
     def loss(self) -> float:
@@ -141,7 +143,7 @@ async def _save(site: Site, plan: GroupPlan, attempt: Attempt, host: int, timeou
 
 async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
     """Write one chunk of an array that is there, one of an array that the group makes, and perhaps delete one."""
-    base = await tx.base()
+    base = await staging_of(tx).base()
     attempt.bases[host] = min(base.version, attempt.bases.get(host, base.version))
     paths = await tx.paths()
     made = f"small/{plan.name}.{host // _CHUNKS}"

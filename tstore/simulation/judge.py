@@ -104,8 +104,9 @@ async def judge_power_failure(born: Born, darkroom: Darkroom, log: Log, chance: 
 
 
 async def committed(store: Store, version: int) -> Committed:
-    """A version as it stands: its record, and its state unless it has expired."""
-    record = await store.log.whole(version, await store.log.record(version))
+    """Return the record of a version, and its state unless it has expired."""
+    log = store.log.reader
+    record = await log.records.with_collection(version, await log.record(version))
     try:
         snapshot = await store.snapshot(version)
     except SnapshotExpired:

@@ -1,9 +1,9 @@
-"""What the hosts of a group contribute, merged; pure, no I/O.
+"""What the hosts of a cooperative transaction contribute, merged; pure, no I/O.
 
-Merging is a tree: the fragments of `FAN` hosts become one, which counts like a fragment, and so on until at most
-`FAN` are left, which make the record. The result does not depend on who merges, nor on how often. What can be
-seen in a part of the group is checked there: same calls, same metadata, no chunk twice. Chunks that no host wrote
-are found at the top.
+Merging is a tree: the fragments of `FAN` hosts become one, which is merged like a fragment, and so on until at
+most `FAN` are left, which become the record. The result does not depend on who merges, nor on how often. Each
+merge checks what it can see of the hosts: same calls, same metadata, no chunk twice. Chunks that no host wrote
+show at the top.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Node, Tree, is_below, parents
 
-__all__ = ["FAN", "check_complete", "fragment_of", "merged", "record_of"]
+__all__ = ["FAN", "check_complete", "fragment_from_record", "merged", "record_of"]
 
 FAN = 100
-"""How many fragments are merged at once; a power of ten, so that they share the front of their keys."""
+"""How many fragments are merged at once; a power of ten, so that a block's keys share a prefix."""
 
 _AGREED = {
     "tags": "tag",
@@ -33,14 +33,14 @@ _AGREED = {
 
 
 def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
-    """One fragment with all that these hold (`manifests` are theirs); its manifest travels in it.
+    """Return one fragment with all that these contain, and with its manifest inline; `manifests` are theirs.
 
-    Raises `Inconsistent` where they contradict each other. `name` names the transaction in errors.
+    Raises `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
     _check_agreement(name, fragments)
     _check_nodes(name, fragments, manifests)
-    _check_places(name, fragments, manifests)
+    _check_paths(name, fragments, manifests)
     result = msgspec.structs.replace(
         first,
         base=min(f.base for f in fragments),
@@ -54,8 +54,8 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
     return msgspec.structs.replace(result, manifest=manifest)
 
 
-def fragment_of(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
-    """Return the contribution of one host, from the record that it would have as a transaction of its own."""
+def fragment_from_record(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
+    """Return the fragment of one host, from the record that it would commit alone."""
     [manifest] = record.manifests
     return Fragment(
         transaction=record.transaction,
@@ -75,7 +75,7 @@ def fragment_of(record: Record, host: int, hosts: int, structure: bytes) -> Frag
 
 
 def record_of(whole: Fragment, time: float) -> Record:
-    """The record of a group's commit, from the fragment into which all were merged."""
+    """Return the record of a cooperative commit, from the fragment into which all were merged."""
     return Record(
         transaction=whole.transaction,
         base=whole.base,
@@ -92,17 +92,17 @@ def record_of(whole: Fragment, time: float) -> Record:
 
 
 def check_complete(name: str, manifest: Manifest) -> None:
-    """Raises `Inconsistent` where an array that the group created lacks chunks."""
-    missing = []
+    """Raise `Inconsistent` if an array that the transaction created lacks chunks."""
+    incomplete = []
     for path, document, fresh, span in manifest.nodes():
         node = Node(path, document, ())
         if fresh and node.is_array:
             meta = node.meta
             count = span.stop - span.start
             if count != meta.chunk_count and not meta.sparse:
-                missing.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
-    if missing:
-        raise Inconsistent(f"transaction {name!r}: chunks were written by no host; nothing was committed", missing)
+                incomplete.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
+    if incomplete:
+        raise Inconsistent(f"transaction {name!r} is not committed: no host wrote some chunks", incomplete)
 
 
 def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
@@ -122,41 +122,43 @@ def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[M
     differing = []
     for fragment, manifest in zip(fragments, manifests, strict=True):
         for path, document, fresh, _ in manifest.nodes():
-            host, expected, made = first.setdefault(path, (fragment.host, document, fresh))
+            host, expected, created = first.setdefault(path, (fragment.host, document, fresh))
             if expected != document:
-                one, other = _short(path, expected), _short(path, document)
+                one, other = _summary(path, expected), _summary(path, document)
                 differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
-            elif made != fresh:  # what the others wrote into the old one would become part of the new one
-                maker, writer = (host, fragment.host) if made else (fragment.host, host)
-                differing.append(f"{path}: host {maker} created or resized it, host {writer} did not")
+            elif created != fresh:  # what the others wrote into the old array would become part of the new one
+                creator, writer = (host, fragment.host) if created else (fragment.host, host)
+                differing.append(f"{path}: host {creator} created or resized it, host {writer} did not")
     if differing:
         raise Inconsistent(
-            f"transaction {name!r}: hosts disagree on the metadata of arrays; nothing was committed",
+            f"transaction {name!r} is not committed: hosts disagree on the metadata of arrays",
             differing,
         )
 
 
-def _check_places(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> None:
-    """Raise `Inconsistent` where one host wrote into what another deleted, or created below another's array."""
+def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> None:
+    """Raise `Inconsistent` if a host wrote into what another deleted, or created a node below another's array."""
     deleted = {top: f.host for f in fragments for top in f.deleted}
     nodes = {
         path: (fragment.host, document, fresh)
         for fragment, manifest in zip(fragments, manifests, strict=True)
         for path, document, fresh, _ in manifest.nodes()
     }
-    meeting = []
+    colliding = []
     for path, (host, _, fresh) in nodes.items():
         if not fresh:
             tops = [top for top in deleted if is_below(path, top)]
-            meeting += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
+            colliding += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
         for above in parents(path):
             if above in nodes and Node(above, nodes[above][1], ()).is_array:
-                meeting.append(f"{path}: host {host} created it below {above}, an array of host {nodes[above][0]}")
-    if meeting:
+                colliding.append(
+                    f"{path}: host {host} created it below {above}, an array of host {nodes[above][0]}"
+                )
+    if colliding:
         raise Inconsistent(
-            f"transaction {name!r}: hosts stand in each other's way; nothing was committed. Every host must make "
-            "the same deletions and use the same paths",
-            meeting,
+            f"transaction {name!r} is not committed: the paths of its hosts collide; every host must make the "
+            "same deletions and use the same paths",
+            colliding,
         )
 
 
@@ -166,24 +168,24 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: 
         for path, _, _, table in each.nodes():
             written.setdefault(path, []).append(table)
     twice = [
-        f"{path}: chunks {_twice(tree.nodes[path], written[path])}"
+        f"{path}: chunks {_written_twice(tree.nodes[path], written[path])}"
         for path, _, _, table in manifest.nodes()
         if sum(map(len, written[path])) != len(table)
     ]
     if twice:
         raise Inconsistent(
-            f"transaction {name!r}: several hosts wrote the same chunks; each must have one writer",
+            f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each",
             twice,
         )
 
 
-def _twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
+def _written_twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
     numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
     counts = node.meta.counts
     return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
 
 
-def _short(path: str, document: bytes) -> str:
+def _summary(path: str, document: bytes) -> str:
     node = Node(path, document, ())
     if not node.is_array:
         return "a group"

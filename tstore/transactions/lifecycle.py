@@ -1,7 +1,7 @@
-"""The life of a transaction: open, committing, then committed or aborted; and the operations on it under way.
+"""The life of a transaction: open, committing, then committed or aborted; and its operations under way.
 
-Operations of one transaction may run at the same time. A commit waits for those that began before it, and so does
-an abort; an operation that begins after either is `Misuse`.
+Operations of one transaction may run concurrently. A commit waits for those that began before it, and so does an
+abort; an operation that begins after either is `Misuse`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """The state of one transaction on the store at `url`, and how many operations are under way."""
+    """The state of one transaction on the store at `url`, and the number of its operations under way."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -41,7 +41,9 @@ class Lifecycle:
     def check_open(self) -> None:
         """Raise `Misuse` unless the transaction is open, in the process that began it."""
         if self.inherited:
-            raise Misuse(f"{self._url}: a forked process can't go on with a transaction; begin another")
+            raise Misuse(
+                f"{self._url}: a forked process cannot continue a transaction of its parent; begin another"
+            )
         if self.state != "open":
             raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
 
@@ -76,6 +78,6 @@ class Lifecycle:
         """Raise `Misuse` if an operation failed while the commit waited for it; its caller may not know yet."""
         if self._failed is not None:
             raise Misuse(
-                f"{self._url}: an operation that was under way when the transaction was to be committed failed "
-                f"({self._failed}), so nothing of it was committed; await every operation before commit()"
+                f"{self._url}: an operation that was under way when commit() was called failed ({self._failed}), "
+                "so the transaction is not committed; await every operation before commit()"
             ) from self._failed

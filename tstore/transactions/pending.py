@@ -1,9 +1,9 @@
-"""Which cooperative transactions are under way, who has delivered, and who is missing.
+"""Which cooperative transactions are under way, which hosts have delivered, and which are absent.
 
 A host that writes long or waits renews a heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
-after a second, so that a quick save costs none, then every ten; it goes with the end of its commit. Hosts of a
-large group take longer, so that all together renew about a hundred a second. A heartbeat tells people who is
-alive. No step of a commit looks at it, and its loss costs nothing.
+after a second, so that a quick save costs none, then every ten; it is deleted at the end of the commit. Hosts of a
+large job renew less often, so that all together send about a hundred a second. A heartbeat tells people who is
+alive. No step of a commit reads it, and losing it costs nothing.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, inventory
 from tstore.format.arguments import checked_text, shown
+from tstore.format.layout import TRANSACTIONS, folder_of
 from tstore.format.records import Fragment
-from tstore.log.log import Log
+from tstore.log.reader import LogReader
 from tstore.runtime import world
+from tstore.runtime.concurrency import each
 from tstore.storage.base import Backend
-from tstore.transactions.group import Membership, slug
+from tstore.transactions.membership import Membership, slug
 
 __all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
 
 _FIRST, _EVERY = 1.0, 10.0
-_BEATS = 100.0  # a second, of all hosts of a group together
-_READ_AT_ONCE = 256
-_KEY = re.compile(r"txn/([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
+_BEATS = 100.0  # a second, of all hosts of a transaction together
+_KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 
 
 class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or given up.
 
-    `delivered` and `absent` are the numbers of the hosts whose fragment is there, or is not. `heartbeats` tells
-    for each host that has one how many seconds ago it was renewed, by that host's clock and this one's.
+    `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` gives,
+    for each host that has one, the seconds since its last renewal, by that host's clock and this one's.
     """
 
     transaction: str
@@ -52,7 +53,7 @@ class PendingTransaction(NamedTuple):
 
 
 class Heartbeat(msgspec.Struct):
-    """What an object `txn/<id>/alive-…` holds: the transaction's name, and when its host last said so."""
+    """The contents of `txn/<id>/alive-…`: the transaction's name, and when its host last renewed this."""
 
     name: str
     time: float
@@ -64,16 +65,16 @@ class HeartbeatWriter:
     def __init__(self, backend: Backend, member: Membership) -> None:
         self._backend = backend
         self._name = member.name
-        self._key = f"txn/{member.transaction}/alive-{member.host:05d}-of-{member.hosts:05d}"
+        self._key = member.heartbeat_key(member.host)
         self._share = member.hosts / _BEATS
         self._working = 0
         self._due: float | None = None
-        self._shown = False
+        self._written = False
         self._task: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Renews the heartbeat as long as the block takes."""
+        """Renew the heartbeat while the block runs."""
         self._working += 1
         if self._task is None:
             self._task = asyncio.create_task(self._beat())
@@ -87,8 +88,8 @@ class HeartbeatWriter:
                 await asyncio.wait([task])
 
     async def stop(self) -> None:
-        """Removes the heartbeat, if there is one."""
-        if self._shown:
+        """Delete the heartbeat, if there is one."""
+        if self._written:
             with contextlib.suppress(TStoreError):  # it only tells people who is alive
                 await self._backend.delete(self._key)
 
@@ -98,60 +99,66 @@ class HeartbeatWriter:
             self._due = clock() + _FIRST + (world.uniform(0, self._share) if self._share > _FIRST else 0.0)
         while True:
             await asyncio.sleep(max(0.0, self._due - clock()))
-            self._due, self._shown = clock() + max(_EVERY, self._share), True
+            self._due, self._written = clock() + max(_EVERY, self._share), True
             with contextlib.suppress(TStoreError):
                 await self._backend.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
 
-async def pending(log: Log) -> list[PendingTransaction]:
-    """The cooperative transactions of which something is there but no commit; reads every record."""
-    found: dict[str, tuple[set[int], set[int]]] = {}
-    for key in await log.backend.list("txn/"):
+class _Hosts(NamedTuple):
+    """The hosts of a transaction that have delivered a fragment, and those that have a heartbeat."""
+
+    delivered: set[int]
+    beating: set[int]
+
+
+async def pending(log: LogReader) -> list[PendingTransaction]:
+    """Return the cooperative transactions that have objects and no commit; reads every record."""
+    transactions: dict[str, _Hosts] = {}
+    for key in await log.backend.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
         if match:
-            delivered, alive = found.setdefault(match[1], (set(), set()))
-            (delivered if match[2] == "part" else alive).add(int(match[3]))
-    newest = await log.newest()
-    for start in range(1, newest + 1, _READ_AT_ONCE):
-        versions = range(start, min(start + _READ_AT_ONCE, newest + 1))
-        for record in await asyncio.gather(*[log.record(v) for v in versions]):
-            found.pop(record.transaction, None)
-    return [await _state(log, transaction, *hosts) for transaction, hosts in sorted(found.items())]
+            hosts = transactions.setdefault(match[1], _Hosts(set(), set()))
+            (hosts.delivered if match[2] == "part" else hosts.beating).add(int(match[3]))
+    async for _, record in each(log.record, range(1, await log.newest() + 1)):
+        transactions.pop(record.transaction, None)
+    return [await _state(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
 
 
-async def find_pending(log: Log, name: str) -> Membership:
-    """The group that an id or a name means, one of them that is not committed; `NotFound`, `InvalidArgument`."""
-    member = Membership.named(checked_text("transaction", name))
+async def find_pending(log: LogReader, name: str) -> Membership:
+    """Return the transaction with an id, or the pending one with a name; raise `NotFound` or `InvalidArgument`."""
+    member = Membership.from_id(checked_text("transaction", name))
     if member is not None:
         return member
-    all_of_them = await pending(log)
-    named = [p for p in all_of_them if p.name == name] or [p for p in all_of_them if slug(p.name) == slug(name)]
+    under_way = await pending(log)
+    named = [p for p in under_way if p.name == name] or [p for p in under_way if slug(p.name) == slug(name)]
     if len(named) > 1:
         raise InvalidArgument(
             f"{log.backend.url}: several attempts of transaction {shown(name)} are under way; pass the id of one: "
             + ", ".join(p.transaction for p in named)
         )
-    member = Membership.named(named[0].transaction) if named else None
+    member = Membership.from_id(named[0].transaction) if named else None
     if member is None:
-        known = inventory("pending transactions", [p.transaction for p in all_of_them])
+        known = inventory("pending transactions", [p.transaction for p in under_way])
         raise NotFound(f"{log.backend.url}: no transaction {shown(name)} is under way; {known}")
     return member
 
 
-async def _state(log: Log, transaction: str, delivered: set[int], alive: set[int]) -> PendingTransaction:
-    member = Membership.named(transaction)
-    name, hosts = (member.name, member.hosts) if member else (transaction, 1 + max(delivered | alive))
+async def _state(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTransaction:
+    member = Membership.from_id(transaction)
+    name, count = transaction, 1 + max(hosts.delivered | hosts.beating)
+    if member is not None:
+        name, count = member.name, member.hosts
     heartbeats, now = {}, world.now()
-    for host in sorted(alive):
-        key = f"txn/{transaction}/alive-{host:05d}-of-{hosts:05d}"
+    for host in sorted(hosts.beating):
+        key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
         try:
             beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
         except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
-    if delivered and not heartbeats and member is not None:
-        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # who finishes it is told
-            tags = (await log.read(member.key(0, min(delivered)), Fragment)).tags
-            name = next((tag for tag in tags if slug(tag) == name), name)  # a checkpoint's name, which its id cuts
-    absent = tuple(h for h in range(hosts) if h not in delivered)
-    return PendingTransaction(transaction, name, hosts, tuple(sorted(delivered)), absent, heartbeats)
+    if hosts.delivered and not heartbeats and member is not None:
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these
+            fragment = await log.objects.read(member.fragment_key(0, min(hosts.delivered)), Fragment)
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id has a slug of it
+    absent = tuple(host for host in range(count) if host not in hosts.delivered)
+    return PendingTransaction(transaction, name, count, tuple(sorted(hosts.delivered)), absent, heartbeats)

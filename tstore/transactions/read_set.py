@@ -1,11 +1,11 @@
-"""What a transaction has read of the version it is based on, so that it can be seen whether it still holds.
+"""What a serializable transaction has read of its base, to check whether a newer version still shows the same.
 
-A serializable transaction commits only on a version of which everything it has read is the same as in its base:
-then it might as well have begun there, and all transactions stand in the order of their versions. Equal is what
-has equal metadata and equal checksums; who wrote it in between does not matter.
+Such a transaction commits only on a version in which everything it has read is the same as in its base. Then it
+might as well have begun there, so all transactions are serial in the order of their versions. Two things are the
+same if their metadata and checksums are equal, no matter who wrote them in between.
 
-Names count as read too: a transaction that listed the arrays, or was told that a path is free or taken, has
-read what is not there as well (phantoms).
+Names are read too: a transaction that listed the arrays, or learned that a path is free or taken, has read what
+does not exist as well (phantoms).
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ class ReadSet:
     def __init__(self) -> None:
         self._nodes: set[str] = set()
         self._chunks: dict[str, set[int]] = {}
-        self._tops: set[str] = set()
+        self._subtrees: set[str] = set()
         self._arrays = False
 
-    def nodes(self, paths: Iterable[str]) -> None:
-        """Notes that the metadata of the nodes at these paths was read, or that there is none."""
+    def add_nodes(self, paths: Iterable[str]) -> None:
+        """Note that the metadata of these paths was read, or that they have none."""
         self._nodes.update(paths)
 
-    def values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
-        """Notes that these values of an array were read, and with them all of their chunks."""
+    def add_values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
+        """Note that a selection of an array was read, and with it every chunk that it touches."""
         numbers = np.zeros(1, np.int64)
         for selected, chunk, count in zip(selection.axes, meta.chunks, meta.counts, strict=True):
             side = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
             numbers = (numbers[:, None] * count + side).reshape(-1)
         self._chunks.setdefault(path, set()).update(numbers.tolist())
 
-    def names(self, tops: Iterable[str]) -> None:
-        """Notes that it was read which nodes stand at and below these paths."""
-        self._tops.update(tops)
+    def add_subtrees(self, paths: Iterable[str]) -> None:
+        """Note that the paths of all nodes at and below these paths were read."""
+        self._subtrees.update(paths)
 
-    def arrays(self) -> None:
-        """Notes that the paths of all arrays were read."""
+    def add_all_arrays(self) -> None:
+        """Note that the paths of all arrays were read."""
         self._arrays = True
 
-    def changed(self, base: Tree, now: Tree) -> list[str]:
-        """What was read of `base` and is another in `now`, as readable paths; sorted."""
-        if base.nodes is now.nodes:
+    def changed(self, base: Tree, newer: Tree) -> list[str]:
+        """Return what was read of `base` and differs in `newer`, in words, sorted."""
+        if base.nodes is newer.nodes:
             return []
-        found = {p for p in self._nodes if _document(base.nodes.get(p)) != _document(now.nodes.get(p))}
+        changed = {p for p in self._nodes if _document(base.nodes.get(p)) != _document(newer.nodes.get(p))}
         for path, numbers in self._chunks.items():
-            found.update(_changed_chunks(path, numbers, base.nodes.get(path), now.nodes.get(path)))
+            changed.update(_changed_chunks(path, numbers, base.nodes.get(path), newer.nodes.get(path)))
         if self._arrays:
-            found.update(_arrays(base) ^ _arrays(now))
-        for path in base.nodes.keys() ^ now.nodes.keys() if self._tops else ():
-            if any(is_below(path, top) for top in self._tops):
-                found.add(path)
-        return sorted(found)
+            changed.update(_arrays(base) ^ _arrays(newer))
+        for path in base.nodes.keys() ^ newer.nodes.keys() if self._subtrees else ():
+            if any(is_below(path, top) for top in self._subtrees):
+                changed.add(path)
+        return sorted(changed)
 
 
 def _document(node: Node | None) -> bytes | None:

@@ -1,14 +1,13 @@
-"""What a transaction has changed in one array and not yet committed.
+"""The staged changes to one array.
 
-Chunks written whole are encoded and put into packs at once, so that memory stays flat and the caller may use
-its buffer again. A write that covers only a part of a chunk is kept as a patch: the
-region and a copy of its values. Patches are applied to the newest version of the chunk when the transaction
-commits, and again when another commit changed that chunk meanwhile, so that writes of disjoint regions of one
-chunk never conflict and never lose an update.
+Chunks that are written whole are encoded into packs at once, so that memory stays flat and the caller may reuse
+its buffer. A write that covers only a part of a chunk is kept as a patch: the region and a copy of its values.
+Patches are applied to the newest version of the chunk at the commit, and again if another commit changed that
+chunk meanwhile, so writes to disjoint regions of one chunk never conflict and never lose an update.
 
-A lossy codec must not change the values of a chunk that no patch names. So a patched chunk is encoded without
-clipping, under which values that were decoded from the chunk stay exact as a rule, and decoded again to compare.
-Where they do not, as when a much larger value coarsens the offset that they share with it, the write is refused.
+A lossy codec must not change the values of a chunk that no patch covers. So a patched chunk is encoded without
+clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some differ,
+as when a much larger value coarsens the offset that they share with it, the write is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tstore.storage.base import Backend
 
 __all__ = ["StagedArray"]
 
-_ROUND = 64 << 20
+_ROUND_BYTES = 64 << 20
 
 Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 
@@ -47,8 +46,7 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    `fresh` tells that its metadata was created or changed; then `kept` are the chunks that stay of what it had
-    before.
+    `fresh` means that its metadata was created or changed; `kept` are the chunks that such an array begins with.
     """
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, kept: ChunkTable | None = None) -> None:
@@ -63,7 +61,7 @@ class StagedArray:
 
     @property
     def whole(self) -> ChunkTable:
-        """The chunks that were kept or written whole."""
+        """Chunks that were kept or written whole."""
         if self._rows or len(self._whole) != 1:
             self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)])]
             self._rows = []
@@ -75,7 +73,7 @@ class StagedArray:
         return self._rows if not self._whole and not self.patches else None
 
     def written(self) -> ChunkTable:
-        """All chunks that the commit refers to anew, sorted by number."""
+        """Return all chunks that the commit adds, sorted by number."""
         if not self.patches:
             return self.whole
         patched = ChunkTable.overlay(self._patched)
@@ -85,13 +83,13 @@ class StagedArray:
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
 
-        Raise `Misuse` where the array was resized meanwhile.
+        Raises `Misuse` if the array was resized meanwhile.
         """
         meta = self.meta
         turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
         values = part_of(values, turned)
-        if not all(axes):  # before the chunks along the others are told, which may be any number
+        if not all(axes):  # empty; the other axes may have any number of chunks
             return
         per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
@@ -100,8 +98,8 @@ class StagedArray:
             await packs.write([job])
             if self.meta.document != meta.document:
                 raise Misuse(
-                    f"{self.path} was resized while it was being written, so nothing of this write was kept; "
-                    "await the one before the other"
+                    f"{self.path} was resized while it was being written, so this write is dropped; await one "
+                    "before the other"
                 )
             self.wrote(job)
         for cover in partial_covers(per_axis):
@@ -114,7 +112,7 @@ class StagedArray:
         self._unapplied.add(number)
 
     def wrote(self, job: WriteJob) -> None:
-        """Takes over the chunks that a job wrote whole; they go before what was there."""
+        """Add the chunks that a job wrote whole; they replace earlier ones and their patches."""
         self._rows += job.rows
         if self.patches:
             for row in job.rows:
@@ -128,14 +126,14 @@ class StagedArray:
         base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
-        """Write every patched chunk anew, on top of this transaction's own chunk or that of `base`.
+        """Rewrite every patched chunk, on top of this transaction's own chunk or that of `base`.
 
-        Other operations may patch, replace or resize meanwhile; a chunk that they touched stays to be applied.
+        Other operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
         meta = self.meta
         size = max(1, meta.chunk_size * meta.dtype.itemsize)
-        most = max(1, _ROUND // size)
+        most = max(1, _ROUND_BYTES // size)
         for some in (numbers[i : i + most] for i in range(0, len(numbers), most)):
             if self.meta.document != meta.document:
                 return
@@ -159,7 +157,7 @@ class StagedArray:
             self._unapplied.difference_update(written.number.tolist())
 
     def _check_kept(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
-        """Raise `InvalidArgument` where the codec changes values of a patched chunk that no patch names."""
+        """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
         at, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
         meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8)), decoded)
@@ -172,21 +170,22 @@ class StagedArray:
         if count:
             raise InvalidArgument(
                 f"{self.path}, chunk {at}: writing a part of it would change {count} other values, which share an "
-                "exponent offset or scale with those written; nothing was changed. Write the whole chunk, or "
-                "create the array with smaller chunks or without a lossy codec"
+                "exponent offset or scale with those written, so it is refused; write the whole chunk, or create "
+                "the array with smaller chunks or without a lossy codec"
             )
 
     def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
-        """Reads one chunk with what lies beyond the array's edge, as if the array were that chunk."""
+        """Return the job that reads one chunk, including its part beyond the array's edge."""
         meta = self.meta.with_shape(self.meta.chunks)
         selection = Selection(tuple(range(n) for n in meta.shape))
         source = ChunkTable.from_rows([row._replace(number=0)])
         return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
     def reshape(self, shape: Sequence[int], base: ChunkTable) -> None:
-        """Takes another shape: chunks keep their place in the grid or are dropped.
+        """Change the shape: chunks keep their place in the grid or are dropped.
 
-        What a new edge cuts off from within a chunk is patched with the fill value: no growing brings it back.
+        What a new edge cuts off within a chunk is patched with the fill value, so that growing does not restore
+        it.
         """
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)

@@ -1,4 +1,4 @@
-"""All that a transaction has staged: arrays, groups and deletions over the tree it is based on."""
+"""The staged changes of a transaction: arrays, groups and deletions on top of its base."""
 
 from __future__ import annotations
 
@@ -34,78 +34,81 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class StagedTree:
-    """The changes over `base`; with `replaces`, nothing of the base stays. `where` names the base in errors."""
+    """The changes on top of `base`; if `replaces`, nothing of the base stays. Errors call the base `origin`."""
 
-    def __init__(self, base: Tree, where: str) -> None:
+    def __init__(self, base: Tree, origin: str) -> None:
         self.base = base
-        self.where = where
+        self.origin = origin
         self.replaces = False
         self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
-        self._standing: dict[str, str] | None = None
+        self._occupied: dict[str, str] | None = None
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
-        """The path under which the new array is staged; `AlreadyExists` where something is in its way."""
+        """Stage a new array and return its path; raise `AlreadyExists` if the path is taken."""
         path = checked_new_path(path)
         self._check_free(path)
         self._stage(StagedArray(path, meta, fresh=True))
         return path
 
     def create_group(self, path: str, attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        """Stages a group with attributes; `AlreadyExists` where an array stands at or above it."""
+        """Stage a group with attributes; raise `AlreadyExists` if there is an array at or above its path."""
         path = "" if path in ("", "/") else checked_new_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
-            self.reads.nodes((path, *parents(path)))
-            raise AlreadyExists(f"{self.where}: an array stands at or above {path!r}, so no group can")
+            self.reads.add_nodes((path, *parents(path)))
+            raise AlreadyExists(
+                f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
+                "another path"
+            )
         self._groups[path] = group_document(attributes, own)
-        self._stands(path)
+        self._occupy(path)
 
     def replace_all(self) -> None:
-        """Lets nothing of the base stay."""
-        self.replaces, self._standing = True, None
+        """Drop everything of the base."""
+        self.replaces, self._occupied = True, None
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stages an array whose chunks are those of another version."""
+        """Stage an array that consists of existing chunks."""
         self._stage(StagedArray(path, meta, fresh=True, kept=chunks))
 
     def check_new(self, jobs: list[WriteJob]) -> None:
-        """Raises `AlreadyExists` where an array of the jobs is staged already or in the way of another."""
+        """Raise `AlreadyExists` if the path of a job is taken, or staged already."""
         for job in jobs:
             if job.path in self.arrays:
-                raise AlreadyExists(f"{self.where}: {job.path!r} is written twice in one transaction")
+                raise AlreadyExists(f"{self.origin}: {job.path!r} is written twice in one transaction")
             if not self.replaces:
                 self._check_free(job.path)
 
     def wrote(self, job: WriteJob) -> None:
-        """Stages the new array of a job that was written."""
+        """Stage the new array of a job that has been written."""
         self._stage(StagedArray(job.path, job.meta, fresh=True)).wrote(job)
 
     def delete(self, path: str) -> None:
-        """Stages the removal of all at and below a path; `NotFound` where nothing is."""
+        """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
         path = checked_path(path)
-        self.reads.names([path])
+        self.reads.add_subtrees([path])
         gone = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
         stored = [p for p in self._stored() if is_below(p, path)]
         if not gone and not stored:
-            raise NotFound(f"{self.where} has nothing at {path!r} to delete")
+            raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
         for p in gone:
             self.arrays.pop(p, None)
             self._groups.pop(p, None)
         if stored:
             self.deleted.append(path)
-        self._standing = None
+        self._occupied = None
 
     def meta(self, path: str) -> ArrayMeta:
-        """The metadata of the array at a path, as the transaction sees it; `NotFound`."""
+        """Return the metadata of an array as the transaction sees it; raise `NotFound`."""
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
-        self.reads.nodes([path])
-        node = array_node(self.base, path, self.where)
+        self.reads.add_nodes([path])
+        node = array_node(self.base, path, self.origin)
         if self.replaces or self._is_deleted(path):
-            raise NotFound(f"{self.where}: {path!r} was deleted in this transaction")
+            raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
         return node.meta
 
     def check_handle(self, path: str, meta: ArrayMeta) -> None:
@@ -113,13 +116,13 @@ class StagedTree:
         now = self.meta(path)
         if now is not meta and now.document != meta.document:
             raise Misuse(
-                f"{self.where}: {path!r} was resized, or deleted and created anew, in this transaction since this "
-                "handle or view of it was taken; take another one, from the transaction or from the handle that "
-                "was resized"
+                f"{self.origin}: {path!r} was resized, or deleted and created again, in this transaction since "
+                "this handle or view of it was taken; take another one, from the transaction or from the handle "
+                "that was resized"
             )
 
     def change(self, path: str, meta: ArrayMeta) -> StagedArray:
-        """Return what is staged of the array of a handle, from now on; raise as `check_handle` does."""
+        """Return the staged changes to the array of a handle; raise as `check_handle` does."""
         self.check_handle(path, meta)
         staged = self.arrays.get(path)
         if staged is None:
@@ -127,30 +130,30 @@ class StagedTree:
         return staged
 
     def below(self, path: str) -> ChunkTable:
-        """The base's chunks that still count under what is staged of an array."""
+        """Return the chunks of the base that remain below what is staged of an array."""
         staged, node = self.arrays.get(path), self.base.nodes.get(path)
         hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.fresh)
         return _NO_CHUNKS if node is None or hidden else node.chunks
 
     def chunks(self, path: str) -> ChunkTable:
-        """The chunks of an array as the transaction sees them."""
+        """Return the chunks of an array as the transaction sees them."""
         staged, below = self.arrays.get(path), self.below(path)
         return below if staged is None else ChunkTable.overlay([below, staged.written()])
 
     def paths(self) -> list[str]:
-        """The paths of all arrays as the transaction sees them, sorted."""
-        self.reads.arrays()
+        """Return the paths of all arrays as the transaction sees them, sorted."""
+        self.reads.add_all_arrays()
         return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
-        """Everything staged, as a manifest."""
+        """Return everything staged as a manifest."""
         tables = self._tables()
         groups = [(path, document, True, ()) for path, document in self._groups.items()]
         arrays = [(p, a.meta.document, a.fresh, (tables[p],)) for p, a in self.arrays.items()]
         return Manifest.of([*groups, *arrays])
 
     def changes(self, tags: TagEdits) -> Changes:
-        """Everything staged, as far as others can conflict with it."""
+        """Return what other commits can conflict with."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
             nodes[path] = NodeChange(staged.fresh, staged.written().number)
@@ -159,8 +162,10 @@ class StagedTree:
     def patched_again(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]
     ) -> tuple[dict[str, list[int]], list[str]]:
-        """Of chunks that a newer version wrote too: those that patches can be put over once more, by path, and
-        the names of those that were written whole, so that one of the two writes would be lost.
+        """Sort chunks, by path, that a newer version wrote too.
+
+        Return those to which patches can be applied again, by path, and in words those that were written whole, so
+        that one of the two writes would be lost.
         """
         redo: dict[str, list[int]] = {}
         lost = []
@@ -175,7 +180,7 @@ class StagedTree:
         return redo, lost
 
     def _tables(self) -> dict[str, ChunkTable]:
-        """The chunks of every staged array; arrays that were only written share its columns."""
+        """Return the chunks of every staged array; arrays that were only written share one table."""
         rows: list[ChunkRow] = []
         bounds: dict[str, tuple[int, int]] = {}
         tables: dict[str, ChunkTable] = {}
@@ -202,27 +207,27 @@ class StagedTree:
 
     def _stage(self, array: StagedArray) -> StagedArray:
         self.arrays[array.path] = array
-        self._stands(array.path)
+        self._occupy(array.path)
         return array
 
-    def _stands(self, path: str) -> None:
-        """Notes that a node stands at a path, and so that something stands below all paths above it."""
-        if self._standing is not None and path:
-            self._standing[path] = path
+    def _occupy(self, path: str) -> None:
+        """Note that there is a node at a path, and so something below every path above it."""
+        if self._occupied is not None and path:
+            self._occupied[path] = path
             for above in parents(path):
-                self._standing.setdefault(above, path)
+                self._occupied.setdefault(above, path)
 
     def _check_free(self, path: str) -> None:
-        if self._standing is None:  # which node stands at or below a path; kept, as thousands may be created
-            self._standing = {}
+        if self._occupied is None:  # a node at or below each path; kept, as thousands of arrays may be created
+            self._occupied = {}
             for other in (*self._stored(), *self.arrays, *self._groups):
-                self._stands(other)
-        below = self._standing.get(path)
+                self._occupy(other)
+        below = self._occupied.get(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
-            self.reads.names([path])
-            self.reads.nodes(parents(path))
+            self.reads.add_subtrees([path])
+            self.reads.add_nodes(parents(path))
             raise AlreadyExists(
-                f"{self.where}: {taken!r} stands in the way of an array at {path!r}; delete it first, "
-                "or choose another path"
+                f"{self.origin}: {taken!r} is in the way of an array at {path!r}; delete it first, or "
+                "choose another path"
             )

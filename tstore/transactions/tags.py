@@ -1,4 +1,4 @@
-"""What a transaction does with tags, and whether the tags that are there allow it; pure, no I/O."""
+"""The tags that a transaction sets, moves or drops, and whether the existing tags allow it; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TagEdits"]
 
 
 class TagEdits(NamedTuple):
-    """`named` are the tags of the version to be, of which those in `moved` may name another one before.
+    """`named` are the tags of the new version; those in `moved` may name another version before.
 
     `dropped` name no version any more.
     """
@@ -22,8 +22,8 @@ class TagEdits(NamedTuple):
     dropped: tuple[str, ...] = ()
 
     @staticmethod
-    def of(tag: str | None, move_tag: str | None, drop_tag: str | None) -> TagEdits:
-        """One of each kind; `InvalidArgument` for what can't be a tag, or is to become two things at once."""
+    def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | None) -> TagEdits:
+        """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
         tag = None if tag is None else checked_tag("tag", tag)
         move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
         drop_tag = None if drop_tag is None else checked_name("drop_tag", drop_tag)  # others may have set any
@@ -36,20 +36,20 @@ class TagEdits(NamedTuple):
         moved, dropped = ((t,) if t is not None else () for t in (move_tag, drop_tag))
         return TagEdits((*((tag,) if tag is not None else ()), *moved), moved, dropped)
 
-    def check(self, known: Mapping[str, int], where: str) -> None:
-        """Raises `AlreadyExists` for one that is taken and not to be moved, `NotFound` where one is not there."""
+    def check(self, existing: Mapping[str, int], url: str) -> None:
+        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop."""
         for tag in self.named:
-            if tag in known and tag not in self.moved:
+            if tag in existing and tag not in self.moved:
                 raise AlreadyExists(
-                    f"{where}: the tag {tag!r} names version {known[tag]} already; pass another tag, or move this "
-                    "one by transaction(move_tag=…)"
+                    f"{url}: the tag {tag!r} names version {existing[tag]} already; pass another tag, or move "
+                    "this one with transaction(move_tag=…)"
                 )
         for tag in self.dropped:
-            if tag not in known:
-                names = sorted(known, key=known.__getitem__)
-                raise NotFound(f"{where}: there is no tag {tag!r} to drop; {inventory('tags', names)}")
+            if tag not in existing:
+                names = sorted(existing, key=existing.__getitem__)
+                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {inventory('tags', names)}")
 
-    def changed(self, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-        """The tags, readable, that `check` found there, or not there, `before` and would not find so now."""
+    def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+        """Return the tags, in words, for which `check` would decide differently `after` than `before`."""
         checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
-        return [f"tag {t}" for t in checked if (t in before) != (t in now)]
+        return [f"tag {t}" for t in checked if (t in before) != (t in after)]

@@ -1,0 +1,185 @@
+"""The records of a log: fetched once, and compared with the storage later.
+
+The record of a garbage collection may list a hundred thousand versions, and most readers only need to know that it
+is one. So a cached record has `UNREAD` in place of its collection; `Records.collection` reads that on demand, and
+at most one long collection is cached.
+
+A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
+URL, for instance). The newest cached record is therefore fetched again with every look for newer ones. If it
+differs or is gone, every later call raises `TimelineChanged`: the cache may hold records of both histories.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from msgspec.structs import replace
+
+from tstore.errors import Corrupt, NotFound, TimelineChanged
+from tstore.format.encoding import size_of
+from tstore.format.frame import check_of
+from tstore.format.layout import commit_key
+from tstore.format.records import Collection, Record, Stored
+from tstore.log.objects import MetadataObjects
+from tstore.log.version_cache import VersionCache
+from tstore.storage.base import SHORT
+
+__all__ = ["CACHED_RECORDS", "UNREAD", "Records"]
+
+CACHED_RECORDS = 256
+_CACHED_BYTES = 8 << 20  # of records, as they are stored
+_COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached whatever its length
+
+
+class _Unread:
+    """Has none of a collection's attributes, so that code which did not ask for the collection fails."""
+
+
+UNREAD = cast(Collection, _Unread())
+"""The collection of a record whose collection has not been read."""
+
+
+class Records:
+    """The records of one log. The event loops of several threads may share it."""
+
+    def __init__(self, objects: MetadataObjects) -> None:
+        self._objects = objects
+        self._backend = objects.backend
+        self._cached: VersionCache[Stored] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
+        self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
+        self._replaced = ""  # why the cache is no longer valid
+        self._repairs: set[int] = set()  # versions of the commits that record a repair
+        self.voided: set[int] = set()
+        """Versions that a repair voided according to a record read since; `Trees.drop_voided` empties it."""
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the store was replaced since it was opened."""
+        return bool(self._replaced)
+
+    def check_timeline(self) -> None:
+        """Raise `TimelineChanged` if the store was replaced since it was opened."""
+        if self._replaced:
+            raise TimelineChanged(self._replaced)
+
+    def cached(self, version: int) -> Stored | None:
+        """Return the record of a version if it is cached."""
+        return self._cached.get(version)
+
+    def cached_versions(self) -> list[int]:
+        """Return the versions whose records are cached."""
+        return self._cached.versions()
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._cached
+
+    async def record(self, version: int) -> Record:
+        """Return the record of a version; raise `NotFound`."""
+        return (await self.stored(version)).record
+
+    async def stored(self, version: int) -> Stored:
+        """Return the record of a version with its checksum; raise `NotFound`."""
+        if (cached := self._cached.get(version)) is not None:
+            return cached
+        key = commit_key(version)
+        try:  # as `MetadataObjects.load`, with one call less for each of thousands of records
+            data = await self._backend.get(key, SHORT)
+        except Corrupt:
+            return await self._objects.load_long(
+                key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
+            )
+        return self.add_bytes(version, data)
+
+    async def stored_or_none(self, version: int) -> Stored | None:
+        """Return the record of a version with its checksum, or None if it does not exist."""
+        try:
+            return await self.stored(version)
+        except NotFound:
+            return None
+
+    async def record_below(self, version: int, newest: int) -> Record:
+        """Return the record of a version; raise `Corrupt` if it is missing below `newest`, else `NotFound`."""
+        try:
+            return await self.record(version)
+        except NotFound:
+            if version < newest:
+                raise self.hole(version) from None
+            raise
+
+    async def collection(self, version: int) -> Collection | None:
+        """Return what the garbage collection of a version decided, or None if that version is no collection."""
+        if (await self.record(version)).collection is None:
+            return None
+        if (cached := self._collections.get(version)) is not None:
+            return cached
+
+        def take(data: bytes) -> Collection | None:
+            self.confirm(version, data)
+            record = self._decoded(version, data)
+            self._without_collection(version, record, len(data))
+            return record.collection
+
+        return await self._objects.load(commit_key(version), take, lambda: self._collections.get(version))
+
+    async def with_collection(self, version: int, record: Record) -> Record:
+        """Return the record of a version with its collection read, as `Tree.after` needs it."""
+        return record if record.collection is None else replace(record, collection=await self.collection(version))
+
+    def add(self, version: int, stored: Stored, size: int) -> Stored:
+        """Cache the record of a version, `size` bytes long, and return it as `stored` does."""
+        record = self._without_collection(version, stored.record, size)
+        if record is not stored.record:
+            stored, size = Stored(record, stored.check), size_of(replace(record, collection=None))
+        self._cached.put(version, stored, size)
+        return stored
+
+    def add_bytes(self, version: int, data: bytes) -> Stored:
+        """Decode and cache what was read for a version; raise `Corrupt` or `UnsupportedFormat`."""
+        record = self._decoded(version, data)
+        if record.voids and version not in self._repairs:
+            self._repairs.add(version)
+            self.voided.update(v for v in record.voids if 0 < v < version)
+        return self.add(version, Stored(record, check_of(data)), len(data))
+
+    async def refetch(self, version: int) -> None:
+        """Raise `TimelineChanged` if the record of a version is not the cached one any more."""
+        try:
+            await self._objects.load(commit_key(version), lambda data: self.confirm(version, data), lambda: None)
+        except NotFound:
+            self.confirm(version, None)
+
+    def confirm(self, version: int, data: bytes | None) -> None:
+        """Raise `TimelineChanged` unless these bytes, read just now, are the cached record; None is a missing one.
+
+        Raises `Corrupt` if they are damaged.
+        """
+        cached = self._cached.get(version)
+        if data is not None and (cached is None or check_of(data) == cached.check):
+            return
+        if data is not None:
+            self._objects.decode(commit_key(version), data, Record)
+        what = "is gone" if data is None else "is not the record that was there before"
+        self._replaced = (
+            f"{self._backend.url}: {commit_key(version)} {what}: the store was replaced while it was open, as by "
+            "restoring a backup; open it anew"
+        )
+        self.check_timeline()
+
+    def hole(self, version: int) -> Corrupt:
+        """Return the error for a record that is missing below later ones."""
+        return Corrupt(
+            f"{self._backend.url}: {commit_key(version)} is missing, though later commits exist, so nothing can "
+            f"be committed; {self._objects.advice}"
+        )
+
+    def _decoded(self, version: int, data: bytes) -> Record:
+        if len(data) > SHORT:
+            self._collections.drop(0)  # two long ones would take too much memory
+        return self._objects.decode_record(version, data)
+
+    def _without_collection(self, version: int, record: Record, size: int) -> Record:
+        """Return the record with `UNREAD` for its collection, which is cached apart."""
+        if record.collection is None or record.collection is UNREAD:
+            return record
+        self._collections.put(version, record.collection, size)
+        return replace(record, collection=UNREAD)

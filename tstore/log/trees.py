@@ -1,0 +1,138 @@
+"""The tree as of a version: the nearest root below it, and the records from there on.
+
+A root counts only if it names the checksum of the record of its version. Any other root, and one that cannot be
+read, is skipped, and older roots and the records serve instead. A root covers all records up to its own, which
+holds as long as every number is written once. Somebody who replaces single records of a store breaks that;
+`tstore verify` compares every root with the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from itertools import takewhile
+
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.records import Record, Root
+from tstore.format.references import Manifest
+from tstore.format.tree import Changes, Tree, tree_of
+from tstore.log.objects import MetadataObjects
+from tstore.log.records import CACHED_RECORDS, Records
+from tstore.log.version_cache import VersionCache
+from tstore.runtime.pool import run
+from tstore.storage.cache.store import forget
+
+__all__ = ["Trees"]
+
+_CACHED = 4
+
+
+class Trees:
+    """The trees of one log, and the changes of its commits."""
+
+    def __init__(self, objects: MetadataObjects, records: Records) -> None:
+        self._objects = objects
+        self._records = records
+        self._cached: VersionCache[Tree] = VersionCache(_CACHED)
+        self._changes: VersionCache[tuple[Record, Changes]] = VersionCache(CACHED_RECORDS)
+
+    async def tree(self, version: int) -> Tree:
+        """Return the tree as of a version that exists."""
+        if self._records.voided:
+            await self.drop_voided()
+        cached = self._cached.get(version)
+        if cached is not None:
+            return cached
+        tree, records = await self._nearest(version)
+        commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
+        replaced = max((v for v, r in commits if r.replaces), default=0)
+        visible = [(v, r) for v, r in commits if v >= replaced]
+        manifests: list[list[Manifest]] = [[]] * (len(commits) - len(visible))
+        if all(isinstance(m, Manifest) for _, r in visible for m in r.manifests):
+            manifests += [await self._objects.manifests(v, r) for v, r in visible]
+        else:
+            manifests += await asyncio.gather(*[self._objects.manifests(v, r) for v, r in visible])
+        for (number, record), of_record in zip(commits, manifests, strict=True):
+            tree = tree.after(number, await self._records.with_collection(number, record), of_record)
+        if self._records.voided:  # one of these records is that of a repair
+            return await self.tree(version)
+        self._cached.put(version, tree)
+        return tree
+
+    async def changes(self, version: int, record: Record) -> Changes:
+        """Return what the record of a version changed; many transactions validate against the same ones."""
+        cached, changes = self._changes.get(version) or (None, None)
+        if cached is not record or changes is None:
+            changes = Changes.of(record, await self._objects.manifests(version, record))
+            self._changes.put(version, (record, changes))
+        return changes
+
+    async def drop_voided(self) -> None:
+        """Forget what was built on records that a repair has voided since, here and in the local cache.
+
+        Raises `TimelineChanged` if such a record is cached.
+        """
+        voided = self._records.voided
+        while voided:
+            version = voided.pop()
+            cached = self._records.cached(version)
+            first = -(-version // ROOT_EVERY) * ROOT_EVERY
+            last = max([version, *self._records.cached_versions()])
+            for key in (commit_key(version), *map(root_key, range(first, last + 1, ROOT_EVERY))):
+                await run(forget, self._objects.backend, key)
+            if cached is not None and not cached.record.void:
+                await self._records.refetch(version)
+            self._cached.drop(version)
+
+    async def root(self, version: int) -> Root | None:
+        """Return the root of a version, not yet compared with its record, or None if it cannot be read."""
+        if version == 0:
+            return None
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # a root only saves time
+            return await self._objects.read(root_key(version), Root)
+        return None
+
+    def add_root(self, version: int, root: Root | None) -> None:
+        """Cache the tree of a root if it names the cached record of its version."""
+        tree = tree_of(root, version, self._records.cached(version))
+        if tree is not None:
+            self._cached.put(version, tree)
+
+    def replace(self, tree: Tree) -> None:
+        """Cache a tree in place of the one that is cached for its version."""
+        self._cached.put(tree.version, tree)
+
+    def missing_records(self, version: int) -> list[int]:
+        """Return the versions below one whose records its tree needs and which are not cached."""
+        cached = (v for v in (0, *self._cached.versions()) if v <= version)
+        nearest = max(version - version % ROOT_EVERY, *cached)
+        return [v for v in range(nearest + 1, version) if v not in self._records]
+
+    async def _nearest(self, version: int) -> tuple[Tree, list[Record]]:
+        """Return the nearest tree that is cached or has a root, and the records from there up to a version."""
+        below = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
+        nearest = max(below, key=lambda tree: tree.version, default=Tree.empty())
+        cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
+        if len(cached) == version - nearest.version:
+            return nearest, [stored.record for stored in cached if stored is not None]
+        rooted, top = version - version % ROOT_EVERY, version
+        records: list[Record] = []
+        while True:
+            numbers = range(max(rooted, nearest.version) + 1, top + 1)
+            reading = [self._records.record_below(v, version) for v in numbers]
+            tree, between = await asyncio.gather(self._rooted(rooted, nearest), asyncio.gather(*reading))
+            records[:0] = between
+            if tree is not None:
+                return tree, records
+            rooted, top = rooted - ROOT_EVERY, rooted
+
+    async def _rooted(self, version: int, nearest: Tree) -> Tree | None:
+        """Return the tree of the root of a version, or the nearest cached one if that is newer, or None."""
+        if version <= nearest.version:
+            return nearest
+        root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
+        tree = tree_of(root, version, stored)
+        if tree is None and root is not None and await run(forget, self._objects.backend, root_key(version)):
+            tree = tree_of(await self.root(version), version, stored)  # the cached one was of another timeline
+        return tree

@@ -1,0 +1,241 @@
+"""The cooperative commit: many hosts, one commit, without a coordinator or a barrier.
+
+1. All hosts use one transaction name and one `attempt`, and know `hosts`. The id of the transaction is made from
+   all three, so that two incarnations of a job never meet in one transaction.
+2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
+   different fragment of the same host is refused, and so is another number of hosts with the same name and
+   attempt.
+3. Fragments are merged in a tree (`merging`). A host whose fragment is durable merges what is complete and
+   unclaimed from its own block upwards.
+4. The host that finds the top level complete first checks and merges it: same metadata and structure, no chunk
+   twice, every chunk present. Then it appends the record, reading every record from the lowest base of the
+   fragments on: a late host meets an earlier commit of the same transaction and never makes a second. Objects are
+   created once, and the fragments determine what is created, so several hosts may try each step.
+5. The other hosts wait for the record and, as a rule, request nothing else; where the system reports new files in
+   the log (`watch`) they seldom ask even for that. Now and then, the less often the more hosts there are, each
+   helps for hosts that died after their fragment: it merges what is complete, and commits. Any process may do so
+   later (`finish`).
+6. Every wait has a deadline, whose error names the absent hosts. A transaction that lost a host is never
+   committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+
+from msgspec.structs import replace
+
+from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument, NotFound
+from tstore.format.encoding import encode
+from tstore.format.records import INLINE_MANIFEST, Fragment, Record
+from tstore.format.references import ObjectRef, reference
+from tstore.format.tree import Changes
+from tstore.log.group_commit import Newer
+from tstore.log.log import Log
+from tstore.runtime import world
+from tstore.runtime.pool import uncancelled
+from tstore.storage.base import Durability
+from tstore.storage.watch import Watch
+from tstore.transactions.fragments import FAN, check_complete, record_of
+from tstore.transactions.membership import Membership
+from tstore.transactions.merging import FragmentTree
+
+__all__ = ["CooperativeCommit", "checked_timeout"]
+
+DEFAULT_TIMEOUT = 300.0
+_POLL_FIRST, _POLL_MOST = 0.005, 0.2
+_POLL_WATCHED = 0.05  # the shortest from the second on, where the system reports new files
+_POLLS = 1000.0  # a second, of all waiting hosts together, where they are many
+_GRACE = 0.25
+
+
+def checked_timeout(timeout: float | None) -> float:
+    """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
+    limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not isinstance(limit, numbers.Real):
+        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds, or None")
+    if not limit > 0:
+        raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
+    return limit
+
+
+class CooperativeCommit:
+    """The commit of a cooperative transaction, as one of its hosts takes part in it."""
+
+    def __init__(self, log: Log, member: Membership, durability: Durability) -> None:
+        self.log = log
+        self.member = member
+        self.durability = durability
+        self.fragments = FragmentTree(log.reader, member, durability)
+        self._backend = log.backend
+
+    async def commit(self, fragment: Fragment, timeout: float | None) -> int:
+        """Deliver this host's fragment, and return the version once the transaction is committed."""
+        waiter = _Waiter(self, fragment.base, checked_timeout(timeout))
+        await self._deliver(fragment)
+        if await self.fragments.climb():
+            return await uncancelled(self.append())
+        return await waiter.wait()
+
+    async def finish(self) -> int:
+        """Return the version of the transaction; commit it now if all hosts have delivered and none has committed.
+
+        Raises `DeadlineExceeded`, which names the absent hosts, at once if some have not delivered, and
+        `NotFound`.
+        """
+        keys = await self._backend.list(f"{self.member.folder}/part-")
+        if not keys:
+            raise NotFound(
+                f"{self._backend.url}: no host has delivered a fragment of the cooperative transaction "
+                f"{self.member.transaction!r}; check the id"
+            )
+        fragment = await self.log.reader.objects.read(keys[0], Fragment)
+        version = await self.log.reader.find(self.member.transaction, fragment.base)
+        if version is not None:
+            await self.log.make_durable(version, Durability.FSYNC if fragment.durable else Durability.NONE)
+            return version
+        absent = await self.fragments.absent_hosts()
+        if absent:
+            raise DeadlineExceeded(
+                f"{self._backend.url}: transaction {self.member.name!r} cannot be committed: hosts {absent} of "
+                f"{self.member.hosts} have not delivered; start the job again with another attempt",
+                absent,
+            )
+        return await uncancelled(self.append())
+
+    async def append(self) -> int:
+        """Merge the top level, append the record, and return its version."""
+        await self._check_hosts(f"{0:05d}")  # of two numbers of hosts at most one passes
+        whole = await self.fragments.merged(self.member.top, 0)
+        manifest = await self.log.reader.objects.manifest(whole.manifest)
+        check_complete(self.member.name, manifest)
+        durability = Durability.FSYNC if whole.durable else Durability.NONE
+        data = encode(manifest)
+        if len(data) > INLINE_MANIFEST:
+            whole = replace(whole, manifest=await self._write_manifest(data, durability))
+        record = replace(record_of(whole, world.now()), reused=manifest.reused(self.member.transaction))
+        changes = Changes.of(record, [manifest])
+
+        async def validate(newer: Newer) -> Record:
+            for version, other in newer:
+                manifests = await self.log.reader.objects.manifests(version, other)
+                overlap = changes.overlap(Changes.of(other, manifests))
+                conflicts = [*overlap.fatal, *overlap.chunks]
+                if conflicts:
+                    raise Conflict(
+                        f"{self._backend.url}: version {version} changed the same as transaction "
+                        f"{self.member.name!r}, which is not committed",
+                        conflicts,
+                    )
+            return record
+
+        return await self.log.append(record, validate, durability)
+
+    async def _deliver(self, fragment: Fragment) -> None:
+        key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
+        if self.member.hosts <= FAN or self.member.host % FAN == 0:  # one host of each block is enough
+            await self._check_hosts("")
+        try:
+            await self._backend.create(key, data, self.durability)
+        except AlreadyExists:
+            if await self._backend.get(key) == data:
+                await self._backend.settle(self.member.folder, self.durability)  # its creator may have died first
+                return
+            raise Inconsistent(
+                f"{self._backend.url}: host {self.member.host} has already delivered a different fragment of "
+                f"transaction {self.member.name!r}; was it started twice? A restarted job needs another attempt",
+                [key],
+            ) from None
+
+    async def _check_hosts(self, part: str) -> None:
+        """Raise `Inconsistent` if fragments, whose names begin with `part`, name another number of hosts."""
+        for hosts in await self._backend.folders(self.member.family):
+            if int(hosts) == self.member.hosts:
+                continue
+            keys = await self._backend.list(f"{self.member.family}{hosts}/part-{part}")
+            if keys:
+                raise Inconsistent(
+                    f"{self._backend.url}: transaction {self.member.name!r} was begun with another number of "
+                    f"hosts than {self.member.hosts}; another number of hosts needs another attempt",
+                    keys,
+                )
+
+    async def _write_manifest(self, data: bytes, durability: Durability) -> ObjectRef:
+        key = f"{self.member.folder}/manifest"
+        try:
+            await self._backend.create(key, data, durability)
+        except AlreadyExists:
+            if await self._backend.get(key) != data:  # every host makes the same
+                raise Inconsistent(
+                    f"{self._backend.url}: the manifest of transaction {self.member.name!r} does not follow from "
+                    "its fragments, so the transaction cannot be committed; repeat it with another attempt",
+                    [key],
+                ) from None
+            await self._backend.settle(self.member.folder, durability)
+        return reference(key, data)
+
+
+class _Waiter:
+    """The wait of one host for the record, in which it helps for hosts that died."""
+
+    def __init__(self, commit: CooperativeCommit, base: int, limit: float) -> None:
+        hosts = commit.member.hosts
+        self._commit = commit
+        self._seen = base  # the versions up to this one are not the commit
+        self._limit = limit
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + limit
+        self._shortest = max(_POLL_FIRST, hosts / _POLLS)
+        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few hosts help at once: each may read a hundred objects
+        self._next_help = self._takeover = math.inf
+
+    async def wait(self) -> int:
+        """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
+        began = self._clock()
+        self._next_help = began + _GRACE + self._grace * world.uniform(0, 2)
+        async with Watch(self._commit.log.backend, "commits") as watch:
+            while True:
+                await self._pause(watch, self._clock() - began)
+                version, self._seen = await self._commit.log.reader.scan(
+                    self._commit.member.transaction, self._seen
+                )
+                if version is not None:
+                    await self._commit.log.make_durable(version, self._commit.durability)
+                    return version
+                if await self._must_commit():
+                    return await uncancelled(self._commit.append())
+
+    async def _pause(self, watch: Watch, waited: float) -> None:
+        longest = max(self._shortest, min(_POLL_MOST, waited / 20))
+        left = max(0.001, self._deadline - self._clock())
+        await watch.wait(min(longest * world.uniform(0.5, 1), left))
+        if watch.told:
+            self._shortest = max(self._shortest, _POLL_WATCHED)
+
+    async def _must_commit(self) -> bool:
+        """Return whether this host is to commit: all fragments exist, but the host that should seems dead."""
+        now = self._clock()
+        if self._takeover < math.inf:
+            return now >= min(self._takeover, self._deadline)
+        if now >= self._deadline:
+            await self._check_delivered()
+            self._takeover = now
+        elif now >= self._next_help:
+            if await self._commit.fragments.help():
+                self._takeover = now + _GRACE * world.uniform(1, 2)
+            self._grace *= 2
+            self._next_help = now + self._grace * world.uniform(1, 2)
+        return False
+
+    async def _check_delivered(self) -> None:
+        absent = await self._commit.fragments.absent_hosts()
+        if absent:
+            member = self._commit.member
+            raise DeadlineExceeded(
+                f"{self._commit.log.backend.url}: transaction {member.name!r} waited {self._limit:g} s for hosts "
+                f"{absent} of {member.hosts} and is not committed, unless they still deliver; start the job again "
+                "with another attempt, or allow more time",
+                absent,
+            )

@@ -1,0 +1,131 @@
+"""The place of one host in a cooperative transaction, and the keys of what its hosts write."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import xxhash
+
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import checked_index, checked_name
+from tstore.format.layout import folder_of
+from tstore.transactions.fragments import FAN
+
+__all__ = ["Membership", "detected_attempt", "slug"]
+
+_MOST_HOSTS = 100_000
+_ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
+
+
+class Membership(NamedTuple):
+    """Host `host` of `hosts` in the transaction with the id `transaction`; `name` is what the caller named it.
+
+    Merging is a tree over blocks of `FAN`: the hosts are level 0, a block of them is merged into one member of
+    level 1, and so on. Members of a level are numbered from 0.
+    """
+
+    transaction: str
+    name: str
+    host: int
+    hosts: int
+
+    @staticmethod
+    def from_arguments(name: str, host: int, hosts: int, attempt: str | None) -> Membership:
+        """Return the membership; raise `InvalidArgument` if `host` is out of range or the attempt is unknown."""
+        name = checked_name("name", name)
+        attempt = None if attempt is None else checked_name("attempt", attempt)
+        host, hosts = checked_index("host", host), checked_index("hosts", hosts)
+        if hosts < 1 or not 0 <= host < hosts:
+            raise InvalidArgument(
+                f"host {host} of {hosts} does not exist: hosts are numbered from 0 to hosts - 1 = {hosts - 1}"
+            )
+        if hosts > _MOST_HOSTS:
+            raise InvalidArgument(
+                f"{hosts} hosts are more than a transaction may have: expected at most {_MOST_HOSTS}"
+            )
+        if not name:
+            raise InvalidArgument("a cooperative transaction needs a name that all its hosts share")
+        token = attempt if attempt is not None else detected_attempt(os.environ)
+        if not token:
+            raise InvalidArgument(
+                f"transaction {name!r} of {hosts} hosts needs attempt=…: a token that is the same on every host "
+                "and was never used by an earlier start of the job (job id and restart count); without it two "
+                "incarnations of the job could mix in one checkpoint"
+            )
+        unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
+        family = f"{slug(name)}.{slug(token)}.{unique}"
+        return Membership(f"{family}-of-{hosts:05d}", name, host, hosts)
+
+    @staticmethod
+    def from_id(transaction: str) -> Membership | None:
+        """Return the membership of host 0, or None if the id is not that of a cooperative transaction.
+
+        Its `name` is as far as the id holds it: see `slug`.
+        """
+        match = _ID.fullmatch(transaction)
+        hosts = int(match[2]) if match and len(match[2]) <= len(str(_MOST_HOSTS)) else 0
+        return Membership(transaction, match[1], 0, hosts) if match and 0 < hosts <= _MOST_HOSTS else None
+
+    @property
+    def folder(self) -> str:
+        """The folder of all that the hosts write."""
+        return folder_of(self.transaction)
+
+    @property
+    def family(self) -> str:
+        """The common prefix of the folders of this name and attempt, whatever the number of hosts."""
+        return f"{folder_of(self.transaction.rpartition('-of-')[0])}-of-"
+
+    @property
+    def top(self) -> int:
+        """The lowest level with at most `FAN` members."""
+        return 0 if self.hosts <= FAN else 1 if self.hosts <= FAN**2 else 2
+
+    def count(self, level: int) -> int:
+        """Return the number of members of a level."""
+        size = FAN**level if level else 1
+        return -(-self.hosts // size)
+
+    def block(self, level: int, number: int) -> range:
+        """Return the members of a level that are merged into member `number` of the next."""
+        return range(number * FAN, min((number + 1) * FAN, self.count(level)))
+
+    def block_prefix(self, level: int, block: int) -> str:
+        """Return what the keys of a block's fragments begin with, and no others."""
+        kind = f"merge-{level}" if level else "part"
+        return f"{self.folder}/{kind}-{block:03d}"
+
+    def fragment_key(self, level: int, number: int) -> str:
+        """Return the key of a host's fragment (level 0) or of a merged one."""
+        return f"{self.block_prefix(level, number // FAN)}{number % FAN:02d}-of-{self.hosts:05d}"
+
+    def claim_key(self, level: int, block: int) -> str:
+        """Return the key of the object that says which host merges a block."""
+        return f"{self.folder}/merging-{level}-{block:05d}-of-{self.hosts:05d}"
+
+    def heartbeat_key(self, host: int) -> str:
+        """Return the key of a host's heartbeat."""
+        return f"{self.folder}/alive-{host:05d}-of-{self.hosts:05d}"
+
+
+def detected_attempt(environment: Mapping[str, str]) -> str | None:
+    """Return a token for this incarnation of the job from the variables of SLURM and torchelastic, or None.
+
+    torchelastic restarts its workers within one SLURM job, so where both are set, the token names both.
+    """
+    parts = []
+    if "SLURM_JOB_ID" in environment:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        parts.append("slurm-" + ".".join(environment.get(name, "0") for name in names))
+    run, count = environment.get("TORCHELASTIC_RUN_ID", "none"), environment.get("TORCHELASTIC_RESTART_COUNT")
+    if count is not None and (parts or run != "none"):
+        parts.append(f"elastic-{run}.{count}")
+    return "-".join(parts) or None
+
+
+def slug(text: str) -> str:
+    """Return a text as ids contain it: other characters replaced by "-", cut to 40."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]

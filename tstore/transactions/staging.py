@@ -1,0 +1,268 @@
+"""The private side of a transaction: what it stages, and how that becomes durable packs and a manifest.
+
+`Transaction` is the public face. Its arrays read and write through their `Staging` (an `ArraySource`), and `save`
+and `quantize` stage whole trees with it: `staging_of(transaction)` in `transaction` returns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
+from tstore.data.writer import PackSet, WriteJob
+from tstore.errors import Corrupt, NotFound
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.encoding import encode
+from tstore.format.grid import Selection
+from tstore.format.layout import folder_of
+from tstore.format.records import INLINE_MANIFEST
+from tstore.format.references import Manifest, ObjectRef, reference
+from tstore.format.tree import Changes, Tree, checked_path
+from tstore.log.expiry import check_alive, newest_tree, unexpired
+from tstore.log.group_commit import Newer, Retry
+from tstore.log.log import Log
+from tstore.runtime import world
+from tstore.storage.base import Durability
+from tstore.transactions.lifecycle import Lifecycle
+from tstore.transactions.membership import Membership
+from tstore.transactions.pending import HeartbeatWriter
+from tstore.transactions.staged_array import StagedArray
+from tstore.transactions.staged_tree import StagedTree
+from tstore.transactions.tags import TagEdits
+from tstore.transactions.validation import check_reads, chunks_to_patch
+
+__all__ = ["Isolation", "Staging"]
+
+Isolation = Literal["snapshot", "serializable"]
+
+
+class Staging:
+    """The staged changes of one transaction, its packs, and its operations under way.
+
+    `structure` is what the hosts of a cooperative transaction must agree on beside their arrays. `reused` are the
+    packs of other transactions that the last manifest refers to.
+    """
+
+    def __init__(
+        self, log: Log, tags: TagEdits, isolation: Isolation, durability: Durability, member: Membership | None
+    ) -> None:
+        self._log = log
+        self._tags = tags
+        self._isolation = isolation
+        self._durability = durability
+        self._staged: StagedTree | None = None
+        self._sources: set[int] = set()  # versions whose chunks are kept, checked to be alive
+        self._adopted = 0
+        self._manifests = 0
+        self.transaction = world.token(12) if member is None else member.transaction
+        self.life = Lifecycle(log.backend.url)
+        self.structure = b""
+        self.reused: tuple[str, ...] = ()
+        host = "" if member is None else f"{member.host:05d}-"
+        self._suffix = f"{host}{world.token(4)}"
+        self._packs = PackSet(log.backend, folder_of(self.transaction), durability)
+        self._heartbeat = None if member is None else HeartbeatWriter(log.backend, member)
+
+    # ---- staging changes
+
+    async def base(self) -> Tree:
+        """Return the tree that the transaction is based on; the first use of the transaction fixes it.
+
+        A serializable transaction has not read what its caller looks up there.
+        """
+        with self.life.operation():
+            return (await self._based()).base
+
+    @contextlib.asynccontextmanager
+    async def operation(self) -> AsyncIterator[StagedTree]:
+        """Yield the staged tree for an operation; a commit waits for it."""
+        with self.life.operation():
+            yield await self._checked()
+
+    async def array(self, path: str) -> Array:
+        """Return the array at a path; raise `NotFound`."""
+        async with self.operation() as staged:
+            path = checked_path(path)
+            return Array(self, path, staged.meta(path))
+
+    async def create_array(self, path: str, meta: ArrayMeta) -> Array:
+        """Stage a new array and return it; raise `AlreadyExists`."""
+        async with self.operation() as staged:
+            return Array(self, staged.create_array(path, meta), meta)
+
+    async def set_root_attributes(self, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Stage the root group with the attributes of a caller and with those that tstore keeps there itself."""
+        async with self.operation() as staged:
+            staged.create_group("", attributes, own)
+
+    async def replace_all(self, structure: bytes) -> None:
+        """Make this commit the whole tree: drop everything of the base."""
+        async with self.operation() as staged:
+            staged.replace_all()
+            self.structure = structure
+
+    async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:
+        """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
+        async with self.operation() as staged:
+            listed = list(jobs)
+            staged.check_new(listed)
+            async with self.beating():
+                await self._packs.write(listed)
+            staged.check_new(listed)  # another operation may have created one meanwhile
+            for job in listed:
+                staged.wrote(job)
+
+    async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
+        """Stage an array that consists of chunks of another version.
+
+        Raises `SnapshotExpired` unless that version is alive at the base.
+        """
+        async with self.operation() as staged:
+            if version not in self._sources:
+                await check_alive(self._log.reader, version, staged.base.version)
+                self._sources.add(version)
+            staged.keep_array(path, meta, chunks)
+
+    async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
+        """Stage an array whose chunks others have written to packs of this transaction, durably."""
+        async with self.operation() as staged:
+            staged.keep_array(path, meta, chunks)
+            self._adopted += int(chunks.length.sum())
+
+    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
+        """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
+        async with self.operation() as staged:
+            staged.check_handle(path, meta)
+            own = staged.arrays.get(path)
+            if self._isolation == "serializable" and (own is None or not own.fresh):
+                staged.reads.add_values(path, meta, selection)
+            if own is not None:
+                await self._apply_patches(staged, own)
+                staged.check_handle(path, meta)  # it may have been resized or deleted meanwhile
+            jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
+            await self._on_base(staged, read_chunks(self._log.backend, jobs))
+
+    async def write_array(
+        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+    ) -> None:
+        """Stage values of a region; whole chunks are written now, parts of chunks at the commit."""
+        async with self.operation() as staged:
+            async with self.beating():
+                await staged.change(path, meta).write(self._packs, selection, values)
+
+    async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
+        """Stage another shape and return the metadata with it."""
+        async with self.operation() as staged:
+            changed = staged.change(path, meta)
+            changed.reshape(shape, staged.below(path))
+            return changed.meta
+
+    # ---- committing them
+
+    @property
+    def tree(self) -> StagedTree:
+        """The staged tree, once `seal` has fixed the base."""
+        assert self._staged is not None
+        return self._staged
+
+    @property
+    def bytes_added(self) -> int:
+        """Bytes of chunks that the transaction has written."""
+        return self._packs.bytes_written + self._adopted
+
+    def changes(self) -> Changes:
+        """Return what other commits can conflict with."""
+        return self.tree.changes(self._tags)
+
+    def beating(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Renew the heartbeat of a cooperative transaction while the block runs."""
+        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.beating()
+
+    async def seal(self) -> ObjectRef | Manifest:
+        """Apply all patches, make the packs durable, and return the manifest."""
+        staged = await self._checked()
+        for array in staged.arrays.values():
+            await self._apply_patches(staged, array)
+        await self._packs.flush()
+        return await self.manifest()
+
+    async def manifest(self) -> ObjectRef | Manifest:
+        """Return the manifest of everything staged if it is small, else a reference to where it was written."""
+        manifest = self.tree.manifest()
+        self.reused = manifest.reused(self.transaction)
+        data = encode(manifest)
+        if len(data) <= INLINE_MANIFEST:
+            return manifest
+        self._manifests += 1
+        key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifests}"
+        await self._log.backend.create(key, data, self._durability)
+        return reference(key, data)
+
+    async def validate(self, own: Changes, newer: Newer) -> Retry | None:
+        """Check that the changes `own` can be committed on top of newer commits; raise `Conflict`.
+
+        Return a retry if chunks were patched again on top of the newest, so that the manifest is another one.
+        """
+        staged = self.tree
+        if self._isolation == "serializable":
+            await check_reads(self._log.reader, staged, self._tags, newer)
+        chunks = await chunks_to_patch(self._log.reader, staged, own, newer)
+        if not chunks:
+            return None
+        version = newer[-1][0]  # older ones may have expired; if this one has, a newer one exists to look at
+        nodes = (await self._log.reader.tree(version)).nodes
+        for path, numbers in chunks.items():
+            work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], numbers)
+            await unexpired(self._log.reader, version, work)
+        await self._packs.flush()
+        return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
+
+    async def check_not_condemned(self) -> None:
+        """Raise `Conflict` if a garbage collection has condemned the transaction."""
+        if self._staged is not None:
+            await self._log.check_not_condemned(self.transaction, self._staged.base.version)
+
+    async def discard(self) -> None:
+        """Delete what was written, once no operation writes any more."""
+        await self.life.idle()
+        await self._packs.discard()
+
+    async def stop_heartbeat(self) -> None:
+        """Delete the heartbeat of a cooperative transaction."""
+        if self._heartbeat is not None:
+            await self._heartbeat.stop()
+
+    async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
+        if array.patches:
+            work = array.apply_patches(self._log.backend, self._packs, staged.below(array.path))
+            await self._on_base(staged, work)
+
+    async def _on_base(self, staged: StagedTree, work: Awaitable[None]) -> None:
+        """Await work that reads the base or this transaction's packs.
+
+        Raises `SnapshotExpired` or `Conflict` if a garbage collection deleted these.
+        """
+        try:
+            await unexpired(self._log.reader, staged.base.version, work)
+        except (Corrupt, NotFound):
+            await self.check_not_condemned()
+            raise
+
+    async def _checked(self) -> StagedTree:
+        staged = await self._based()
+        self._tags.check(staged.base.tags, self._log.backend.url)
+        return staged
+
+    async def _based(self) -> StagedTree:
+        if self._staged is None:
+            tree = await newest_tree(self._log.reader)
+            if self._staged is None:  # two concurrent first uses must see one base
+                self._staged = StagedTree(tree, f"{self._log.backend.url} at version {tree.version}")
+        return self._staged
