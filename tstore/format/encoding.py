@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -16,7 +16,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.bounds import METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
 from tstore.format.collection_size import collection_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, unsealed
-from tstore.format.records import Fragment, Part, Record, Root
+from tstore.format.records import MOST_PARTS, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
 __all__ = ["decode", "decode_record", "encode", "size_of"]
@@ -41,7 +41,10 @@ def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
 
 _PartOutline = _outline(Part)
 _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
-    Record: _outline(Record, parts=tuple[_PartOutline, ...]),  # type: ignore[valid-type]
+    Record: _outline(
+        Record,
+        parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MOST_PARTS)],  # type: ignore[valid-type]
+    ),
     Fragment: _outline(Fragment),
 }
 

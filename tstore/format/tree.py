@@ -127,7 +127,8 @@ class Tree:
         """The tree that the commit makes of this one."""
         tags = self.tags
         if record.tags or record.dropped:
-            tags = {t: v for t, v in tags.items() if t not in record.dropped}
+            dropped = frozenset(record.dropped)
+            tags = {t: v for t, v in tags.items() if t not in dropped}
             tags.update(dict.fromkeys(record.tags, version))
         if record.collection is not None:
             gone = set(record.collection.expired)
@@ -223,8 +224,8 @@ class Changes(NamedTuple):
         if other.replaces:
             return Overlap([*fatal, *self.nodes, *self.deleted], {})
         chunks = {}
-        fatal += [p for p in self.nodes if any(is_below(p, d) for d in other.deleted)]
-        fatal += [p for p in other.nodes if any(is_below(p, d) for d in self.deleted)]
+        fatal += _at_or_below(self.nodes, other.deleted)
+        fatal += _at_or_below(other.nodes, self.deleted)
         fatal += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
@@ -266,10 +267,14 @@ def is_below(path: str, top: str) -> bool:
 
 def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
     """The nodes that lie neither at nor below a path that was deleted."""
+    gone = set(_at_or_below(nodes, deleted))
+    return {p: n for p, n in nodes.items() if p not in gone} if gone else nodes
+
+
+def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:
+    """The paths that lie at or below one that was deleted."""
     tops = frozenset(deleted)
-    if not tops:
-        return nodes
-    return {p: n for p, n in nodes.items() if tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p))}
+    return [p for p in paths if not (tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p)))] if tops else []
 
 
 def tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
