@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tstore.errors import NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
-from tstore.format.chunk_refs import ChunkRow, ChunkSource
+from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
 from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
 from tstore.runtime.budget import aligned, scratch
@@ -94,7 +94,7 @@ class _Encoded(NamedTuple):
     def refer(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
         """Add the references to the chunks, which were written to a pack at `offset`, to the job."""
         offsets = range(offset, offset + len(self.data), self.length)
-        self.job.rows += list(map(ChunkRow, self.numbers, repeat(pack), offsets, repeat(self.length), checks))
+        self.job.rows += chunk_rows(self.numbers, repeat(pack), offsets, repeat(self.length), checks)
 
 
 class PackSet:

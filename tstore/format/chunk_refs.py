@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "ChunkRow",
     "ChunkSource",
     "ChunkTable",
+    "chunk_rows",
     "column",
     "largest",
     "ranges",
@@ -56,6 +57,20 @@ class ChunkRow(NamedTuple):
             "the chunk); the bytes have changed since they were committed: restore the file from a copy, or read "
             "another version"
         )
+
+
+def chunk_rows(
+    numbers: Iterable[int],
+    packs: Iterable[str | bytes],
+    offsets: Iterable[int],
+    lengths: Iterable[int],
+    checks: Iterable[bytes],
+) -> list[ChunkRow]:
+    """Return the rows of columns, up to the end of the shortest; faster than a call for each row."""
+    return list(map(_make_row, zip(numbers, packs, offsets, lengths, checks, strict=False)))
+
+
+_make_row = functools.partial(tuple.__new__, ChunkRow)
 
 
 class ChunkSource(Protocol):
@@ -105,7 +120,7 @@ class _Columns:
             ends = (self.blocks * CHECK_SIZE).tolist()
         packs = map(self.packs.__getitem__, self.pack.tolist())
         checks = [data[a:b] for a, b in itertools.pairwise(ends)]
-        return list(map(ChunkRow, self.number.tolist(), packs, self.offset.tolist(), lengths, checks))
+        return chunk_rows(self.number.tolist(), packs, self.offset.tolist(), lengths, checks)
 
 
 class ChunkTable:
@@ -137,14 +152,14 @@ class ChunkTable:
     def from_rows(rows: Sequence[ChunkRow]) -> ChunkTable:
         """Return the table of these rows, in their order."""
         number, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
-        names: dict[str | bytes, int] = {}
-        positions = [names.setdefault(p, len(names)) for p in pack]
+        positions = {name: position for position, name in enumerate(dict.fromkeys(pack))}
+        count = len(rows)
         return ChunkTable.from_columns(
-            tuple(names),
-            np.array(number, "<u8"),
-            np.array(positions, "<u4"),
-            np.array(offset, "<u8"),
-            np.array(length, "<u8"),
+            tuple(positions),
+            np.fromiter(number, "<u8", count),
+            np.fromiter(map(positions.__getitem__, pack), "<u4", count),
+            np.fromiter(offset, "<u8", count),
+            np.fromiter(length, "<u8", count),
             as_checks(b"".join(checks)),
         )
 
