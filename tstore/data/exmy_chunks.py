@@ -97,7 +97,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         if not fits or codec.axis is not None:
             raise InvalidArgument(
                 f"{path}: each of its chunks {chunks} has its own offsets, which no rows or blocks of the whole "
-                "array can express; restore its values, or quantize it with tstore.quantize, which gives an array "
+                "array can express; restore it without packed=True, or quantize it with tstore.quantize, which gives an array "
                 "one offset"
             )
         block = fits[-1]
