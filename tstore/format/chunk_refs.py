@@ -151,16 +151,15 @@ class ChunkTable:
     @staticmethod
     def from_rows(rows: Sequence[ChunkRow]) -> ChunkTable:
         """Return the table of these rows, in their order."""
-        number, pack, offset, length, checks = zip(*rows, strict=True) if rows else ((), (), (), (), ())
-        positions = {name: position for position, name in enumerate(dict.fromkeys(pack))}
-        count = len(rows)
+        count, packs = len(rows), [row.pack for row in rows]
+        positions = {name: position for position, name in enumerate(dict.fromkeys(packs))}
         return ChunkTable.from_columns(
             tuple(positions),
-            np.fromiter(number, "<u8", count),
-            np.fromiter(map(positions.__getitem__, pack), "<u4", count),
-            np.fromiter(offset, "<u8", count),
-            np.fromiter(length, "<u8", count),
-            as_checks(b"".join(checks)),
+            np.fromiter([row.number for row in rows], "<u8", count),
+            np.fromiter(map(positions.__getitem__, packs), "<u4", count),
+            np.fromiter([row.offset for row in rows], "<u8", count),
+            np.fromiter([row.length for row in rows], "<u8", count),
+            as_checks(b"".join([row.checks for row in rows])),
         )
 
     @staticmethod

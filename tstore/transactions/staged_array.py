@@ -72,6 +72,11 @@ class StagedArray:
         """The rows written, or None if the array has other changes; small arrays share one table."""
         return self._rows if not self._whole and not self.patches else None
 
+    def adopt(self, table: ChunkTable) -> ChunkTable:
+        """Replace the rows written by a table of them, and return it sorted by number."""
+        self._whole, self._rows = [table.latest()], []
+        return self._whole[0]
+
     def written(self) -> ChunkTable:
         """Return all chunks that the commit adds, sorted by number."""
         if not self.patches:

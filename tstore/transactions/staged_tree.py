@@ -192,7 +192,7 @@ class StagedTree:
             bounds[path] = (len(rows), len(rows) + len(own))
             rows += own
         shared = ChunkTable.from_rows(rows)
-        return tables | {path: shared.part(start, stop) for path, (start, stop) in bounds.items()}
+        return tables | {p: self.arrays[p].adopt(shared.part(start, stop)) for p, (start, stop) in bounds.items()}
 
     def _stored(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
