@@ -313,7 +313,7 @@ INTERRUPTED = """
     import sys, time
     import numpy as np
     import tstore.sync as tstore
-    from tstore.storage.local.store import LocalBackend
+    from tstore.storage.local.store import LocalStorage
     url, stage = sys.argv[1:]
     store = tstore.open(url)
     tree = {f"x{i}": np.random.default_rng(i).random(4_000_000) for i in range(8)}

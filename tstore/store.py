@@ -35,13 +35,13 @@ from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
-from tstore.storage.base import Backend, Durability, checked_durability
+from tstore.storage.base import Storage
 from tstore.storage.cache.folder import Cache
-from tstore.storage.cache.store import CachedBackend, uncached
+from tstore.storage.cache.store import CachedStorage, uncached
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, prove
-from tstore.storage.remote import RemoteBackend
-from tstore.storage.trace import Traffic
+from tstore.storage.remote import Remote
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
@@ -56,7 +56,7 @@ Mode = Literal["r", "r+", "a", "x"]
 
 
 async def open(
-    url: str | os.PathLike[str] | Backend,
+    url: str | os.PathLike[str] | Storage,
     mode: Mode = "a",
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -92,7 +92,7 @@ async def open(
         uuid = str((await _opened_marker(backend, mode)).uuid)
         if cache is not None:
             folder = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedBackend(backend, folder, uuid), uuid, mode, await hint)
+            return Store(CachedStorage(backend, folder, uuid), uuid, mode, await hint)
         return Store(backend, uuid, mode, await hint)
     except BaseException:
         hint.cancel()
@@ -102,7 +102,7 @@ async def open(
         raise
 
 
-async def _opened_marker(backend: Backend, mode: Mode) -> Marker:
+async def _opened_marker(backend: Storage, mode: Mode) -> Marker:
     """Return the marker of the store, a new one if the mode creates stores."""
     marker = await read_marker(backend)
     if marker is None:
@@ -118,9 +118,9 @@ async def _opened_marker(backend: Backend, mode: Mode) -> Marker:
     return marker
 
 
-async def _prefetched_hint(backend: Backend) -> int | None:
+async def _prefetched_hint(backend: Storage) -> int | None:
     """Read the hint to the newest version while the marker is read; None if storage is local or the read fails."""
-    if not backend.transfer.waits:
+    if not backend.tuning.waits:
         return None
     try:
         return await read_hint(backend)
@@ -141,7 +141,7 @@ async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIter
 class Store:
     """Everything under one URL. Readers never block; writers conflict only when they commit."""
 
-    def __init__(self, backend: Backend, uuid: str, mode: Mode, hint: int | None = None) -> None:
+    def __init__(self, backend: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
         self._log = Log(LogReader(backend, hint))
         self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
         self.uuid = uuid
@@ -156,7 +156,7 @@ class Store:
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
         backend = uncached(self._log.backend)
-        return backend.traffic if isinstance(backend, RemoteBackend) else None
+        return backend.traffic if isinstance(backend, Remote) else None
 
     @property
     def log(self) -> Log:

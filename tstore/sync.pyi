@@ -35,8 +35,8 @@ from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
 from tstore.quantization.policy import CodecRules, Target
 from tstore.quantization.work import Progress
-from tstore.storage.base import Backend
-from tstore.storage.trace import Traffic
+from tstore.storage.base import Storage
+from tstore.storage.objects import Traffic
 from tstore.store import Mode
 from tstore.transactions.staging import Isolation
 
@@ -376,7 +376,7 @@ def copy(
     `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`."""
 
 def open(
-    url: str | os.PathLike[str] | Backend,
+    url: str | os.PathLike[str] | Storage,
     mode: Mode = "a",
     *,
     storage_options: Mapping[str, Any] | None = None,

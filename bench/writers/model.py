@@ -21,6 +21,7 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,10 @@ import tstore
 from tstore.errors import AlreadyExists, NotFound
 from tstore.runtime.pool import inline
 from tstore.runtime.world import World, inhabited
-from tstore.simulation.storage import Storage
+from tstore.simulation.storage import SharedObjects
 from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Capabilities, Durability, Keys, Transfer
-from tstore.storage.plain import Plain
+from tstore.storage.base import Storage
+from tstore.storage.objects import Buffers, Capabilities, Durability, Entry, Keys, Page, PutMode, Tuning
 from tstore.store import Store
 
 READ, WRITE = 0.025, 0.060
@@ -76,7 +77,7 @@ class _Rate:
         return True
 
 
-class Bucket(Storage):
+class Bucket(SharedObjects):
     """The objects, the rates, and the count of requests by kind."""
 
     def __init__(self, seed: int) -> None:
@@ -123,43 +124,58 @@ class Bucket(Storage):
         await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
 
 
-class GcsBackend(Plain):
+class GcsStorage(Storage):
     """A host's way to the bucket."""
 
     url = "gs://model"
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
-    transfer = Transfer(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
+    tuning = Tuning(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
 
     def __init__(self, bucket: Bucket, uploads: bool) -> None:
         self._bucket = bucket
         self._uploads = uploads
         self._packs: dict[str, bytearray] = {}
 
-    async def get(self, key: str) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         await self._bucket.request("get", READ, self._bucket.reads)
         found = self._bucket.objects.get(key)
         await self._bucket.answer(READ)
         if found is None:
-            raise NotFound(f"model: there is no object {key}")
+            raise NotFound(f"model: {key} does not exist")
         return found
 
-    async def size(self, key: str) -> int | None:
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        raise NotFound(f"model: no pack is read, nor is {key}")
+
+    async def head(self, key: str) -> Entry | None:
         await self._bucket.request("head", READ, self._bucket.reads)
         found = self._bucket.objects.get(key)
         await self._bucket.answer(READ)
-        return None if found is None else len(found)
+        return None if found is None else Entry(key, len(found))
 
-    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        data = b"".join(buffers)
+        await (self._create(key, data) if mode is PutMode.CREATE else self._replace(key, data))
+
+    async def _create(self, key: str, data: bytes) -> None:
         await self._bucket.request("create", WRITE, self._bucket.writes)
         try:
             self._bucket.create(key, data)
         finally:
             await self._bucket.answer(WRITE)
 
-    async def hint(self, key: str, data: bytes) -> None:
+    async def _replace(self, key: str, data: bytes) -> None:
         await self._bucket.request("replace", WRITE, self._bucket.writes, key)
         self._bucket.objects[key] = data
         await self._bucket.answer(WRITE)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        if delimiter:
+            yield Page([], [f"{prefix}{name}/" for name in await self.folders(prefix)])
+        else:
+            yield Page([Entry(key, 0) for key in await self.list(prefix)], [])
 
     async def list(self, prefix: str) -> Keys:
         for _ in range(max(1, -(-len(self._bucket.keys(prefix)) // PAGE))):
@@ -179,7 +195,7 @@ class GcsBackend(Plain):
         self._bucket.objects.pop(key, None)
         await self._bucket.answer(WRITE)
 
-    async def settle(self, prefix: str, durability: Durability) -> None:
+    async def flush(self, prefix: str, durability: Durability) -> None:
         """Sends the packs, as the sizes in the model say."""
         if not prefix.startswith("txn/"):
             return
@@ -200,9 +216,6 @@ class GcsBackend(Plain):
         await asyncio.sleep(seconds)
         await self._bucket.answer(WRITE)
 
-    async def flush(self) -> None:
-        return None
-
     async def empty(self) -> bool:
         return not self._bucket.objects
 
@@ -218,9 +231,6 @@ class _Pack:
         self.key = key
         self._packs = packs
         self._data = bytearray()
-
-    def reserve(self, size: int) -> None:
-        return None
 
     def append(self, buffers: Any, size: int) -> int:
         offset = len(self._data)
@@ -270,7 +280,7 @@ async def _commit(hosts: int, seed: int, uploads: bool) -> Commit:
 
     async def host(number: int) -> float:
         with inhabited(_Host(f"{seed} {number}")), inline(nothing):
-            store = Store(GcsBackend(bucket, uploads), "model", "a")
+            store = Store(GcsStorage(bucket, uploads), "model", "a")
             part = [((slice(number, number + 1), slice(0, WIDTH)), np.full((1, WIDTH), number, np.float32))]
             tree = {"w": tstore.Shards((hosts, WIDTH), "float32", part)}
             await tstore.save(store, tree, 1, host=number, hosts=hosts, attempt="model", timeout=3600)

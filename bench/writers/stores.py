@@ -171,14 +171,14 @@ class TStore(Host):
 
         self.store = self.runner.run(tstore.open(self.folder))
         self.written, backend = 0.0, self.store.log.backend
-        settle = backend.settle
+        flush = backend.flush
 
         async def settled(prefix: str, durability: Any) -> None:
-            await settle(prefix, durability)
+            await flush(prefix, durability)
             if prefix.startswith("txn/") and not self.written:
                 self.written = time.monotonic()  # this process has written its chunks, and made them durable
 
-        backend.settle = settled
+        backend.flush = settled
 
     def save(self, start: float, attempt: int) -> Saved:
         import tstore

@@ -20,38 +20,37 @@ from tstore.log.reader import LogReader
 from tstore.runtime.io_loop import on_io
 from tstore.runtime.threads import Workers
 from tstore.storage import listing, pace
-from tstore.storage.base import LONGEST, Backend, Durability, overlong
+from tstore.storage.base import Storage
 from tstore.storage.cache.folder import Cache
-from tstore.storage.cache.store import CachedBackend
+from tstore.storage.cache.store import CachedStorage
 from tstore.storage.connect import connect
-from tstore.storage.gcs.store import GcsObjects
-from tstore.storage.http.store import HttpObjects
-from tstore.storage.local.store import LocalBackend
-from tstore.storage.memory import MemoryBackend, MemoryObjects
-from tstore.storage.objects import WHOLE, Objects, PutMode, Span
+from tstore.storage.gcs.store import GcsStorage
+from tstore.storage.http.store import HttpStorage
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability, PutMode, overlong
 from tstore.storage.pace import Pace
-from tstore.storage.prefix import Prefix
-from tstore.storage.remote import RemoteBackend, served
+from tstore.storage.remote import Remote, served
 from tstore.storage.retry import RetryPolicy
 from tstore.storage.room import FREE, SHARED, Room
-from tstore.storage.s3.store import S3Objects
+from tstore.storage.s3.store import S3Storage
 
 TIMEOUT = 0.3
 OURS = "Server: tstore/9"
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def http(url: str) -> Objects:
-    return HttpObjects(url, timeout=TIMEOUT)
+def http(url: str) -> Storage:
+    return HttpStorage(url, timeout=TIMEOUT)
 
 
-def gcs(url: str) -> Objects:
-    return GcsObjects("gs://bucket/x", token="anon", endpoint_url=url, timeout=TIMEOUT)
+def gcs(url: str) -> Storage:
+    return GcsStorage("gs://bucket/x", token="anon", endpoint_url=url, timeout=TIMEOUT)
 
 
-def s3(url: str) -> Objects:
+def s3(url: str) -> Storage:
     config = {"read_timeout": TIMEOUT, "connect_timeout": TIMEOUT}
-    return S3Objects("s3://bucket/x", endpoint_url=url, key="k", secret="s", config_kwargs=config)
+    return S3Storage("s3://bucket/x", endpoint_url=url, key="k", secret="s", config_kwargs=config)
 
 
 DIALECTS = [http, gcs, s3]
@@ -64,9 +63,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def asking(kind: Callable[[str], Objects], *answers: Answer) -> AsyncIterator[RemoteBackend]:
+async def asking(kind: Callable[[str], Storage], *answers: Answer) -> AsyncIterator[Remote]:
     async with serving(*answers) as server:
-        backend = RemoteBackend(kind(server.url))
+        backend = Remote(kind(server.url))
         try:
             yield backend
         finally:
@@ -111,7 +110,7 @@ def again(begin: bytes, piece: bytes, pause: float = 0.0) -> Answer:
     ],
 )
 async def test_what_never_comes_to_an_end_is_given_up(
-    kind: Callable[[str], Objects], begin: bytes, piece: bytes, pause: float, impatient: None
+    kind: Callable[[str], Storage], begin: bytes, piece: bytes, pause: float, impatient: None
 ) -> None:
     async with asking(kind, again(begin, piece, pause)) as backend:
         with pytest.raises(TStoreError):
@@ -120,7 +119,7 @@ async def test_what_never_comes_to_an_end_is_given_up(
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_redirects_that_each_take_their_time_have_one_deadline(
-    kind: Callable[[str], Objects], impatient: None
+    kind: Callable[[str], Storage], impatient: None
 ) -> None:
     async def led(request: Request) -> bytes:
         await asyncio.sleep(0.2)
@@ -201,7 +200,7 @@ def endless(kind: str) -> Answer:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["chunked", "untold", "told", "told short", "part"])
-async def test_an_object_ends_at_the_bound_of_its_kind(dialect: Callable[[str], Objects], kind: str) -> None:
+async def test_an_object_ends_at_the_bound_of_its_kind(dialect: Callable[[str], Storage], kind: str) -> None:
     async with asking(dialect, endless(kind)) as backend:
         with pytest.raises(TStoreError, match=r"tstore\.json") as caught:
             await asyncio.wait_for(backend.get("tstore.json"), 60)
@@ -215,24 +214,22 @@ async def test_an_object_ends_at_the_bound_of_its_kind(dialect: Callable[[str], 
                 await asyncio.wait_for(backend.get("commits/1"), 60)
 
 
-BACKENDS = ["local", "memory", "objects", "prefix", "cached", "fsspec"]
+BACKENDS = ["local", "memory", "objects", "cached", "fsspec"]
 
 
 @contextlib.asynccontextmanager
-async def backend_of(kind: str, tmp_path: Any) -> AsyncIterator[Backend]:
+async def backend_of(kind: str, tmp_path: Any) -> AsyncIterator[Storage]:
     name = str(uuid.uuid4())
-    made: Backend
+    made: Storage
     match kind:
         case "local":
-            made = LocalBackend(tmp_path)
+            made = LocalStorage(tmp_path)
         case "memory":
-            made = MemoryBackend(name)
+            made = MemoryStorage(name)
         case "objects":
-            made = served(MemoryObjects(name))
-        case "prefix":
-            made = RemoteBackend(Prefix(MemoryObjects(name), "below"))
+            made = served(MemoryStorage(name))
         case "cached":
-            made = CachedBackend(LocalBackend(tmp_path / "store"), Cache(tmp_path / "cache"), "x")
+            made = CachedStorage(LocalStorage(tmp_path / "store"), Cache(tmp_path / "cache"), "x")
         case _:
             made = connect(f"memory2://{name}")
     try:
@@ -318,7 +315,7 @@ async def test_a_receiver_that_is_cancelled_gives_its_room_back() -> None:
 # ---- in names
 
 
-def page_of(dialect: Callable[[str], Objects], names: list[str], more: str | None) -> bytes:
+def page_of(dialect: Callable[[str], Storage], names: list[str], more: str | None) -> bytes:
     """A page of a list, in the words of each server."""
     if dialect is http:
         listed = {"entries": [{"key": name, "size": 1} for name in names], "folders": [], "next": more}
@@ -338,7 +335,7 @@ def asked_page(request: Request) -> str:
     return (query.get("after") or query.get("pageToken") or query.get("continuation-token") or [""])[0]
 
 
-def pages(dialect: Callable[[str], Objects], page: Callable[[int], list[str]]) -> Answer:
+def pages(dialect: Callable[[str], Storage], page: Callable[[int], list[str]]) -> Answer:
     """A list that always leads on."""
 
     def answer(request: Request) -> bytes:
@@ -350,7 +347,7 @@ def pages(dialect: Callable[[str], Objects], page: Callable[[int], list[str]]) -
     return answer
 
 
-Listing = Callable[[RemoteBackend], Awaitable[object]]
+Listing = Callable[[Remote], Awaitable[object]]
 LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda b: b.age("p")]
 
 
@@ -358,7 +355,7 @@ LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda 
 @pytest.mark.parametrize("listing_of", LISTS, ids=["list", "folders", "age"])
 @pytest.mark.parametrize("names", [[], ["p/a"]], ids=["empty", "the-same"])
 async def test_a_list_that_names_nothing_new_ends(
-    dialect: Callable[[str], Objects], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
     async with asking(dialect, pages(dialect, lambda number: names)) as backend:
@@ -368,7 +365,7 @@ async def test_a_list_that_names_nothing_new_ends(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_list_of_ever_new_names_ends(
-    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "LISTED", 100_000)
 
@@ -382,9 +379,9 @@ async def test_a_list_of_ever_new_names_ends(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_list_that_goes_on_too_slowly_ends(
-    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "RETRY_POLICY", 0.2)
+    monkeypatch.setattr(listing, "GRACE", 0.2)
     monkeypatch.setattr(listing, "SLOWEST", 1_000_000)  # which no server reaches that gives one with each page
 
     def page(number: int) -> list[str]:
@@ -397,7 +394,7 @@ async def test_a_list_that_goes_on_too_slowly_ends(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_list_that_is_asked_again_ends_too(
-    dialect: Callable[[str], Objects], monkeypatch: pytest.MonkeyPatch
+    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
     async with serving(pages(dialect, lambda number: ["p/a"])) as server:
@@ -408,15 +405,15 @@ async def test_a_list_that_is_asked_again_ends_too(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str], Objects]) -> None:
+async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str], Storage]) -> None:
     async with asking(dialect, pages(dialect, lambda number: ["other/a"])) as backend:
-        with pytest.raises(Corrupt, match="asked for"):
+        with pytest.raises(Corrupt, match="requested"):
             await asyncio.wait_for(backend.list("p/"), 60)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("body", [b"[" * 100, b" " * 1000, b"<a/>" * 100])
-async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Objects], body: bytes) -> None:
+async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Storage], body: bytes) -> None:
     chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n"
 
     async def answer(request: Request) -> bytes | None:
@@ -437,7 +434,7 @@ async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Objec
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("status", ["500 No", "403 No", "404 No"])
 async def test_a_refusal_that_never_ends_is_told_by_its_status(
-    dialect: Callable[[str], Objects], status: str
+    dialect: Callable[[str], Storage], status: str
 ) -> None:
     begin = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     first = [ok(b"", OURS)] if dialect is http else []
@@ -452,7 +449,7 @@ async def test_a_refusal_that_never_ends_is_told_by_its_status(
 
 
 async def test_objects_still_take_their_bounds_by_themselves() -> None:
-    objects = MemoryObjects(str(uuid.uuid4()))
+    objects = MemoryStorage(str(uuid.uuid4()))
     await on_io(objects.put("k", [b"12345"], PutMode.CREATE))
     assert await on_io(objects.get("k", most=5)) == b"12345"
     with pytest.raises(Corrupt, match="longer than 4 bytes"):
@@ -477,7 +474,7 @@ async def test_all_tries_of_a_call_have_one_deadline_together(impatient: None) -
         assert call.left <= 0.3
         said += [await silent(0.2)]
         assert call.left <= 0
-        assert "no whole answer came within 0.7 s, in all tries" in said[-1]
+        assert "no complete response within 0.7 s, in all tries" in said[-1]
     assert "silent for 0.2 s" in await silent(0.2), "which is not of the call"
 
 
@@ -498,10 +495,10 @@ async def test_a_caller_who_gives_a_server_longer_than_a_call_has_it(impatient: 
         assert call.left == 0.1
 
 
-class Silent(MemoryObjects):
+class Silent(MemoryStorage):
     """Does not answer; a request ends when its time has come."""
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         raise Unavailable(await silent(0.3))
 
 
@@ -537,15 +534,15 @@ async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> Non
 LONG_RECORD = b"tstoreR\2" + bytes(COLLECTION_BYTES - 8)
 
 
-class Held(MemoryObjects):
+class Held(MemoryStorage):
     """Every record is as long as a gc's may be; how many are on their way, or held, at once."""
 
     held = most_held = 0
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         if not key.startswith("commits/"):
-            return await super().get(key, span, most)
-        if most < len(LONG_RECORD):
+            return await super().get(key, most)
+        if most is not None and most < len(LONG_RECORD):
             raise overlong(key, most)
         self.held += 1
         self.most_held = max(self.held, self.most_held)

@@ -28,8 +28,8 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.storage import pace
-from tstore.storage.http.store import HttpObjects
-from tstore.storage.objects import PutMode, Span
+from tstore.storage.http.store import HttpStorage
+from tstore.storage.objects import PutMode
 
 DATA = bytes(range(200))
 SECRET = "s3cr3t-t0ken"
@@ -38,46 +38,41 @@ PAGE = ok(b"<html>Log in</html>", "Content-Type: text/html; charset=utf-8")
 
 
 @contextlib.asynccontextmanager
-async def objects(server: Server | str, **options: Any) -> AsyncIterator[HttpObjects]:
-    found = HttpObjects(server if isinstance(server, str) else server.url, **options)
+async def objects(server: Server | str, **options: Any) -> AsyncIterator[HttpStorage]:
+    found = HttpStorage(server if isinstance(server, str) else server.url, **options)
     try:
         yield found
     finally:
         await found.close()
 
 
-async def read(store: HttpObjects) -> None:
+async def read(store: HttpStorage) -> None:
     await store.read("k", 10, [bytearray(20)], 20)
 
 
-async def get(store: HttpObjects) -> None:
+async def get(store: HttpStorage) -> None:
     await store.get("k")
 
 
-async def get_part(store: HttpObjects) -> None:
-    await store.get("k", Span(10, 30))
-
-
-async def head(store: HttpObjects) -> None:
+async def head(store: HttpStorage) -> None:
     await store.head("k")
 
 
-async def create(store: HttpObjects) -> None:
+async def create(store: HttpStorage) -> None:
     await store.put("k", [b"x" * 1000], PutMode.CREATE)
 
 
-async def pages(store: HttpObjects) -> None:
+async def pages(store: HttpStorage) -> None:
     async for _ in store.pages("p/"):
         pass
 
 
-async def delete(store: HttpObjects) -> None:
+async def delete(store: HttpStorage) -> None:
     await store.delete("k")
 
 
-Call = Callable[[HttpObjects], Any]
-READS = [read, get, get_part, head]
-PARTS = [read, get_part]
+Call = Callable[[HttpStorage], Any]
+READS = [read, get, head]
 WRITES = [create, delete]
 ALL = [*READS, *WRITES, pages]
 
@@ -123,7 +118,6 @@ async def test_a_server_that_never_answers_is_unavailable(call: Call, impatient:
     [
         (get, ok(DATA[:50], length=200)),
         (read, part(DATA[10:20], "10-29/200").replace(b"Length: 10", b"Length: 20")),
-        (get_part, part(DATA[10:20], "10-29/200").replace(b"Length: 10", b"Length: 20")),
         (get, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc"),
         (get, b"HTTP/1.1 200 OK\r\nContent-Le"),
     ],
@@ -133,7 +127,7 @@ async def test_half_an_answer_is_unavailable(call: Call, begun: bytes, behave: A
 
 
 async def test_a_server_that_takes_no_more_of_a_body_is_unavailable(impatient: None) -> None:
-    async def big(store: HttpObjects) -> None:
+    async def big(store: HttpStorage) -> None:
         await store.put("k", [bytes(64 << 20)], PutMode.CREATE)
 
     await fails(Unavailable, big, ok(b"", OURS), hang, match="silent")
@@ -214,20 +208,23 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        (part(DATA[0:20], "0-19/200"), "bytes 10 to 30 were asked for.*0 to 20"),
+        (part(DATA[0:20], "0-19/200"), "bytes 10 to 30 were requested.*0 to 20"),
         (part(DATA[10:29], "10-28/200"), "10 to 29"),
         (part(DATA[10:31], "10-30/200"), "10 to 31"),
         (part(DATA[10:30], "11-30/200"), "11 to 31"),
-        (part(DATA[10:29], "10-29/200"), "does not name rightly"),
-        (part(DATA[10:30], "10-29/25"), "does not name rightly"),
-        (part(DATA[10:30], "29-10/200"), "does not name rightly"),
-        (part(DATA[10:30], "ten-29/200"), "does not name rightly"),
-        (part(DATA[10:30], "10-" + "9" * 5000), "does not name rightly"),
-        (ok(DATA[10:30], status="206 Partial Content"), "does not name rightly"),
-        (ok(DATA, "Content-Type: multipart/byteranges; boundary=b", status="206 Partial Content"), "rightly"),
-        (ok(DATA, status="207 Multi-Status"), "answered 207"),
-        (ok(b"", status="204 No Content"), "answered 204"),
-        (ok(b"", status="304 Not Modified"), "answered 304"),
+        (part(DATA[10:29], "10-29/200"), "wrong Content-Range"),
+        (part(DATA[10:30], "10-29/25"), "wrong Content-Range"),
+        (part(DATA[10:30], "29-10/200"), "wrong Content-Range"),
+        (part(DATA[10:30], "ten-29/200"), "wrong Content-Range"),
+        (part(DATA[10:30], "10-" + "9" * 5000), "wrong Content-Range"),
+        (ok(DATA[10:30], status="206 Partial Content"), "Content-Range"),
+        (
+            ok(DATA, "Content-Type: multipart/byteranges; boundary=b", status="206 Partial Content"),
+            "Content-Range",
+        ),
+        (ok(DATA, status="207 Multi-Status"), "status 207"),
+        (ok(b"", status="204 No Content"), "status 204"),
+        (ok(b"", status="304 Not Modified"), "status 304"),
         (PAGE, "web page"),
         (PAGE.replace(b"200 OK", b"206 Partial Content"), "web page"),
         (ok(DATA, "Content-Encoding: gzip"), "Content-Encoding 'gzip'"),
@@ -239,7 +236,7 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
         (ok(DATA, *(f"X-{i}: y" for i in range(10_000))), "does not speak HTTP"),
     ],
 )
-@pytest.mark.parametrize("call", PARTS)
+@pytest.mark.parametrize("call", [read])
 async def test_another_answer_than_the_part_is_corrupt(call: Call, answer: bytes, match: str) -> None:
     await fails(Corrupt, call, answer, match=match)
 
@@ -247,7 +244,7 @@ async def test_another_answer_than_the_part_is_corrupt(call: Call, answer: bytes
 async def test_a_part_of_no_told_length_is_counted() -> None:
     body = b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 10-29/200\r\n\r\n"
     short, long = b"13\r\n" + DATA[10:29] + b"\r\n", b"14\r\n" + DATA[10:30] + b"\r\n1\r\nx\r\n"
-    for call in PARTS:
+    for call in [read]:
         for chunks in (short, long):
             await fails(Corrupt, call, body + chunks + b"0\r\n\r\n")
 
@@ -281,7 +278,7 @@ async def test_an_answer_without_end_is_given_up() -> None:
             request.writer.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
             await request.writer.drain()
 
-    async def bounded(store: HttpObjects) -> None:
+    async def bounded(store: HttpStorage) -> None:
         await store.get("k", most=1 << 20)
 
     await fails(Corrupt, bounded, endless, match="is longer than 1048576 bytes")
@@ -324,11 +321,12 @@ async def test_a_weak_etag_is_the_same_object() -> None:
 
 
 @contextlib.asynccontextmanager
-async def ignoring_ranges(answer: Answer) -> AsyncIterator[tuple[HttpObjects, Server]]:
+async def ignoring_ranges(answer: Answer) -> AsyncIterator[tuple[HttpStorage, Server]]:
     """Objects of a server that gives its answer whatever is asked, of which that is known."""
-    async with serving(ok(DATA), answer) as server, objects(server) as store:
+    async with serving(ok(DATA), ok(DATA), answer) as server, objects(server) as store:
         with pytest.warns(RuntimeWarning, match="ignores Range"):
-            assert await store.get("other", Span(5, 9)) == DATA[5:9]
+            await store.read("other", 5, [buffer := bytearray(4)], 4)
+        assert buffer == DATA[5:9]
         server.asked.clear()
         yield store, server
 
@@ -457,7 +455,7 @@ async def test_each_status_has_its_error(call: Call, status: int, kind: type[TSt
     await fails(kind, call, *([] if call in READS else [ok(b"", OURS)]), answer)
 
 
-@pytest.mark.parametrize("call", [read, get, get_part])
+@pytest.mark.parametrize("call", [read, get])
 @pytest.mark.parametrize("status", [404, 410])
 async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
     await fails(NotFound, call, ok(b"<html>no</html>", "Content-Type: text/html", status=f"{status} Gone"))
@@ -541,7 +539,7 @@ async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -
 @pytest.mark.parametrize("call", WRITES)
 async def test_a_write_is_never_led_elsewhere(call: Call) -> None:
     async with serving(ok(b"")) as other:
-        text = await fails(Denied, call, ok(b"", OURS), to(f"{other.url}/x?sig={SECRET}", 307), match="for writes")
+        text = await fails(Denied, call, ok(b"", OURS), to(f"{other.url}/x?sig={SECRET}", 307), match="a write")
         assert f"{other.url}/x," in text
         assert other.asked == []
 
@@ -551,7 +549,7 @@ async def test_a_write_is_never_led_elsewhere(call: Call) -> None:
     [
         ("ftp://host/x", Denied, "ftp://host/x"),
         ("file:///etc/passwd", TStoreError, "redirects"),
-        ("http://[::1", Corrupt, "no URL"),
+        ("http://[::1", Corrupt, "invalid URL"),
         ("/k", Corrupt, "more than 5 times"),
         ("", Corrupt, "more than 5 times"),
     ],
@@ -668,14 +666,14 @@ async def test_nothing_of_the_environment_leads_requests_elsewhere_or_adds_a_pas
 )
 def test_urls_that_hold_more_or_less_than_a_place_are_refused_without_showing_it(url: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        HttpObjects(url)
+        HttpStorage(url)
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("token", ["", " ", "a b", "a\r\nX-Evil: 1", "tökén", "\0"])
 def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        HttpObjects("http://host", token=token)
+        HttpStorage("http://host", token=token)
     assert not token.strip() or token not in str(caught.value)
 
 
@@ -683,7 +681,7 @@ async def test_a_refused_token_is_not_told() -> None:
     answer = ok(b"", status="401 Unauthorized")
     text = await fails(Denied, get, answer, match="refused the token", token=SECRET)
     assert SECRET not in text
-    store = HttpObjects("http://host", token=SECRET)
+    store = HttpStorage("http://host", token=SECRET)
     assert SECRET not in repr(store) + str(vars(store)) + repr(vars(store)["_session"])
 
 

@@ -27,7 +27,7 @@ from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
 from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest, ObjectRef
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 EMPTY = Manifest.of([("g", DOCUMENT, True, ())])
@@ -217,7 +217,7 @@ async def verbs(url: str) -> None:
     assert repr(await (await tstore.open(url)).verify())
 
 
-async def attack(backend: Backend, key: str, data: bytes) -> None:
+async def attack(backend: Storage, key: str, data: bytes) -> None:
     await backend.hint(key, data)
     async with asyncio.timeout(20):
         await verbs(backend.url)

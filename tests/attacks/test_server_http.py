@@ -30,7 +30,7 @@ from tests.support.served import (
 )
 from tstore.errors import InvalidArgument, StorageFull
 from tstore.server import Access, Limits, Server
-from tstore.storage.local.store import LocalBackend
+from tstore.storage.local.store import LocalStorage
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 GET = b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"\r\n"
@@ -148,7 +148,7 @@ async def test_a_hint_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StorageFull):
-        await LocalBackend(tmp_path).hint("latest", b"1")
+        await LocalStorage(tmp_path).hint("latest", b"1")
     assert files(tmp_path) == []
 
 

@@ -20,7 +20,7 @@ from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import Writer
 from tstore.errors import NotAStore
 from tstore.server import Server
-from tstore.storage.memory import MemoryBackend
+from tstore.storage.memory import MemoryStorage
 
 Verb = Callable[[str, Path], Coroutine[Any, Any, Any]]
 
@@ -72,7 +72,7 @@ async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
         assert not place.exists()
     elif kind == "memory":
         yield f"memory://{place}"
-        assert not MemoryBackend._stores.get(str(place))
+        assert not MemoryStorage._stores.get(str(place))
     else:
         place.mkdir()
         if kind == "http":

@@ -12,15 +12,15 @@ import pytest
 from tests.support.liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 from tstore import conformance
 from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
-from tstore.storage.base import LONGEST, Buffers
 from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryObjects
-from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Buffers, Durability, Entry, Page, PutMode
+from tstore.storage.remote import Remote
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 
 
-@pytest.fixture(params=["local", "memory", "objects"])
+@pytest.fixture(params=["local", "memory", "remote"])
 def subject(request: pytest.FixtureRequest, tmp_path: Path) -> conformance.Subject:
     name = uuid.uuid4().hex
     match request.param:
@@ -29,7 +29,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> conformance.Subje
         case "memory":
             return conformance.Subject(lambda: connect(f"memory://{name}"))
         case _:
-            return conformance.Subject(lambda: MemoryObjects(name))
+            return conformance.Subject(lambda: Remote(MemoryStorage(name)))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
@@ -43,16 +43,18 @@ async def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class NoRoom(MemoryObjects):
+class NoRoom(MemoryStorage):
     """Takes only what is short."""
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        if sum(map(len, data)) > 1 << 20:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        if sum(map(len, buffers)) > 1 << 20:
             raise StorageFull(f"no room for {key}")
-        await super().put(key, data, mode)
+        await super().put(key, buffers, mode)
 
 
-class GoesAway(MemoryObjects):
+class GoesAway(MemoryStorage):
     """Does not answer when it is asked for a list."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
@@ -61,9 +63,9 @@ class GoesAway(MemoryObjects):
 
 
 @pytest.mark.parametrize(("kind", "check"), [(NoRoom, "large_objects"), (GoesAway, "listing")])
-async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryObjects], check: str) -> None:
+async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
-    subject = conformance.Subject(lambda: kind(name))
+    subject = conformance.Subject(lambda: Remote(kind(name)))
     findings = {f.check: f for f in await conformance.judge(subject)}
     assert findings[check].outcome == "unknown"
     assert findings[check].detail.startswith("no ")
@@ -73,16 +75,18 @@ async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[Memor
 # ---- liars
 
 
-class NobodyWins(MemoryObjects):
+class NobodyWins(MemoryStorage):
     """Repeats a request whose reply was lost, and takes its own object for another's."""
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        await super().put(key, data, mode)
-        if mode is PutMode.CREATE and b"of" in data[0]:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        await super().put(key, buffers, mode)
+        if mode is PutMode.CREATE and b"of" in buffers[0]:
             raise AlreadyExists(key)
 
 
-class ForgetsInLists(MemoryObjects):
+class ForgetsInLists(MemoryStorage):
     """Shows the first page of a list only."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
@@ -91,7 +95,7 @@ class ForgetsInLists(MemoryObjects):
             return
 
 
-class ListsLate(MemoryObjects):
+class ListsLate(MemoryStorage):
     """Does not list what was created last."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
@@ -99,7 +103,7 @@ class ListsLate(MemoryObjects):
             yield Page(page.entries[:-1], page.folders)
 
 
-class ListsAllDepths(MemoryObjects):
+class ListsAllDepths(MemoryStorage):
     """Knows no delimiter."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
@@ -107,14 +111,19 @@ class ListsAllDepths(MemoryObjects):
             yield page
 
 
-class OffByOne(MemoryObjects):
+class OffByOne(MemoryStorage):
     """Takes the end of a range as its last byte."""
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        return await super().get(key, Span(span.start, None if span.stop is None else span.stop + 1))
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        whole = await self.get(key)
+        if offset + size - 1 > len(whole):
+            raise Corrupt(key)
+        for buffer in buffers:
+            memoryview(buffer)[:] = whole[offset : offset + len(buffer)].ljust(len(buffer), b"\0")
+            offset += len(buffer)
 
 
-class ShiftedReads(MemoryObjects):
+class ShiftedReads(MemoryStorage):
     """Begins one byte late."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
@@ -124,7 +133,7 @@ class ShiftedReads(MemoryObjects):
             offset += len(buffer)
 
 
-class PadsReads(MemoryObjects):
+class PadsReads(MemoryStorage):
     """Gives zeros where the object has ended."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
@@ -134,101 +143,100 @@ class PadsReads(MemoryObjects):
             offset += len(buffer)
 
 
-class IgnoresRanges(MemoryObjects):
-    """Sends everything, whatever was asked for."""
+class IgnoresRanges(MemoryStorage):
+    """Sends the object from its beginning, whatever was asked for."""
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        return await super().get(key)
-
-
-class TakesAll(MemoryObjects):
-    """Reads an object whole, however long it may be."""
-
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        return await super().get(key, span)
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        await super().read(key, 0, buffers, size)
 
 
-class RefusesLate(MemoryObjects):
-    """Looks how long an object is when it has all of it."""
+class RefusesLate(MemoryStorage):
+    """Checks the length of an object when it has received all of it."""
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        whole = bytes(bytearray(await super().get(key, span)))
-        if len(whole) > most:
+    async def get(self, key: str, most: int | None = None) -> bytes:
+        whole = bytes(bytearray(await super().get(key)))
+        if most is not None and len(whole) > most:
             raise Corrupt(f"{key} is longer than {most} bytes")
         return whole
 
 
-class Stale(MemoryObjects):
+class Stale(MemoryStorage):
     """Keeps what it has read once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._seen: dict[str, bytes] = {}
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
+    async def get(self, key: str, most: int | None = None) -> bytes:
         if key not in self._seen:
             self._seen[key] = await super().get(key)
-        return self._seen[key][slice(*span)]
+        return self._seen[key]
 
 
-class RemembersMisses(MemoryObjects):
-    """Keeps in mind what was not there."""
+class RemembersMisses(MemoryStorage):
+    """Remembers what was missing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._missed: set[str] = set()
 
     async def head(self, key: str) -> Entry | None:
-        found = None if key in self._missed else await super().head(key)
-        self._missed |= {key} if found is None else set()
-        return found
+        entry = None if key in self._missed else await super().head(key)
+        self._missed |= {key} if entry is None else set()
+        return entry
 
 
-class Undead(MemoryObjects):
+class Undead(MemoryStorage):
     """Never removes anything."""
 
     async def delete(self, key: str) -> None:
         return None
 
 
-class FoldsCase(MemoryObjects):
+class FoldsCase(MemoryStorage):
     """Takes two names that differ in case, or in how they are quoted, for one."""
 
     def _folded(self, key: str) -> str:
         return key.replace("%2f", "/").replace("A/a", "a/a").replace("+", " ")
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        return await super().get(self._folded(key), span)
+    async def get(self, key: str, most: int | None = None) -> bytes:
+        return await super().get(self._folded(key))
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        await super().put(self._folded(key), data, mode)
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        await super().put(self._folded(key), buffers, mode)
 
 
-class Slow(MemoryObjects):
+class Slow(MemoryStorage):
     """Writes an object in two halves."""
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        whole = b"".join(data)
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        whole = b"".join(buffers)
         await super().put(key, [whole[: len(whole) // 2]], mode)
         await asyncio.sleep(10 * LATENCY)
         await super().put(key, [whole], PutMode.REPLACE)
 
 
-class CutsLargeObjects(MemoryObjects):
+class CutsLargeObjects(MemoryStorage):
     """Stores no more than 100,000 bytes."""
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        await super().put(key, [b"".join(data)[:100_000]], mode)
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        await super().put(key, [b"".join(buffers)[:100_000]], mode)
 
 
-class MissesSilently(MemoryObjects):
+class MissesSilently(MemoryStorage):
     """Gives nothing for what is not there."""
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        return b"" if await self.head(key) is None else await super().get(key, span)
+    async def get(self, key: str, most: int | None = None) -> bytes:
+        return b"" if await self.head(key) is None else await super().get(key)
 
 
-class OtherClock(MemoryObjects):
+class OtherClock(MemoryStorage):
     """Its objects were written an hour before they were sent."""
 
     async def head(self, key: str) -> Entry | None:
@@ -247,12 +255,11 @@ LIES = [
     (ListsLate, "listing"),
     (ListsLate, "pages"),
     (ListsAllDepths, "pages"),
-    (OffByOne, "spans"),
+    (OffByOne, "ranges"),
     (ShiftedReads, "ranges"),
     (ShiftedReads, "large_objects"),
     (PadsReads, "ranges"),
-    (IgnoresRanges, "spans"),
-    (TakesAll, "bounded_reads"),
+    (IgnoresRanges, "ranges"),
     (RefusesLate, "bounded_reads"),
     (Stale, "hint_replaces"),
     (Stale, "deletes"),
@@ -267,7 +274,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("liar", "check"), LIES, ids=lambda p: getattr(p, "__name__", p))
-async def test_a_liar_is_found(liar: type[MemoryObjects], check: str) -> None:
+async def test_a_liar_is_found(liar: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(AssertionError):
-        await CHECKS[check](conformance.Subject(lambda: liar(name)))
+        await CHECKS[check](conformance.Subject(lambda: Remote(liar(name))))

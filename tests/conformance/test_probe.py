@@ -14,34 +14,35 @@ from fsspec.implementations.local import LocalFileSystem
 import tstore
 from tests.support.liars import LastOneStays, LooksThenWrites, Overwrites
 from tstore.cli import main
-from tstore.conformance.faulty import FaultyBackend
+from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable
-from tstore.storage.base import Buffers
 from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryBackend, MemoryObjects
-from tstore.storage.objects import PutMode
-from tstore.storage.remote import RemoteBackend
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Buffers, Durability, PutMode
+from tstore.storage.remote import Remote
 
 
-class Forgets(MemoryObjects):
+class Forgets(MemoryStorage):
     """Answers, and stores nothing."""
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
         return None
 
 
 @pytest.mark.parametrize("mode", ["x", "a"])
 @pytest.mark.parametrize("liar", [Overwrites, LooksThenWrites, LastOneStays, Forgets])
-async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryObjects], mode: tstore.Mode) -> None:
+async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryStorage], mode: tstore.Mode) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(Denied, match=r"does not create exclusively.*two jobs.*Use a local folder") as raised:
-        await tstore.open(RemoteBackend(liar(name)), mode)
+        await tstore.open(Remote(liar(name)), mode)
     assert name in str(raised.value)
-    assert await MemoryBackend(name).empty()
+    assert await MemoryStorage(name).empty()
 
 
 async def test_an_honest_backend_is_asked_little() -> None:
-    counted = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    counted = Faults(MemoryStorage(uuid.uuid4().hex))
     await tstore.open(counted, "x")
     assert len(counted.calls) <= 12
     assert await counted.list("") == ["tstore.json"]
@@ -62,14 +63,14 @@ async def test_of_eight_who_make_one_store_one_has_made_it() -> None:
 
 
 async def test_a_lost_reply_while_the_store_is_made_is_no_failure() -> None:
-    faulty = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    faulty = Faults(MemoryStorage(uuid.uuid4().hex))
     faulty.lose_reply("create", "tstore.json", times=8)
     store = await tstore.open(faulty, "x")
     assert (await tstore.open(faulty)).uuid == store.uuid
 
 
 async def test_what_fails_for_all_is_raised() -> None:
-    faulty = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    faulty = Faults(MemoryStorage(uuid.uuid4().hex))
     faulty.fail("create", "tstore.json", times=8)
     with pytest.raises(Unavailable):
         await tstore.open(faulty, "x")
@@ -193,4 +194,4 @@ def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_command_tells_at_once_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, "gopher://x")
     assert (code, out) == (1, "")
-    assert err.startswith("tstore: gopher://x: scheme")
+    assert err.startswith("tstore: gopher://x: unknown scheme")

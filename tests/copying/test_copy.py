@@ -24,7 +24,7 @@ import tstore.sync as blocking
 from tests.support import fileservers, gcs, moto_server, processes
 from tstore import Keep
 from tstore.cli import main
-from tstore.conformance.faulty import FaultyBackend
+from tstore.conformance.faults import Faults
 from tstore.copying.copy import copy_to
 from tstore.errors import (
     AlreadyExists,
@@ -40,8 +40,9 @@ from tstore.errors import (
 from tstore.format.layout import commit_key
 from tstore.log.expiry import living_versions
 from tstore.storage import upload
-from tstore.storage.base import Durability, PackWriter
+from tstore.storage.base import PackWriter
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability
 
 FROZEN = np.random.default_rng(0).random(4000)
 KINDS = ["local", "memory"]
@@ -341,7 +342,7 @@ async def test_another_store_is_refused(source: str, new: NewUrl, tmp_path: Path
 # ---- failures
 
 
-@pytest.mark.parametrize("operation", ["upload", "append", "finish", "settle", "create", "hint"])
+@pytest.mark.parametrize("operation", ["upload", "append", "finish", "flush", "create", "hint"])
 async def test_a_copy_that_fails_anywhere_is_repeated(operation: str, source: str, new: NewUrl) -> None:
     """Until it is whole nothing can be opened; then no object has moved twice."""
     store = await saved(source, 3)
@@ -350,7 +351,7 @@ async def test_a_copy_that_fails_anywhere_is_repeated(operation: str, source: st
     target = new("memory")
     failures = 0
     while True:
-        faulty = FaultyBackend(connect(target))
+        faulty = Faults(connect(target))
         faulty.fail(operation, nth=failures + 1)
         try:
             await copy_to(store, faulty)
@@ -389,7 +390,7 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
     return newest
 
 
-@pytest.mark.parametrize("operation", ["append", "create", "settle", "hint"])
+@pytest.mark.parametrize("operation", ["append", "create", "flush", "hint"])
 async def test_a_copy_goes_on_from_version_to_version(operation: str, source: str, new: NewUrl) -> None:
     """What stands at the destination is a prefix of the source's history at every moment."""
     store = await saved(source, 3)
@@ -401,7 +402,7 @@ async def test_a_copy_goes_on_from_version_to_version(operation: str, source: st
     nth, seen = 0, 3
     while True:
         nth += 1
-        faulty = FaultyBackend(connect(target))
+        faulty = Faults(connect(target))
         faulty.fail(operation, nth=nth)
         try:
             await copy_to(store, faulty)
@@ -424,7 +425,7 @@ async def test_a_reader_beside_a_copy(source: str, new: NewUrl) -> None:
     await saved(source, 7, above=5)
     seen = []
 
-    class Watched(FaultyBackend):
+    class Watched(Faults):
         async def create(self, key: str, data: bytes, durability: Durability) -> None:
             await super().create(key, data, durability)
             seen.append(await check_prefix(target, store, 2))
@@ -480,7 +481,7 @@ async def test_a_source_that_is_collected_meanwhile(source: str, new: NewUrl) ->
     store = await saved(source, 4)
     gate_at = 3
 
-    class Late(FaultyBackend):
+    class Late(Faults):
         """A gc comes after some packs were copied."""
 
         def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
@@ -500,11 +501,11 @@ async def test_a_source_that_is_collected_meanwhile(source: str, new: NewUrl) ->
 async def test_commits_that_come_meanwhile_are_not_copied(source: str, new: NewUrl) -> None:
     store = await saved(source, 2)
 
-    class Busy(FaultyBackend):
-        async def settle(self, prefix: str, durability: Durability) -> None:
+    class Busy(Faults):
+        async def flush(self, prefix: str, durability: Durability) -> None:
             async with (await tstore.open(source)).transaction():
                 pass
-            await super().settle(prefix, durability)
+            await super().flush(prefix, durability)
 
     target = new("local")
     assert (await copy_to(store, Busy(connect(target)))).version == 2
@@ -652,7 +653,7 @@ async def test_to_a_server_and_back(
         await tstore.save(store, {**big, "own": np.ones(2000)}, 1)
         await store.collect(Keep(last=1))
         await tstore.save(store, {**big, "own": np.ones(3000)}, 2)
-        faulty = FaultyBackend(target)
+        faulty = Faults(target)
         faulty.fail("create", nth=3)
         with pytest.raises(Unavailable):
             await copy_to(store, faulty)

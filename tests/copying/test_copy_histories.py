@@ -15,12 +15,13 @@ import pytest
 
 import tstore
 from tstore import Keep
-from tstore.conformance.faulty import FaultyBackend
+from tstore.conformance.faults import Faults
 from tstore.copying.copy import copy_to
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotAStore, Unavailable
 from tstore.format.layout import commit_key
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability
 
 
 def tree_of(step: int, writer: int = 0) -> dict[str, Any]:
@@ -50,10 +51,10 @@ def new() -> str:
     return f"memory://{uuid.uuid4()}"
 
 
-class Interrupted(FaultyBackend):
+class Interrupted(Faults):
     """Calls `between` once, before the object of a name is created."""
 
-    def __init__(self, inner: Backend, key: str, between: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, inner: Storage, key: str, between: Callable[[], Awaitable[object]]) -> None:
         super().__init__(inner)
         self._key = key
         self._between = between
@@ -118,7 +119,7 @@ async def test_a_damaged_object_that_may_not_be_deleted() -> None:
     data = await backend.get(pack)
     await backend.delete(pack)
     await backend.create(pack, data[:-1], Durability.NONE)
-    faulty = FaultyBackend(backend)
+    faulty = Faults(backend)
     faulty.fail("delete", error=Denied)
     with pytest.raises(Denied, match="is damaged and can't be replaced"):
         await copy_to(store, faulty)
@@ -158,7 +159,7 @@ async def test_a_copy_dies_between_any_two_objects() -> None:
     states = {v: await numbers(source, v) for v in range(60, 131)}
     deaths = 0
     while True:
-        faulty = FaultyBackend(connect(target))
+        faulty = Faults(connect(target))
         faulty.fail("create", nth=2)
         faulty.fail("hint")
         try:
@@ -181,7 +182,7 @@ async def test_commits_at_a_copy_that_died_are_seen() -> None:
     store = await numbered(source, range(1, 61))
     await tstore.copy(source, target)
     await numbered(source, range(61, 70))
-    faulty = FaultyBackend(connect(target))
+    faulty = Faults(connect(target))
     faulty.fail("create", "commits/*", nth=2)
     with pytest.raises(Unavailable):
         await copy_to(store, faulty)
@@ -240,10 +241,10 @@ async def test_a_writer_at_the_destination_comes_behind_the_copy() -> None:
 # ---- histories that part
 
 
-class Together(FaultyBackend):
+class Together(Faults):
     """Lets a copy go on only once the other one has seen the empty destination too."""
 
-    def __init__(self, inner: Backend, barrier: asyncio.Barrier) -> None:
+    def __init__(self, inner: Storage, barrier: asyncio.Barrier) -> None:
         super().__init__(inner)
         self._barrier = barrier
 
@@ -284,9 +285,9 @@ async def test_what_another_copy_made_is_forced_to_the_disk() -> None:
     store = await saved(source, range(2))
     await tstore.copy(source, target)
     await connect(target).delete("tstore.json")
-    backend = FaultyBackend(connect(target))
+    backend = Faults(connect(target))
     assert (await copy_to(store, backend)).objects == 1
-    assert backend.count("flush") == 1
+    assert backend.count("sync") == 1
 
 
 async def test_two_copies_at_once_of_one_history() -> None:
@@ -379,11 +380,11 @@ async def test_the_source_becomes_another_while_it_is_copied(moment: str, tmp_pa
         os.rename(source, tmp_path / "gone")
         os.rename(other, source)
 
-    class Replacing(FaultyBackend):
+    class Replacing(Faults):
         manifests = 0
 
-        async def settle(self, prefix: str, durability: Durability) -> None:
-            await super().settle(prefix, durability)
+        async def flush(self, prefix: str, durability: Durability) -> None:
+            await super().flush(prefix, durability)
             if moment == "pack" and os.path.exists(other):
                 replace()
 

@@ -14,7 +14,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import served
-from tstore.conformance.faulty import FaultyBackend
+from tstore.conformance.faults import Faults
 from tstore.store import Store
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ LEAVES: dict[str, Any] = {
 }
 
 
-class ChangingBackend(FaultyBackend):
+class ChangingBackend(Faults):
     """A backend before which the caller changes its arrays: just before each append to a pack, and each create."""
 
     change: Callable[[], None]

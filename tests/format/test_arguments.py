@@ -17,7 +17,7 @@ import tstore
 from tstore import Keep
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.format.records import Record
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.transaction import staging_of
 
 LONE = "a\ud800"

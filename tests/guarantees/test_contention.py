@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore import cli
-from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
 from tstore.format.records import Record
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.transaction import staging_of
 
 WRITERS = 64
@@ -82,7 +82,7 @@ async def together(
 ) -> list[int | BaseException]:
     """What becomes of transactions that are committed while the create of another is held back."""
     faults = store.log.backend
-    assert isinstance(faults, FaultyBackend)
+    assert isinstance(faults, Faults)
     first = await created(store.transaction("first"), "first")
     gate = faults.hold("create", "commits/*")
     tasks = [asyncio.create_task(first.commit())]

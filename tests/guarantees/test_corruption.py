@@ -18,8 +18,9 @@ from tests.support import fileservers
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
 from tstore.format.records import Record, Root
 from tstore.server.names import Kind, kind_of
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability
 
 TREES = {
     0: {
@@ -35,7 +36,7 @@ TREES = {
 }
 
 
-async def objects(backend: Backend) -> dict[str, bytes]:
+async def objects(backend: Storage) -> dict[str, bytes]:
     return {key: await backend.get(key) for key in await backend.list("")}
 
 

@@ -130,20 +130,19 @@ DYING = """
     import asyncio, os, signal, sys
     import numpy as np
     import tstore
-    from tstore.conformance.faulty import FaultyBackend
-    from tstore.storage.base import Backend
+    from tstore.conformance.faults import Faults
     url, stage, nth = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
-    class Deadly(FaultyBackend):
+    class Deadly(Faults):
         seen = 0
         def die(self):
             Deadly.seen += 1
             if Deadly.seen == nth:
                 os.kill(os.getpid(), signal.SIGKILL)
-        def _met(self, call):
+        def _match(self, call):
             if stage == call.operation or stage == f"{call.operation}:{call.key.partition('/')[0]}":
                 self.die()
-            return super()._met(call)
+            return super()._match(call)
         async def create(self, key, data, durability):
             await super().create(key, data, durability)
             if stage == f"created:{key.partition('/')[0]}":
@@ -164,7 +163,7 @@ def test_a_writer_killed_at_each_step_of_the_commit(tmp_path: Path) -> None:
         "writer",
         "append",
         "finish",
-        "settle",
+        "flush",
         "create:txn",
         "created:txn",
         "create:commits",

@@ -155,7 +155,7 @@ async def test_who_meets_its_own_record_makes_its_name_durable(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a group may be another's, who has linked it and not yet made the folder durable."""
-    from tstore.conformance.faulty import open_faulty
+    from tstore.conformance.faults import open_faulty
 
     store, faults = await open_faulty(tmp_path / "s")
     tx = store.transaction()

@@ -69,10 +69,10 @@ from tstore.simulation.__main__ import main
 from tstore.simulation.miniature import reduced
 from tstore.simulation.runs import simulate, simulate_many
 from tstore.simulation.scenario import make_beginnings
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.weather import CALM, Host
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 
 MOST = 600
@@ -404,9 +404,9 @@ def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
 
 
 async def test_a_power_failure_takes_what_was_not_forced() -> None:
-    storage = Storage({})
+    storage = SharedObjects({})
     host = Host("a", "a", CALM, 0, lambda _who, _what: None)
-    backend = HostBackend(storage, host)
+    backend = HostStorage(storage, host)
     await backend.create("commits/1", b"forced", Durability.FSYNC)
     storage.create("commits/2", b"its creator died before it had forced the folder")
     await backend.create("txn/a/pack-1", b"scratch", Durability.NONE)
@@ -418,11 +418,11 @@ async def test_a_power_failure_takes_what_was_not_forced() -> None:
         frozenset({"commits/1"}),
         frozenset({"commits/1", "commits/2"}),
     }
-    await backend.settle("txn/b", Durability.FSYNC)
-    await backend.settle("commits", Durability.FSYNC)
+    await backend.flush("txn/b", Durability.FSYNC)
+    await backend.flush("commits", Durability.FSYNC)
     left = storage.after_power_failure(random.Random(0)).objects
     assert left.keys() == {"commits/1", "commits/2", "txn/b/pack-1"}
-    await backend.flush()
+    await backend.sync()
     assert storage.after_power_failure(random.Random(0)).objects == storage.objects
 
 

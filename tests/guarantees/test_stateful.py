@@ -42,7 +42,7 @@ from tstore.runtime import pool, world
 from tstore.runtime.world import World, inhabited
 from tstore.simulation.store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
 from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 T = TypeVar("T")
 
@@ -224,7 +224,7 @@ class Repeatable(World):
 class Slow:
     """A backend whose calls take a while each, so that what goes on at once is interleaved."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Storage) -> None:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.stores = [self.run(tstore.open(self.url)) for _ in range(2)]
         for store in self.stores:
-            store.log.backend = cast(Backend, Slow(store.log.backend))
+            store.log.backend = cast(Storage, Slow(store.log.backend))
         self.begin_transaction(0, False, "good", None, None, [])
         for path, wide in (("a", NARROW), ("g/x", WIDE)):
             self.create_array(self.open[0], path, (5, 4), (2, 3), (wide == WIDE, True, True))

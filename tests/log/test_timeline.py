@@ -23,9 +23,10 @@ from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Root
 from tstore.log.version_cache import VersionCache
-from tstore.storage.base import Backend, Durability
-from tstore.storage.memory import MemoryObjects
-from tstore.storage.remote import RemoteBackend
+from tstore.storage.base import Storage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
+from tstore.storage.remote import Remote
 from tstore.transactions.transaction import staging_of
 
 
@@ -145,7 +146,7 @@ async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_p
 # ---- open stores and caches beside a restored backup
 
 
-async def put_back(backend: Backend, backup: dict[str, bytes]) -> None:
+async def put_back(backend: Storage, backup: dict[str, bytes]) -> None:
     """Restore a backup at the store's URL, and delete everything that is newer."""
     for key in await backend.list(""):
         await backend.delete(key)
@@ -153,7 +154,7 @@ async def put_back(backend: Backend, backup: dict[str, bytes]) -> None:
         await backend.create(key, data, Durability.NONE)
 
 
-async def backed_up(backend: Backend) -> dict[str, bytes]:
+async def backed_up(backend: Storage) -> dict[str, bytes]:
     return {key: await backend.get(key) for key in await backend.list("")}
 
 
@@ -161,7 +162,7 @@ async def backed_up(backend: Backend) -> dict[str, bytes]:
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
     """Return another backend of the same store, as another process has one."""
     name = str(uuid.uuid4())
-    return lambda: tmp_path / "store" if request.param == "local" else RemoteBackend(MemoryObjects(name))
+    return lambda: tmp_path / "store" if request.param == "local" else Remote(MemoryStorage(name))
 
 
 @pytest.mark.parametrize("since", [0, 1, 5, 9])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore import Keep
-from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.format.references import ObjectRef
 from tstore.storage.connect import connect
@@ -272,7 +272,7 @@ async def test_an_expired_version_says_so(url: str) -> None:
     assert (await store.snapshot(4)).paths() == (await store.snapshot(3)).paths()
 
 
-@pytest.mark.parametrize("operation", ["get", "size"])
+@pytest.mark.parametrize("operation", ["get", "head"])
 async def test_what_may_have_expired_is_not_called_damaged_while_the_log_cannot_be_read(
     url: str, operation: str
 ) -> None:
@@ -426,7 +426,7 @@ async def test_a_listing_that_is_old_makes_nothing_go(url: str) -> None:
         await w.write(np.arange(4000))
     async with store.transaction() as tx:
         await (await tx.array("w"))[:2000].write(7)
-    backend = FaultyBackend(store.log.backend)
+    backend = Faults(store.log.backend)
     listed = backend.list
 
     async def old_list(prefix: str) -> list[str]:
@@ -664,7 +664,7 @@ async def test_restoring_the_newest_step_goes_on_with_a_newer_one_when_it_is_ove
         nth = 1
         while True:  # at each moment of the restore a newer step is saved, and this one collected
             store, faults = await open_faulty(url)
-            gate = faults.hold("size", "*", nth=nth)
+            gate = faults.hold("head", "*", nth=nth)
             restore = asyncio.create_task(tstore.restore(store, step if asked else None))
             if await first_of(restore, gate.reached()) is restore:
                 break
@@ -717,7 +717,7 @@ async def test_a_host_with_a_wrong_clock_takes_no_writer_for_abandoned(
     await check_whole(store)
 
 
-@pytest.mark.parametrize("point", [("create", "commits/*"), ("settle", "txn/*")])
+@pytest.mark.parametrize("point", [("create", "commits/*"), ("flush", "txn/*")])
 async def test_a_slow_writer_that_was_taken_for_abandoned_fails_cleanly(url: str, point: tuple[str, str]) -> None:
     store, faults = await open_faulty(url)
     await tstore.save(store, tree_of(0), 0)

@@ -14,11 +14,11 @@ import pytest
 import tstore
 from tests.support.forging import forged
 from tstore import Keep
-from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Corrupt, Unavailable
 from tstore.format.layout import commit_key
 from tstore.format.records import Alive, Collection, Record
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 
 NOW = timedelta(0)
 
@@ -120,10 +120,10 @@ async def test_what_a_gc_that_died_condemned_goes_only_once_its_record_is_durabl
     faults.fail("delete", "txn/*/pack-*", nth=2)  # the first is the trial
     with pytest.raises(Unavailable):
         await store.collect(Keep(last=1))
-    second = FaultyBackend(faults.inner)
+    second = Faults(faults.inner)
     report = await (await tstore.open(second)).collect()
     assert report.version is None
     assert report.objects > 0
     operations = [call.operation for call in second.calls if call.operation == "delete" or call.key == "commits"]
-    assert operations[0] == "settle"
+    assert operations[0] == "flush"
     assert operations.count("delete") >= report.objects

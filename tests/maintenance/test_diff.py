@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tstore
 import tstore.sync as blocking
 from tstore.cli import main
-from tstore.conformance.faulty import open_faulty
+from tstore.conformance.faults import open_faulty
 from tstore.errors import NotFound
 from tstore.format.layout import ROOT_EVERY, root_key
 

@@ -23,8 +23,8 @@ from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Collection, Record
 from tstore.maintenance import repair
-from tstore.storage.base import Durability
-from tstore.storage.memory import MemoryBackend
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
 
 VALUES = np.arange(4000.0)
 
@@ -257,14 +257,14 @@ async def test_a_repair_that_is_killed_is_finished_by_another(step: int, monkeyp
     calls = iter(range(100))
 
     def killing(name: str) -> None:
-        real = getattr(MemoryBackend, name)
+        real = getattr(MemoryStorage, name)
 
         async def call(self: Any, *arguments: Any) -> Any:
             if next(calls) == step:
                 raise Killed
             return await real(self, *arguments)
 
-        monkeypatch.setattr(MemoryBackend, name, call)
+        monkeypatch.setattr(MemoryStorage, name, call)
 
     with monkeypatch.context() as patched:
         monkeypatch = patched

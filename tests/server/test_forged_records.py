@@ -21,7 +21,8 @@ from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
 from tstore.log.expiry import last_collection
 from tstore.log.marker import read_marker
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability
 
 VALUES = np.arange(4000.0)
 
@@ -33,7 +34,7 @@ async def filled(*steps: int) -> tstore.Store:
     return store
 
 
-async def keys(backend: Backend) -> set[str]:
+async def keys(backend: Storage) -> set[str]:
     return set(await backend.list(""))
 
 

@@ -35,7 +35,7 @@ from tstore.server.limits import LIMITS, PIECE
 from tstore.server.responses import Refused
 from tstore.server.transfers import Transfers
 from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.storage.pace import IDLE_SECONDS, SLOWEST
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
@@ -302,7 +302,7 @@ async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
     """Its pages come from one listing; a new list sees what is new."""
     names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
     async with Server("memory://a-long-list") as server, client_of(server) as client:
-        backend = server._served.backend
+        backend = server._served.storage
         for name in names:
             await backend.create(name, b"x", Durability.NONE)
         calls: list[str] = []

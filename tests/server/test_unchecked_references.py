@@ -22,7 +22,7 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, reference
 from tstore.format.tree import Changes, NodeChange, Tree
 from tstore.server import Server
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 
 
 async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Path) -> None:

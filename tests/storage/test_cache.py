@@ -16,9 +16,9 @@ import tstore
 from tests.support import processes
 from tstore import Cache, Keep
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.storage.base import Buffers
 from tstore.storage.cache.store import PIECE
-from tstore.storage.memory import MemoryObjects
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Buffers
 from tstore.storage.remote import served
 
 BIG = np.random.default_rng(0).random((3 << 20) // 8 * 4).reshape(-1, 1024)  # 12 MB: several pieces
@@ -31,13 +31,13 @@ def name() -> str:
 
 
 async def saved(name: str) -> None:
-    store = await tstore.open(served(MemoryObjects(name)))
+    store = await tstore.open(served(MemoryStorage(name)))
     for step in range(3):
         await tstore.save(store, {"big": BIG + step, "many": MANY, "small": step}, step)
 
 
-async def opened(name: str, cache: Cache | str | Path, objects: MemoryObjects | None = None) -> tstore.Store:
-    return await tstore.open(served(objects or MemoryObjects(name)), "r", cache=cache)
+async def opened(name: str, cache: Cache | str | Path, objects: MemoryStorage | None = None) -> tstore.Store:
+    return await tstore.open(served(objects or MemoryStorage(name)), "r", cache=cache)
 
 
 async def check(store: tstore.Store, step: int) -> None:
@@ -95,7 +95,7 @@ async def test_new_commits_show_at_once(name: str, tmp_path: Path) -> None:
     await saved(name)
     reader = await opened(name, tmp_path)
     await check(reader, 2)
-    writer = await tstore.open(served(MemoryObjects(name)), cache=tmp_path)
+    writer = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
     await tstore.save(writer, {"big": BIG + 3, "many": MANY, "small": 3}, 3)
     await check(reader, 3)
     await check(writer, 3)
@@ -132,7 +132,7 @@ async def test_a_damaged_cache_makes_no_difference(damage: str, name: str, tmp_p
     assert "read" not in requests(again)
 
 
-class Wrong(MemoryObjects):
+class Wrong(MemoryStorage):
     """The first reads of each pack bring a wrong bit, as by a proxy with bad memory."""
 
     def __init__(self, name: str, times: int) -> None:
@@ -163,12 +163,12 @@ async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
     copied = str(tmp_path / "copy")
     await tstore.copy(await opened(name, tmp_path), copied)
     await tstore.save(copied, {"own": 1}, 7)
-    writer = await tstore.open(served(MemoryObjects(name)), cache=tmp_path)
+    writer = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
     await tstore.save(writer, {"own": 1}, 8)
-    for place, step in ((copied, 7), (served(MemoryObjects(name)), 8)):
+    for place, step in ((copied, 7), (served(MemoryStorage(name)), 8)):
         store = await tstore.open(place, cache=tmp_path)
         assert await tstore.steps(store) == [0, 1, 2, step]
-    objects = MemoryObjects(name)
+    objects = MemoryStorage(name)
     for page in [p async for p in objects.pages("")]:
         for entry in page.entries:
             await objects.delete(entry.key)
@@ -253,7 +253,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 
 async def test_everything_else_passes_through(name: str, tmp_path: Path) -> None:
     """A writer with a cache does all that one without does."""
-    store = await tstore.open(served(MemoryObjects(name)), cache=tmp_path)
+    store = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
     tree: dict[str, Any] = {"x": np.arange(10_000)}
     for step in range(4):
         await tstore.save(store, {**tree, "step": step}, step)

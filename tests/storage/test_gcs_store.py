@@ -18,7 +18,7 @@ import tstore
 from tests.support import forks, gcs
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
-from tstore.storage.gcs.store import GcsObjects
+from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.remote import served
 from tstore.storage.retry import RetryPolicy
 
@@ -50,7 +50,7 @@ async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytes
         async with endpoint.running():
             options["endpoint_url"] = endpoint.url
             for mode in ("r", "a", "x"):
-                with pytest.raises(Denied, match="refused the credentials, as wrong or expired") as raised:
+                with pytest.raises(Denied, match="refused the credentials as wrong or expired") as raised:
                     await tstore.open(f"gs://{endpoint.new_bucket()}/run", mode=mode, storage_options=options)
                 assert "secret" not in f"{raised.value!r} {raised.value.__cause__!r}"
     assert set(endpoint.shown) == {"Bearer ya29.secret"}
@@ -60,7 +60,7 @@ async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytes
 
 async def test_a_missing_bucket_is_told_when_a_store_is_opened(emulator: str) -> None:
     for mode in ("r", "a", "x"):
-        with pytest.raises(InvalidArgument, match="there is no bucket nowhere"):
+        with pytest.raises(InvalidArgument, match="bucket nowhere does not exist"):
             await tstore.open("gs://nowhere/run", mode=mode, storage_options={"endpoint_url": emulator})
     url = f"gs://{gcs.new_bucket(emulator)}/run"
     with pytest.raises(NotAStore, match=rf"{url} is not a tstore store"):
@@ -149,7 +149,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
     unknown: set[str] = set()
 
     async def opened(mode: tstore.Mode = "a") -> tstore.Store:
-        objects = GcsObjects(url, endpoint_url=endpoint.url)
+        objects = GcsStorage(url, endpoint_url=endpoint.url)
         return await tstore.open(served(objects, policy=RetryPolicy(shortest=0.001, longest=0.01)), mode)
 
     async def write(writer: int) -> None:

@@ -23,15 +23,10 @@ from tests.support.fileservers import aiohttp_files, nginx, python_files
 from tests.support.forks import forks
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotAStore, NotFound, Unreachable
 from tstore.server import Access, Server
-from tstore.storage.http.store import HttpObjects
-from tstore.storage.objects import WHOLE, PutMode, Span
+from tstore.storage.http.store import HttpStorage
+from tstore.storage.objects import PutMode
 
 DATA = bytes(range(256)) * 1000
-SPANS = [
-    *[(0, None), (0, 5), (5, 9), (5, 5), (9, 5), (255_990, None), (255_990, 300_000), (256_000, None)],
-    *[(300_000, 300_001), (-5, None), (-300_000, None), (-10, -5), (-5, 3), (5, -5), (-10, 255_995)],
-    *[(0, -256_000), (-1, -300_000)],
-]
 TOKENS = {scope: f"token-of-scope-{scope}" for scope in ("read", "write", "admin")}
 ACCESS = Access({token: scope for scope, token in TOKENS.items()})
 SERVERS = ["nginx", "aiohttp", "python", "tstore"]
@@ -54,8 +49,8 @@ async def served(kind: str, folder: Path, own: Path) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, **options: Any) -> AsyncIterator[HttpObjects]:
-    found = HttpObjects(url, **options)
+async def connected(url: str, **options: Any) -> AsyncIterator[HttpStorage]:
+    found = HttpStorage(url, **options)
     try:
         yield found
     finally:
@@ -63,7 +58,7 @@ async def connected(url: str, **options: Any) -> AsyncIterator[HttpObjects]:
 
 
 @pytest.fixture(params=SERVERS)
-async def files(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[HttpObjects, Path, str]]:
+async def files(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[HttpStorage, Path, str]]:
     folder = tmp_path / "files"
     folder.mkdir()
     async with served(request.param, folder, tmp_path / "own") as url, connected(url) as store:
@@ -71,7 +66,7 @@ async def files(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 @pytest.fixture
-async def ours(tmp_path: Path) -> AsyncIterator[HttpObjects]:
+async def ours(tmp_path: Path) -> AsyncIterator[HttpStorage]:
     async with Server(tmp_path / "store", names="any", access=ACCESS) as server:
         async with connected(server.url, token=TOKENS["admin"]) as store:
             yield store
@@ -81,20 +76,17 @@ async def ours(tmp_path: Path) -> AsyncIterator[HttpObjects]:
 
 
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
-async def test_spans_are_slices(files: tuple[HttpObjects, Path, str]) -> None:
+async def test_objects_are_read_whole(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
-    (folder / "full").write_bytes(DATA)
-    (folder / "empty").write_bytes(b"")
-    for start, stop in SPANS:
-        assert await store.get("full", Span(start, stop)) == DATA[start:stop], (start, stop)
-        assert await store.get("empty", Span(start, stop)) == b"", (start, stop)
-    for span in (WHOLE, Span(3), Span(3, 9), Span(-3), Span(5, 5), Span(-5, -3)):
-        with pytest.raises(NotFound, match="missing"):
-            await store.get("missing", span)
+    for name, data in (("full", DATA), ("empty", b"")):
+        (folder / name).write_bytes(data)
+        assert await store.get(name) == data
+    with pytest.raises(NotFound, match="missing"):
+        await store.get("missing")
 
 
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
-async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpObjects, Path, str]) -> None:
+async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     (folder / "full").write_bytes(DATA)
     for offset, sizes in [(0, [len(DATA)]), (7, [1, 0, 70_000, 3]), (len(DATA) - 1, [1]), (5, [3] * 500)]:
@@ -108,7 +100,7 @@ async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpObjects, Pat
         await store.read("missing", 5, [bytearray(5)], 5)
 
 
-async def test_a_head_tells_length_and_age(files: tuple[HttpObjects, Path, str]) -> None:
+async def test_a_head_tells_length_and_age(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     (folder / "full").write_bytes(DATA)
     found = await store.head("full")
@@ -122,7 +114,7 @@ async def test_a_head_tells_length_and_age(files: tuple[HttpObjects, Path, str])
 @pytest.mark.parametrize(
     "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "-", "~", "a:b", "a+b&c=d", "a;b"]
 )
-async def test_odd_names_are_read(files: tuple[HttpObjects, Path, str], key: str) -> None:
+async def test_odd_names_are_read(files: tuple[HttpStorage, Path, str], key: str) -> None:
     store, folder, _ = files
     (folder / key).parent.mkdir(exist_ok=True)
     (folder / key).write_bytes(key.encode())
@@ -136,7 +128,7 @@ async def test_a_server_that_ignores_ranges_is_read_with_one_warning(tmp_path: P
             target = bytearray(1000)
             reads = [store.read("full", i, [bytearray(9)], 9) for i in range(9)]
             with pytest.warns(RuntimeWarning, match=r"SimpleHTTP.*ignores Range") as caught:
-                await asyncio.gather(*reads, store.get("full", Span(5, 9)))
+                await asyncio.gather(*reads)
             assert len(caught) == 1
             for offset in range(0, 50_000, 1000):  # where another warning would be an error
                 await store.read("full", offset, [target], 1000)
@@ -144,19 +136,19 @@ async def test_a_server_that_ignores_ranges_is_read_with_one_warning(tmp_path: P
             assert not store.capabilities.ranges
 
 
-async def test_what_a_server_can_is_learned_from_its_answers(files: tuple[HttpObjects, Path, str]) -> None:
+async def test_what_a_server_can_is_learned_from_its_answers(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, kind = files
     (folder / "full").write_bytes(DATA)
     assert not any(store.capabilities)
     await store.head("full")
     assert store.capabilities.conditional_create == store.capabilities.listing == (kind == "tstore")
     if kind != "python":
-        await store.get("full", Span(0, 5))
+        await store.read("full", 0, [bytearray(5)], 5)
         assert store.capabilities.ranges
 
 
 @pytest.mark.parametrize("files", SERVERS[:-1], indirect=True)
-async def test_other_servers_are_not_written(files: tuple[HttpObjects, Path, str]) -> None:
+async def test_other_servers_are_not_written(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     for write in (
         store.put("k", [b"x"], PutMode.CREATE),
@@ -171,7 +163,7 @@ async def test_other_servers_are_not_written(files: tuple[HttpObjects, Path, str
 
 
 @pytest.mark.parametrize("key", ["", "/", "../x", "a/../b", "a//b", ".x", "a\0b"])
-async def test_names_that_lead_outside_are_not_asked_for(ours: HttpObjects, key: str) -> None:
+async def test_names_that_lead_outside_are_not_asked_for(ours: HttpStorage, key: str) -> None:
     for call in (
         ours.get(key),
         ours.head(key),
@@ -187,12 +179,12 @@ async def test_names_that_lead_outside_are_not_asked_for(ours: HttpObjects, key:
 
 
 @pytest.mark.parametrize("pieces", [[], [b""], [DATA], [b"a", b"", DATA, memoryview(DATA)[:7]]])
-async def test_what_was_put_is_read(ours: HttpObjects, pieces: list[Any]) -> None:
+async def test_what_was_put_is_read(ours: HttpStorage, pieces: list[Any]) -> None:
     await ours.put("a/b", pieces, PutMode.CREATE)
     assert await ours.get("a/b") == b"".join(pieces)
 
 
-async def test_a_create_never_replaces_and_a_replace_does(ours: HttpObjects) -> None:
+async def test_a_create_never_replaces_and_a_replace_does(ours: HttpStorage) -> None:
     await ours.put("k", [b"first"], PutMode.CREATE)
     with pytest.raises(AlreadyExists, match="k"):
         await ours.put("k", [b"second"], PutMode.CREATE)
@@ -201,7 +193,7 @@ async def test_a_create_never_replaces_and_a_replace_does(ours: HttpObjects) -> 
     assert await ours.get("k") == b"third"
 
 
-async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpObjects) -> None:
+async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpStorage) -> None:
     keys = [f"t/{i:04}" for i in range(1003)] + ["t/x/1", "t/x/2", "t/y/1", "u"]
     for key in keys:
         path = tmp_path / "store" / key
@@ -218,14 +210,14 @@ async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpOb
     assert [page async for page in ours.pages("nothing/") if page.entries or page.folders] == []
 
 
-async def test_deleted_is_gone(ours: HttpObjects) -> None:
+async def test_deleted_is_gone(ours: HttpStorage) -> None:
     await ours.put("a/b", [b"x"], PutMode.CREATE)
     await ours.delete("a/b")
     await ours.delete("a/b")
     assert await ours.head("a/b") is None
 
 
-async def test_a_closed_session_opens_again(ours: HttpObjects) -> None:
+async def test_a_closed_session_opens_again(ours: HttpStorage) -> None:
     await ours.put("k", [b"x"], PutMode.CREATE)
     await ours.close()
     await ours.close()
@@ -245,7 +237,7 @@ async def test_a_closed_session_opens_again(ours: HttpObjects) -> None:
         (TOKENS["admin"], ["", "", ""]),
     ],
 )
-async def test_a_token_opens_what_its_scope_allows(ours: HttpObjects, token: str | None, said: list[str]) -> None:
+async def test_a_token_opens_what_its_scope_allows(ours: HttpStorage, token: str | None, said: list[str]) -> None:
     await ours.put("there", [b"x"], PutMode.CREATE)
     async with connected(ours.url, token=token) as store:
         calls = [store.get("there"), store.put("new", [b"y"], PutMode.CREATE), store.delete("there")]
@@ -276,7 +268,7 @@ async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: P
     await runner.cleanup()
     for path in (tmp_path / "none.pem", Path(__file__)):
         with pytest.raises(InvalidArgument, match="can't be read as certificates"):
-            HttpObjects(url, ca_file=path)
+            HttpStorage(url, ca_file=path)
 
 
 async def _insecure(request: web.BaseRequest) -> web.Response:

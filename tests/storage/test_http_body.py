@@ -19,9 +19,9 @@ from tests.support.answers import Answer, Request, Server, close, hang, ok, part
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.storage import pace
 from tstore.storage.http.body import fill
-from tstore.storage.http.responses import Sink
 from tstore.storage.http.session import trusting
-from tstore.storage.http.store import HttpObjects
+from tstore.storage.http.sink import Sink
+from tstore.storage.http.store import HttpStorage
 from tstore.storage.pace import Pace
 from tstore.storage.remote import served
 
@@ -35,7 +35,7 @@ HALF = WHOLE[: len(WHOLE) - SIZE // 2]
 class Place:
     """A server, a client of it, and how many bytes one read has."""
 
-    def __init__(self, server: Server, store: HttpObjects, trusted: ssl.SSLContext | None) -> None:
+    def __init__(self, server: Server, store: HttpStorage, trusted: ssl.SSLContext | None) -> None:
         self.server = server
         self.store = store
         self._trusted = trusted
@@ -69,7 +69,7 @@ class Places:
     @contextlib.asynccontextmanager
     async def serving(self, *answers: Answer) -> AsyncIterator[Place]:
         async with serving(*answers, tls=self._server) as server:
-            store = HttpObjects(server.url, **self._options)
+            store = HttpStorage(server.url, **self._options)
             try:
                 yield Place(server, store, self._trusted)
             finally:
@@ -200,7 +200,7 @@ async def test_a_body_that_breaks_off_is_unavailable(
 async def test_a_body_that_broke_off_is_asked_for_again(places: Places) -> None:
     async with places.serving(then(HALF, close), WHOLE) as place:
         room = bytearray(SIZE)
-        await served(place.store).objects.read("k", 0, [room], SIZE)
+        await served(place.store).read("k", 0, [room], SIZE)
         assert room == BODY
 
 

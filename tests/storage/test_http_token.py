@@ -18,8 +18,8 @@ from tests.support.answers import Answer, Request, Server, ok, serving
 from tstore.errors import Denied, InvalidArgument, TStoreError
 from tstore.server import Access
 from tstore.server import Server as StoreServer
-from tstore.storage.gcs.store import GcsObjects
-from tstore.storage.http.store import HttpObjects
+from tstore.storage.gcs.store import GcsStorage
+from tstore.storage.http.store import HttpStorage
 from tstore.storage.http.tokens import find_token, warn_in_clear
 from tstore.storage.objects import PutMode
 
@@ -48,8 +48,8 @@ def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, **options: Any) -> AsyncIterator[HttpObjects]:
-    objects = HttpObjects(url, **options)
+async def connected(url: str, **options: Any) -> AsyncIterator[HttpStorage]:
+    objects = HttpStorage(url, **options)
     try:
         yield objects
     finally:
@@ -217,7 +217,7 @@ def test_the_more_exact_token_goes_first(monkeypatch: pytest.MonkeyPatch, token_
 def test_a_wrong_file_is_told_by_its_line_and_without_a_token(text: str, match: str, token_file: Path) -> None:
     token_file.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidArgument, match=match) as caught:
-        HttpObjects("http://host")
+        HttpStorage("http://host")
     assert str(token_file) in str(caught.value)
     assert_hidden(caught.value)
 
@@ -227,7 +227,7 @@ def test_a_file_that_others_may_read_is_refused(mode: int, token_file: Path) -> 
     token_file.write_text(f"host {SECRET}\n")
     token_file.chmod(mode)
     with pytest.raises(InvalidArgument, match=rf"mode {mode:04o}.*chmod 600"):
-        HttpObjects("http://host")
+        HttpStorage("http://host")
 
 
 def test_a_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_a_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, t
     for name in ("none", "pipe", "folder"):
         monkeypatch.setenv("TSTORE_TOKEN_FILE", str(tmp_path / name))
         with pytest.raises(InvalidArgument, match=rf"TSTORE_TOKEN_FILE names .*{name}"):
-            HttpObjects("http://host")
+            HttpStorage("http://host")
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", f"{SECRET} x", f"{SECRET}\nX-Evil: 1"):
         monkeypatch.setenv("TSTORE_TOKEN_HOST", value)
         with pytest.raises(InvalidArgument, match="TSTORE_TOKEN_HOST: the token") as caught:
-            HttpObjects("http://host")
+            HttpStorage("http://host")
         assert_hidden(caught.value)
 
 
@@ -298,7 +298,7 @@ async def test_the_warning_comes_with_the_token_and_not_before(monkeypatch: pyte
         with pytest.warns(RuntimeWarning, match=r"a-token\.invalid goes over http"):
             with pytest.raises(TStoreError, match="no connection"):
                 await store.get("k")
-    gcs = GcsObjects("gs://bucket/x", token=SECRET, endpoint_url="http://gcs-token.invalid")
+    gcs = GcsStorage("gs://bucket/x", token=SECRET, endpoint_url="http://gcs-token.invalid")
     with pytest.warns(RuntimeWarning, match=r"gcs-token\.invalid goes over http"):
         with pytest.raises(TStoreError, match="no connection"):
             await gcs.get("k")
@@ -311,7 +311,7 @@ async def test_another_origin_that_wants_a_token_gets_none(monkeypatch: pytest.M
         led = ok(b"", f"Location: {other.url}/x", status="302 Found")
         for options in ({}, {"token": OTHER}):
             async with serving(led) as server, connected(server.url, **options) as store:
-                with pytest.raises(Denied, match="where the server led, wants a token"):
+                with pytest.raises(Denied, match="to which the server redirects, wants a token"):
                     await store.get("k")
         assert set(shown(other)) == {None}
 
@@ -433,7 +433,7 @@ def test_a_secret_of_roots_that_the_group_may_read(token_file: Path, monkeypatch
     if os.stat(token_file).st_uid:
         pytest.skip("needs a file of root's")
     with pytest.raises(InvalidArgument, match="mode 0440"):
-        HttpObjects("http://host")
+        HttpStorage("http://host")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert token_of("http://host") == SECRET
 

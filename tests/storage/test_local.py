@@ -21,8 +21,8 @@ import tstore
 from tests.support import processes
 from tstore import conformance
 from tstore.errors import AlreadyExists, Denied, InvalidArgument
-from tstore.storage.base import Durability
-from tstore.storage.local.store import LocalBackend
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.objects import Durability
 
 TREE = {"a": np.arange(1000.0), "b": {"c": np.ones((3, 4), np.float32)}}
 IN_PROCESS = [check for check in conformance.CHECKS if check.name != "one_winner_among_processes"]
@@ -122,7 +122,7 @@ async def test_a_folder_that_may_only_be_read(public: Path) -> None:
 
 @pytest.mark.parametrize("key", ["\ud800", "a/\udcff"], ids=ascii)
 async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="UTF-8"):
             await call
@@ -130,7 +130,7 @@ async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None
 
 @pytest.mark.parametrize("key", ["x" * 300, "x/" * 3000 + "x"], ids=len)
 async def test_names_that_are_too_long(tmp_path: Path, key: str) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="too long"):
             await call
@@ -143,7 +143,7 @@ async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "s" / "b").symlink_to(tmp_path / "nowhere")
-    backend = LocalBackend(tmp_path / "s")
+    backend = LocalStorage(tmp_path / "s")
     for key in ("a", "b"):
         with pytest.raises(AlreadyExists):
             await backend.create(key, b"mine", Durability.FSYNC)
@@ -174,7 +174,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 @pytest.mark.usefixtures("locks")
 def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path) -> None:
-    backends = [LocalBackend(tmp_path / "s") for _ in range(2)]
+    backends = [LocalStorage(tmp_path / "s") for _ in range(2)]
     first, second = [b.upload("txn/a/pack-0", 4, Durability.FSYNC) for b in backends]
     for writer in (second, first):
         writer.append([b"data"], 4)
@@ -188,18 +188,18 @@ def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path)
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path, locks: bool) -> None:
     code = """
 import os, sys
-from tstore.storage.base import Durability
-from tstore.storage.local.store import LocalBackend
-LocalBackend(sys.argv[1]).upload("txn/a/pack-0", 4, Durability.FSYNC)
+from tstore.storage.objects import Durability
+from tstore.storage.local.store import LocalStorage
+LocalStorage(sys.argv[1]).upload("txn/a/pack-0", 4, Durability.FSYNC)
 os.kill(os.getpid(), 9)
 """
     died = subprocess.run([sys.executable, "-c", code, tmp_path / "s"], check=False)
     assert died.returncode == -signal.SIGKILL
     [left] = unfinished(tmp_path)
-    writer = LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC)
+    writer = LocalStorage(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC)
     assert left.exists() != locks
     writer.discard()
     if not locks:
         os.utime(left, (0, 0))
-        LocalBackend(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC).discard()
+        LocalStorage(tmp_path / "s").upload("txn/a/pack-0", 4, Durability.FSYNC).discard()
     assert unfinished(tmp_path) == []

@@ -31,11 +31,13 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.runtime import budget, io_loop
-from tstore.storage.base import Buffers, Durability
-from tstore.storage.memory import MemoryObjects
-from tstore.storage.objects import Objects, PutMode, Request, Wrapper
-from tstore.storage.remote import PACK, RemoteBackend, served
+from tstore.storage.base import Storage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Buffers, Durability, PutMode
+from tstore.storage.packs import PACK
+from tstore.storage.remote import Remote, served
 from tstore.storage.retry import RetryPolicy
+from tstore.storage.wrapper import Request, Wrapper
 
 BRISK = RetryPolicy(shortest=0.001, longest=0.02, deadline=30.0)
 
@@ -44,9 +46,9 @@ def anew() -> str:
     return str(uuid.uuid4())
 
 
-async def open_remote(name: str, *around: Callable[[Objects], Objects]) -> tstore.Store:
+async def open_remote(name: str, *around: Callable[[Storage], Storage]) -> tstore.Store:
     """A store on the objects of that name, with wrappers around them."""
-    objects: Objects = MemoryObjects(name)
+    objects: Storage = MemoryStorage(name)
     for wrap in around:
         objects = wrap(objects)
     return await tstore.open(served(objects, BRISK))
@@ -62,7 +64,7 @@ def tree(arrays: int, values: int = 100) -> dict[str, Any]:
 class Rounds(Wrapper):
     """Answers only when as many requests are under way as each round is said to have."""
 
-    def __init__(self, inner: Objects) -> None:
+    def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._sizes: list[int] = []
         self._waiting: list[asyncio.Future[None]] = []
@@ -98,8 +100,8 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
-    rounds = Rounds(MemoryObjects(name))
-    backend = RemoteBackend(rounds)
+    rounds = Rounds(MemoryStorage(name))
+    backend = Remote(rounds)
     store = await rounds.expect(tstore.open(backend), 2)  # the marker and the hint
     found = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
     assert np.array_equal(found["w0003"], tree(10, 20_000)["w0003"])
@@ -131,8 +133,8 @@ async def test_a_snapshot_takes_the_looks_for_the_newest_version_alone(commits: 
     first = await open_remote(name)
     for i in range(commits):
         await small_commit(first, f"a{i}")
-    rounds = Rounds(MemoryObjects(name))
-    store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)  # the marker and the hint
+    rounds = Rounds(MemoryStorage(name))
+    store = await rounds.expect(tstore.open(Remote(rounds)), 2)  # the marker and the hint
     assert len((await rounds.expect(store.snapshot(), *looks)).paths()) == commits
 
 
@@ -140,8 +142,8 @@ async def test_what_others_committed_is_read_many_records_at_once() -> None:
     name = anew()
     first = await open_remote(name)
     await small_commit(first, "first")
-    rounds = Rounds(MemoryObjects(name))
-    store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
+    rounds = Rounds(MemoryStorage(name))
+    store = await rounds.expect(tstore.open(Remote(rounds)), 2)
     await rounds.expect(store.snapshot(), 2)
     for i in range(40):
         await small_commit(first, f"a{i}")
@@ -155,10 +157,10 @@ async def test_the_history_is_read_ever_more_records_at_once() -> None:
     first = await open_remote(name)
     for i in range(84):
         await small_commit(first, f"a{i}")
-    rounds = Rounds(MemoryObjects(name))
+    rounds = Rounds(MemoryStorage(name))
 
     async def reopened() -> tstore.Store:
-        store = await rounds.expect(tstore.open(RemoteBackend(rounds)), 2)
+        store = await rounds.expect(tstore.open(Remote(rounds)), 2)
         # 64, its root and up to 66; up to 128; those between 80 and 96, and below 80 those that are not known
         await rounds.expect(store.log.reader.newest(), 4, 6, 15 + 10)
         return store
@@ -272,7 +274,7 @@ def assert_all_memory_is_free() -> None:
 
 async def test_an_upload_that_fails_fails_the_commit_and_nothing_is_visible() -> None:
     class Full(Wrapper):
-        async def put(self, key: str, data: Any, mode: PutMode) -> None:
+        async def put(self, key: str, data: Any, mode: PutMode, durability: Durability = Durability.FSYNC) -> None:
             if "/pack-" in key:
                 raise Denied(f"{key}: no more packs")
             await self.inner.put(key, data, mode)
@@ -292,7 +294,7 @@ async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreEr
     class Fails(Wrapper):
         tries: ClassVar[list[Any]] = []
 
-        async def put(self, key: str, data: Any, mode: PutMode) -> None:
+        async def put(self, key: str, data: Any, mode: PutMode, durability: Durability = Durability.FSYNC) -> None:
             if not key.startswith("commits/"):
                 return await self.inner.put(key, data, mode)
             self.tries.append(lambda: self.inner.put(key, data, mode))
@@ -311,10 +313,12 @@ async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreEr
 
 async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
     class Full(Wrapper):
-        async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
+        async def put(
+            self, key: str, data: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+        ) -> None:
             raise StorageFull("no room")
 
-    backend = RemoteBackend(Full(MemoryObjects(anew())))
+    backend = Remote(Full(MemoryStorage(anew())))
     pack = backend.writer("txn/a/pack-0", Durability.FSYNC)
     pack.append([b"x"], 1)
     pack.finish()
@@ -323,7 +327,7 @@ async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
     del pack, ended
     gc.collect()
     with pytest.raises(StorageFull):
-        await backend.settle("txn/a", Durability.FSYNC)
+        await backend.flush("txn/a", Durability.FSYNC)
 
 
 async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -> None:
@@ -346,12 +350,12 @@ FLAT = """
     import asyncio, json
     import numpy as np
     import tstore
-    from tstore.storage.memory import MemoryObjects
-    from tstore.storage.objects import Wrapper
+    from tstore.storage.memory import MemoryStorage
     from tstore.storage.remote import served
+    from tstore.storage.wrapper import Wrapper
 
     class Sink(Wrapper):
-        async def put(self, key, data, mode):
+        async def put(self, key, data, mode, durability):
             await asyncio.sleep(0.4)
             await self.inner.put(key, data if "/pack-" not in key else [b""], mode)
 
@@ -360,7 +364,7 @@ FLAT = """
             return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
 
     async def main():
-        store = await tstore.open(served(Sink(MemoryObjects("x"))))
+        store = await tstore.open(served(Sink(MemoryStorage("x"))))
         tree = {f"w{i}": v for i, v in enumerate(np.ones((1 << 27), "f4").reshape(32, 1024, -1))}
         before = peak()
         await tstore.save(store, tree, step=1)
@@ -402,7 +406,7 @@ def test_one_session_serves_the_blocking_twins_and_many_loops() -> None:
             self.seen.add(asyncio.get_running_loop())
             return await call()
 
-    backend = served(Loops(MemoryObjects(name)))
+    backend = served(Loops(MemoryStorage(name)))
     with blocking.open(backend) as store:
         blocking.save(store, tree(5, 10_000), step=1)
 
@@ -460,7 +464,7 @@ async def test_the_loop_does_not_wait_for_itself() -> None:
 
 
 def test_a_forked_child_has_a_loop_of_its_own() -> None:
-    store = blocking.open(served(MemoryObjects(anew())))
+    store = blocking.open(served(MemoryStorage(anew())))
     blocking.save(store, tree(5, 10_000), step=1)
     tx = store.transaction()
     tx.create_array("unfinished", (100_000,), "f8").write(np.ones(100_000))
@@ -490,11 +494,11 @@ class World:
         self._chances = chances
 
     async def host(self, number: int) -> tstore.Store:
-        faults = Faults(MemoryObjects(self.name), self._chances, jitter=0.002, seed=self._seed * 100 + number)
+        faults = Faults(MemoryStorage(self.name), self._chances, jitter=0.002, seed=self._seed * 100 + number)
         return await tstore.open(served(faults, BRISK))
 
     async def calm(self) -> tstore.Store:
-        return await tstore.open(RemoteBackend(MemoryObjects(self.name)))
+        return await tstore.open(Remote(MemoryStorage(self.name)))
 
 
 CHANCES = Chances(throttled=0.04, lost=0.04, unanswered=0.04, late=0.04, repeated=0.04)
@@ -535,8 +539,8 @@ async def test_no_acknowledged_commit_is_lost_to_a_bad_network(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(4))
 async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None:
     name = anew()
-    calm = await tstore.open(RemoteBackend(MemoryObjects(name)))
-    faults = Faults(MemoryObjects(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
+    calm = await tstore.open(Remote(MemoryStorage(name)))
+    faults = Faults(MemoryStorage(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
     impatient = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.0, first_deadline=0.0)
     store = tstore.Store(served(faults, impatient), calm.uuid, "a")
     outcomes: dict[str, int | None] = {}

@@ -19,7 +19,7 @@ from tstore.conformance.relay import Relay
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, TStoreError, Unavailable
 from tstore.runtime.io_loop import on_io
 from tstore.storage.objects import Page, PutMode
-from tstore.storage.s3.store import S3Objects
+from tstore.storage.s3.store import S3Storage
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 
@@ -36,8 +36,8 @@ def url() -> str:
 
 
 @pytest.fixture
-async def objects(server: S3Server, url: str) -> AsyncIterator[S3Objects]:
-    made = S3Objects(url, **server.options)
+async def objects(server: S3Server, url: str) -> AsyncIterator[S3Storage]:
+    made = S3Storage(url, **server.options)
     yield made
     await on_io(made.close())
 
@@ -53,7 +53,7 @@ async def test_conformance(check: conformance.Check, server: S3Server, url: str)
 
 
 async def test_a_list_of_several_pages(server: S3Server) -> None:
-    objects = S3Objects(f"s3://{BUCKET}/{moto_server.FULL}", **server.options)
+    objects = S3Storage(f"s3://{BUCKET}/{moto_server.FULL}", **server.options)
 
     async def listed() -> list[Page]:
         return [page async for page in objects.pages("txn/1/")]
@@ -125,7 +125,7 @@ async def test_a_server_that_ignores_the_condition_is_refused(server: S3Server, 
 
 async def test_a_create_that_the_client_sent_twice_is_known_as_its_own(server: S3Server, url: str) -> None:
     async with Relay.to(server.host, server.port) as relay:
-        made = S3Objects(url, **moto_server.options(f"http://{relay.host}:{relay.port}"))
+        made = S3Storage(url, **moto_server.options(f"http://{relay.host}:{relay.port}"))
 
         async def create(key: str) -> None:
             await made.put(key, [b"mine"], PutMode.CREATE)
@@ -156,7 +156,7 @@ async def test_what_a_user_sees(server: S3Server, url: str) -> None:
             await asyncio.wait_for(tstore.open(where, storage_options=given), 60)
         assert "not-a-secret" not in f"{raised.value!r} {raised.value.__cause__!r}"
 
-    await fails(InvalidArgument, "no bucket nowhere", "s3://nowhere/x")
+    await fails(InvalidArgument, "bucket nowhere does not exist", "s3://nowhere/x")
     await fails(InvalidArgument, "Invalid endpoint", endpoint_url="nonsense")
     await fails(InvalidArgument, "'secrets'.*expected .*secret", secrets="x")
     await fails(InvalidArgument, "s3://bucket", "s3://")
@@ -166,7 +166,7 @@ async def test_what_a_user_sees(server: S3Server, url: str) -> None:
 
 
 async def test_a_wrong_endpoint_is_unavailable(url: str) -> None:
-    made = S3Objects(url, **moto_server.options("http://127.0.0.1:9"))
+    made = S3Storage(url, **moto_server.options("http://127.0.0.1:9"))
     with pytest.raises(Unavailable, match="endpoint"):
         await on_io(made.get("k"))
     await on_io(made.close())
@@ -177,7 +177,7 @@ async def test_without_credentials(server: S3Server, url: str, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    made = S3Objects(url, endpoint_url=server.endpoint)
+    made = S3Storage(url, endpoint_url=server.endpoint)
     with pytest.raises(Denied, match="AWS_ACCESS_KEY_ID"):
         await on_io(made.get("k"))
     await on_io(made.close())
@@ -194,7 +194,7 @@ async def test_the_environment_is_enough(server: S3Server, url: str, monkeypatch
 
 
 async def test_secrets_are_not_shown(
-    server: S3Server, objects: S3Objects, caplog: pytest.LogCaptureFixture
+    server: S3Server, objects: S3Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "tstore")
     caplog.set_level(logging.DEBUG, "s3fs")

@@ -14,37 +14,38 @@ import numpy as np
 import pytest
 
 from tests.support import processes
-from tstore.conformance.faulty import FaultyBackend
+from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalBackend
-from tstore.storage.memory import MemoryObjects
-from tstore.storage.remote import RemoteBackend
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
+from tstore.storage.remote import Remote
 
 FSYNC, NONE = Durability.FSYNC, Durability.NONE
 MARKS = [b"", b"x", bytes(range(256)) * 100]
 
 
 @pytest.fixture(params=["local", "memory", "faulty", "remote"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return connect(tmp_path / "new" / "store")
     if request.param == "remote":
-        return RemoteBackend(MemoryObjects(str(uuid.uuid4())))
+        return Remote(MemoryStorage(str(uuid.uuid4())))
     memory = connect(f"memory://{uuid.uuid4()}")
-    return memory if request.param == "memory" else FaultyBackend(memory)
+    return memory if request.param == "memory" else Faults(memory)
 
 
 @pytest.mark.parametrize("data", MARKS, ids=len)
 @pytest.mark.parametrize("durability", Durability)
-async def test_what_was_created_is_read(backend: Backend, data: bytes, durability: Durability) -> None:
+async def test_what_was_created_is_read(backend: Storage, data: bytes, durability: Durability) -> None:
     await backend.create("a/b/c", data, durability)
     assert await backend.get("a/b/c") == data
     assert await backend.size("a/b/c") == len(data)
 
 
-async def test_create_never_replaces(backend: Backend) -> None:
+async def test_create_never_replaces(backend: Storage) -> None:
     await backend.create("k", b"first", FSYNC)
     for data in (b"second", b"first", b""):
         with pytest.raises(AlreadyExists, match="k"):
@@ -52,7 +53,7 @@ async def test_create_never_replaces(backend: Backend) -> None:
     assert await backend.get("k") == b"first"
 
 
-async def test_what_is_missing_is_not_found(backend: Backend) -> None:
+async def test_what_is_missing_is_not_found(backend: Storage) -> None:
     assert await backend.size("nothing/here") is None
     with pytest.raises(NotFound, match="here"):
         await backend.get("nothing/here")
@@ -63,13 +64,13 @@ async def test_what_is_missing_is_not_found(backend: Backend) -> None:
     assert await backend.list("") == []
 
 
-async def test_empty_until_something_is_there(backend: Backend) -> None:
+async def test_empty_until_something_is_there(backend: Storage) -> None:
     assert await backend.empty()
     await backend.create("a", b"", FSYNC)
     assert not await backend.empty()
 
 
-async def test_list_gives_the_keys_with_a_prefix_in_order(backend: Backend) -> None:
+async def test_list_gives_the_keys_with_a_prefix_in_order(backend: Storage) -> None:
     keys = ["a/1", "a/10", "a/2", "ab", "b/a/1", "b/a/2/3", "a0/x"]
     for key in keys:
         await backend.create(key, key.encode(), NONE)
@@ -77,7 +78,7 @@ async def test_list_gives_the_keys_with_a_prefix_in_order(backend: Backend) -> N
         assert await backend.list(prefix) == sorted(k for k in keys if k.startswith(prefix)), prefix
 
 
-async def test_deleted_is_gone_and_can_be_created_again(backend: Backend) -> None:
+async def test_deleted_is_gone_and_can_be_created_again(backend: Storage) -> None:
     await backend.create("a/b", b"1", FSYNC)
     await backend.create("a/c", b"2", FSYNC)
     await backend.delete("a/b")
@@ -88,7 +89,7 @@ async def test_deleted_is_gone_and_can_be_created_again(backend: Backend) -> Non
     assert await backend.get("a/b") == b"3"
 
 
-async def test_a_hint_replaces(backend: Backend) -> None:
+async def test_a_hint_replaces(backend: Storage) -> None:
     await backend.create("any", b"", FSYNC)
     for data in (b"1", b"22222", b"", b"3"):
         await backend.hint("latest", data)
@@ -99,7 +100,7 @@ async def test_a_hint_replaces(backend: Backend) -> None:
 @pytest.mark.parametrize(
     "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "new\nline"]
 )
-async def test_odd_names(backend: Backend, key: str) -> None:
+async def test_odd_names(backend: Storage, key: str) -> None:
     await backend.create(key, key.encode(), FSYNC)
     assert await backend.get(key) == key.encode()
     assert await backend.list("") == [key]
@@ -109,7 +110,7 @@ async def test_odd_names(backend: Backend, key: str) -> None:
     "key",
     ["", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "./a", "a/./b", "a/.tmp", "a\0b"],
 )
-async def test_names_that_lead_outside_or_have_two_spellings_are_refused(backend: Backend, key: str) -> None:
+async def test_names_that_lead_outside_or_have_two_spellings_are_refused(backend: Storage, key: str) -> None:
     with pytest.raises(InvalidArgument):
         await backend.create(key, b"x", FSYNC)
     for call in (backend.get, backend.size, backend.delete):
@@ -123,15 +124,14 @@ async def test_names_that_lead_outside_or_have_two_spellings_are_refused(backend
 
 
 @pytest.mark.parametrize("durability", Durability)
-async def test_packs_are_written_in_pieces_and_read_anywhere(backend: Backend, durability: Durability) -> None:
+async def test_packs_are_written_in_pieces_and_read_anywhere(backend: Storage, durability: Durability) -> None:
     rng = np.random.default_rng(0)
     pieces = [rng.bytes(n) for n in (1, 0, 1000, 3, 70_000)] + [rng.bytes(7) for _ in range(3000)]
     pack = backend.writer("txn/1/pack", durability)
-    pack.reserve(100)
     offsets = [pack.append([p], len(p)) for p in pieces[:5]]
     offsets.append(pack.append(pieces[5:], sum(map(len, pieces[5:]))))  # more buffers than one call takes
     pack.finish()
-    await backend.settle("txn/1", durability)
+    await backend.flush("txn/1", durability)
     whole = b"".join(pieces)
     assert offsets == [0, 1, 1, 1001, 1004, 71004]
     assert await backend.size("txn/1/pack") == len(whole)
@@ -143,7 +143,7 @@ async def test_packs_are_written_in_pieces_and_read_anywhere(backend: Backend, d
         assert b"".join(buffers) == whole[offset : offset + sum(sizes)]
 
 
-async def test_a_pack_can_be_read_before_it_is_finished(backend: Backend) -> None:
+async def test_a_pack_can_be_read_before_it_is_finished(backend: Storage) -> None:
     pack = backend.writer("p", FSYNC)
     pack.append([b"abc"], 3)
     buffer = bytearray(2)
@@ -156,33 +156,33 @@ async def test_a_pack_can_be_read_before_it_is_finished(backend: Backend) -> Non
 
 
 @pytest.mark.parametrize(("offset", "sizes"), [(0, [5]), (3, [1, 1]), (4, [1]), (100, [1]), (0, [1] * 2000)])
-async def test_a_pack_that_is_too_short_is_corrupt(backend: Backend, offset: int, sizes: list[int]) -> None:
+async def test_a_pack_that_is_too_short_is_corrupt(backend: Storage, offset: int, sizes: list[int]) -> None:
     pack = backend.writer("t/p", FSYNC)
     pack.append([b"abcd"], 4)
     pack.finish()
-    await backend.settle("t", FSYNC)
+    await backend.flush("t", FSYNC)
     with pytest.raises(Corrupt):
         backend.reader("t/p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
 
 
-async def test_a_discarded_pack_is_gone(backend: Backend) -> None:
+async def test_a_discarded_pack_is_gone(backend: Storage) -> None:
     pack = backend.writer("a/p", FSYNC)
     pack.append([b"abc"], 3)
     pack.discard()
     assert await backend.list("") == []
 
 
-async def test_a_second_writer_of_a_pack_is_refused(backend: Backend) -> None:
+async def test_a_second_writer_of_a_pack_is_refused(backend: Storage) -> None:
     pack = backend.writer("t/p", FSYNC)
     pack.append([b"abc"], 3)
     with pytest.raises(AlreadyExists):
         backend.writer("t/p", FSYNC)
     pack.finish()
-    await backend.settle("t", FSYNC)
+    await backend.flush("t", FSYNC)
     assert await backend.get("t/p") == b"abc"
 
 
-async def test_a_create_has_one_winner_among_threads(backend: Backend) -> None:
+async def test_a_create_has_one_winner_among_threads(backend: Storage) -> None:
     start = threading.Barrier(8)
 
     def race(number: int) -> list[bool]:
@@ -211,8 +211,8 @@ def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     code = """
         import asyncio, sys
         from tstore.errors import AlreadyExists
-        from tstore.storage.base import Durability
         from tstore.storage.connect import connect
+        from tstore.storage.objects import Durability
         async def main():
             backend = connect(sys.argv[1])
             print("ready", flush=True)
@@ -255,7 +255,7 @@ async def test_a_lost_reply_to_link_is_recognised(tmp_path: Path, monkeypatch: p
         raise FileExistsError(17, "the server did it, the answer to the first try was lost", target)
 
     monkeypatch.setattr(os, "link", lossy)
-    await LocalBackend(tmp_path).create("k", b"mine", FSYNC)
+    await LocalStorage(tmp_path).create("k", b"mine", FSYNC)
     assert (tmp_path / "k").read_bytes() == b"mine"
     assert [p.name for p in tmp_path.iterdir()] == ["k"]
 
@@ -268,7 +268,7 @@ async def test_without_links_a_rename_that_replaces_nothing_takes_over(
         raise OSError(number, "no links on this file system", target)
 
     monkeypatch.setattr(os, "link", refuse)
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     await backend.create("k", b"first", FSYNC)
     with pytest.raises(AlreadyExists):
         await backend.create("k", b"second", FSYNC)
@@ -277,7 +277,7 @@ async def test_without_links_a_rename_that_replaces_nothing_takes_over(
 
 
 async def test_what_a_crash_leaves_is_not_listed(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     (tmp_path / ".0123456789abcdef.tmp").write_bytes(b"half")
     assert await backend.list("") == []
     assert await backend.empty()
@@ -293,7 +293,7 @@ def test_the_last_room_on_a_disk_can_be_used(tmp_path: Path, monkeypatch: pytest
         fallocate(fd, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", small_disk)
-    pack = LocalBackend(tmp_path).writer("p", FSYNC)
+    pack = LocalStorage(tmp_path).writer("p", FSYNC)
     pack.append([bytes(900_000)], 900_000)
     with pytest.raises(StorageFull):
         pack.append([bytes(900_000)], 900_000)
@@ -327,7 +327,7 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     (tmp_path / "d").mkdir()
     monkeypatch.setattr(os, "open", closed)
     monkeypatch.setattr(os, "stat", closed)
@@ -336,7 +336,7 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
         await getattr(backend, call)("d/x")
 
 
-async def test_folders_and_what_is_in_them(backend: Backend) -> None:
+async def test_folders_and_what_is_in_them(backend: Storage) -> None:
     assert await backend.folders("txn/") == []
     for key in ("txn/b/pack", "txn/a/one", "txn/a/two", "txn/plain", "other/c/x"):
         await backend.create(key, b"x", NONE)

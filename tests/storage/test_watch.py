@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tstore.storage.base import Durability
-from tstore.storage.local.store import LocalBackend
-from tstore.storage.memory import MemoryBackend
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what appears in a folder")
@@ -19,11 +19,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells wha
 
 @linux
 async def test_a_wait_ends_when_an_object_appears(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     await backend.create("commits/1", b"", Durability.NONE)
     for number in "23":  # the second watch has the descriptor of the first
         async with Watch(backend, "commits") as watch:
-            assert watch.told
+            assert watch.notified
             waiting = asyncio.create_task(watch.wait(3600))
             await backend.create(f"commits/{number}", b"", Durability.NONE)
             await asyncio.wait_for(waiting, 60)
@@ -31,7 +31,7 @@ async def test_a_wait_ends_when_an_object_appears(tmp_path: Path) -> None:
 
 @linux
 async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     await backend.create("commits/1", b"", Durability.NONE)
     async with Watch(backend, "commits") as watch:
         await watch.wait(0)
@@ -41,7 +41,7 @@ async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
 
 @linux
 async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path)
+    backend = LocalStorage(tmp_path)
     await backend.create("commits/1", b"", Durability.NONE)
     async with Watch(backend, "commits") as watch:
         waiting = asyncio.create_task(watch.wait(3600))
@@ -56,15 +56,15 @@ async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
 
 
 async def test_other_storage_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Watch(MemoryBackend("m"), "commits") as watch:
-        assert not watch.told
+    async with Watch(MemoryStorage("m"), "commits") as watch:
+        assert not watch.notified
         await watch.wait(0.001)
-    async with Watch(LocalBackend(tmp_path), "missing") as watch:
-        assert not watch.told
+    async with Watch(LocalStorage(tmp_path), "missing") as watch:
+        assert not watch.notified
 
     class Other:
         """The libc of another system."""
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Other())
-    async with Watch(LocalBackend(tmp_path), ".") as watch:
-        assert not watch.told
+    async with Watch(LocalStorage(tmp_path), ".") as watch:
+        assert not watch.notified

@@ -1,4 +1,4 @@
-"""What stands between a backend and a server: retries, limits, counting, prefixes, read-only, faults."""
+"""The wrappers between a store and a server: retries, limits, counting, faults."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tstore.errors import (
 )
 from tstore.runtime import world
 from tstore.simulation.virtual import VirtualLoop
-from tstore.storage.concurrency import Limits
-from tstore.storage.memory import MemoryObjects
-from tstore.storage.objects import Objects, Page, PutMode, Request, Span, Wrapper
-from tstore.storage.prefix import Prefix
-from tstore.storage.readonly import ReadOnly
+from tstore.storage.base import Storage
+from tstore.storage.concurrency import Concurrency
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Page, PutMode
 from tstore.storage.retry import RETRY_POLICY, Retry
 from tstore.storage.trace import Trace
+from tstore.storage.wrapper import Request, Wrapper
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 
 
-def memory() -> MemoryObjects:
-    return MemoryObjects(str(uuid.uuid4()))
+def memory() -> MemoryStorage:
+    return MemoryStorage(str(uuid.uuid4()))
 
 
 class Seeded(world.World):
@@ -60,7 +60,7 @@ def on_virtual_time(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class Scripted(Wrapper):
     """Fails the next requests as told: an error instead of it ("before"), or after it was done."""
 
-    def __init__(self, inner: Objects, *faults: tuple[str, Exception]) -> None:
+    def __init__(self, inner: Storage, *faults: tuple[str, Exception]) -> None:
         super().__init__(inner)
         self.faults = list(faults)
         self.times: list[float] = []
@@ -77,7 +77,7 @@ class Scripted(Wrapper):
         raise error
 
 
-async def keys(objects: Objects, prefix: str = "", delimiter: str = "") -> list[str]:
+async def keys(objects: Storage, prefix: str = "", delimiter: str = "") -> list[str]:
     return [
         key
         async for page in objects.pages(prefix, delimiter)
@@ -99,7 +99,7 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
         objects, buffer = Retry(scripted), bytearray(3)
         match operation:
             case "get":
-                assert await objects.get("a/b", Span(1)) == b"23"
+                assert await objects.get("a/b") == b"123"
             case "read":
                 await objects.read("a/b", 0, [buffer], 3)
                 assert buffer == b"123"
@@ -141,7 +141,7 @@ def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
         inner = memory()
         lost = Scripted(inner, ("after", Unavailable("lost")))
         await Retry(lost).put("mine", [b"ab", b"c"], CREATE)
-        assert lost.asked == ["put", "put", "head", "get", "get"]
+        assert lost.asked == ["create", "create", "head", "read", "read"]
         await inner.put("theirs", [b"xyz"], CREATE)
         with pytest.raises(AlreadyExists, match="something else"):
             await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"abc"], CREATE)
@@ -158,12 +158,12 @@ def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TSto
     async def test() -> None:
         inner = memory()
         scripted = Scripted(inner, ("before", Unavailable("lost")), ("before", error))
-        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+        with pytest.raises(Unavailable, match=rf"{error}.*no response"):
             await Retry(scripted).put("k", [b"1"], CREATE)
         unreadable = Scripted(
             inner, ("after", Unavailable("lost")), ("before", AlreadyExists("there")), ("before", error)
         )
-        with pytest.raises(Unavailable, match=rf"{error}.*not answered"):
+        with pytest.raises(Unavailable, match=rf"{error}.*no response"):
             await Retry(unreadable).put("k", [b"1"], CREATE)
         with pytest.raises(type(error)):  # what may be done twice may be refused
             await Retry(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
@@ -280,7 +280,7 @@ async def test_no_more_requests_and_bytes_are_under_way_than_allowed() -> None:
             return await call()
 
     gauge = Gauge(memory())
-    objects = Limits(gauge, 4, 1000)
+    objects = Concurrency(gauge, 4, 1000)
     await asyncio.gather(*[objects.head("x") for _ in range(50)])
     assert gauge.most == 4
     await asyncio.gather(*[objects.put(f"k{i}", [bytes(400)], CREATE) for i in range(20)])
@@ -297,7 +297,7 @@ async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None
             await gate.wait()
             return await call()
 
-    objects = Limits(Slow(memory()), 1, 100)
+    objects = Concurrency(Slow(memory()), 1, 100)
     tasks = [asyncio.create_task(objects.head("x")) for _ in range(4)]
     await asyncio.sleep(0)
     for task in tasks[:3]:  # one that is under way, two that wait
@@ -315,7 +315,7 @@ async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> No
             await gate.wait()
             return await call()
 
-    objects = Limits(Slow(memory()), 1, 100)
+    objects = Concurrency(Slow(memory()), 1, 100)
 
     async def first() -> None:
         await objects.head("x")
@@ -341,58 +341,18 @@ async def test_requests_and_bytes_are_counted_and_logged(caplog: pytest.LogCaptu
         await objects.put("a", [b"12", b"345"], CREATE)
         with pytest.raises(AlreadyExists):
             await objects.put("a", [b"1"], CREATE)
-        assert await objects.get("a", Span(-2)) == b"45"
+        assert await objects.get("a") == b"12345"
         await objects.read("a", 1, [bytearray(3)], 3)
         await objects.head("a")
         await keys(objects)
         scripted.faults = [("before", Unavailable("down"))]
         with pytest.raises(Unavailable):
             await objects.delete("a")
-    assert objects.traffic.requests == {"put": 2, "get": 1, "read": 1, "head": 1, "list": 1, "delete": 1}
+    assert objects.traffic.requests == {"create": 2, "get": 1, "read": 1, "head": 1, "list": 1, "delete": 1}
     assert objects.traffic.failed == {"delete": 1}
-    assert (objects.traffic.bytes_read, objects.traffic.bytes_written) == (5, 5)
-    assert "put a (5 bytes): done" in caplog.text
+    assert (objects.traffic.bytes_read, objects.traffic.bytes_written) == (8, 5)
+    assert "create a (5 bytes): done" in caplog.text
     assert "delete a (0 bytes): Unavailable: down" in caplog.text
-
-
-# ---- prefix and read-only
-
-
-async def test_a_prefix_is_objects_of_its_own() -> None:
-    whole = memory()
-    part = Prefix(whole, "some/where")
-    assert part.url == f"{whole.url}/some/where"
-    for key in ("a", "b/c", "b/d"):
-        await part.put(key, [key.encode()], CREATE)
-    await whole.put("some/wherever", [b""], CREATE)
-    assert await keys(part) == ["a", "b/c", "b/d"]
-    assert await keys(part, "b") == ["b/c", "b/d"]
-    assert await keys(part, "", "/") == ["a", "b/"]
-    assert await whole.get("some/where/b/c") == await part.get("b/c") == b"b/c"
-    found = await part.head("b/c")
-    assert found is not None
-    assert found.key == "b/c"
-    buffer = bytearray(1)
-    await part.read("b/c", 2, [buffer], 1)
-    assert buffer == b"c"
-    await part.delete("a")
-    assert await keys(whole) == ["some/where/b/c", "some/where/b/d", "some/wherever"]
-    for key in ("../wherever", "", "a//b"):
-        with pytest.raises(InvalidArgument):
-            await part.get(key)
-
-
-async def test_read_only_refuses_what_changes() -> None:
-    inner = memory()
-    await inner.put("a", [b"1"], CREATE)
-    objects = ReadOnly(inner)
-    assert await objects.get("a") == b"1"
-    assert await keys(objects) == ["a"]
-    for call in (objects.put("b", [b""], CREATE), objects.put("a", [b""], REPLACE), objects.delete("a")):
-        with pytest.raises(Denied, match="read only"):
-            await call
-    assert not objects.capabilities.conditional_create
-    assert await inner.get("a") == b"1"
 
 
 # ---- faults
@@ -409,7 +369,7 @@ def test_faults_are_the_same_for_a_seed_and_do_what_they_say() -> None:
                 await objects.put(f"{i:03d}", [b"x"], CREATE)
                 outcome = "done"
             except Unavailable as error:
-                outcome = str(error).partition(": put")[2].partition(": ")[2]
+                outcome = str(error).partition(": create")[2].partition(": ")[2]
             lines.append((outcome, await inner.head(f"{i:03d}") is not None))
         assert asyncio.get_running_loop().time() >= 5
         await asyncio.sleep(LATE)
@@ -422,8 +382,8 @@ def test_faults_are_the_same_for_a_seed_and_do_what_they_say() -> None:
             ("done", True, True),
             ("too many requests; try again later", False, False),
             ("the request was lost; try again", False, False),
-            ("the answer was lost; try again", True, True),
-            ("no answer came; try again", False, True),
+            ("the response was lost; try again", True, True),
+            ("no response came; try again", False, True),
         }
 
     on_virtual_time(test)
@@ -435,7 +395,7 @@ def test_every_object_is_created_once_through_faults_and_retries() -> None:
         chances = Chances(0.05, 0.05, 0.05, 0.05, 0.05)
         hosts = [Retry(Faults(inner, chances, jitter=0.05, seed=seed)) for seed in range(4)]
 
-        async def race(objects: Objects, number: int, key: str) -> bool:
+        async def race(objects: Storage, number: int, key: str) -> bool:
             try:
                 await objects.put(key, [b"%d" % number], CREATE)
             except AlreadyExists:

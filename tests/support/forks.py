@@ -12,7 +12,7 @@ from tests.support import processes
 
 _SERVER = """
     import json, os, signal, sys
-    import numpy, tstore, tstore.sync, tstore.conformance.faulty
+    import numpy, tstore, tstore.sync, tstore.conformance.faults
     import tstore.cli.demo  # what is imported late elsewhere
     code = compile(sys.argv[1], "job", "exec")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -13,7 +13,7 @@ import pytest
 
 import tstore
 from tests.support import processes
-from tstore.conformance.faulty import open_faulty
+from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
     DeadlineExceeded,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.conformance.faults import Faults
-from tstore.conformance.faulty import open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Misuse, NotFound, StorageFull
-from tstore.storage.base import BufferStream, Durability, PackWriter
-from tstore.storage.memory import MemoryBackend, MemoryObjects
+from tstore.storage.base import PackWriter
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import BufferStream, Durability
 from tstore.storage.remote import served
 from tstore.transactions.transaction import staging_of
 
@@ -28,7 +28,7 @@ BIG = 200_000
 async def store(request: pytest.FixtureRequest, tmp_path: Any) -> tstore.Store:
     """Return the URL of an empty store; the remote one is on a slow server."""
     if request.param == "remote":
-        return await tstore.open(served(Faults(MemoryObjects(uuid.uuid4().hex), latency=0.005)))
+        return await tstore.open(served(Faults(MemoryStorage(uuid.uuid4().hex), latency=0.005)))
     return await tstore.open(tmp_path / "store" if request.param == "local" else f"memory://{uuid.uuid4()}")
 
 
@@ -121,7 +121,7 @@ async def test_a_write_that_fails_under_a_commit_fails_it(url: str, operation: s
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
     faults.fail(operation, "*/pack-*", error=StorageFull)
     write = await begun(a.write(np.ones(BIG)))
-    with pytest.raises(Misuse if operation == "append" else StorageFull, match="fault that was asked for"):
+    with pytest.raises(Misuse if operation == "append" else StorageFull, match="requested fault"):
         await tx.commit()
     assert isinstance((await asyncio.gather(write, return_exceptions=True))[0], StorageFull | None)
     assert (await store.snapshot()).version == 0
@@ -151,7 +151,7 @@ async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> N
         await a.write(1)
 
 
-class HeldPacks(MemoryBackend):
+class HeldPacks(MemoryStorage):
     """Writes to a pack wait from `reached` until `released`."""
 
     def __init__(self) -> None:

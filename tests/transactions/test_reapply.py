@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Corrupt, SnapshotExpired
-from tstore.storage.memory import MemoryObjects
+from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import served
 from tstore.store import Store
 
@@ -133,18 +133,18 @@ async def test_a_base_that_expired_is_told(url: str) -> None:
 async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path) -> None:
     """On a server a pack exists once it is finished; on a disk it is durable only then."""
     name = uuid.uuid4().hex
-    for store in (await tstore.open(served(MemoryObjects(name))), await tstore.open(tmp_path / "store")):
+    for store in (await tstore.open(served(MemoryStorage(name))), await tstore.open(tmp_path / "store")):
         async with store.transaction() as tx:
             await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
-        faults = FaultyBackend(store.log.backend)
+        faults = Faults(store.log.backend)
         tx = Store(faults, store.uuid, "r+").transaction()
         await (await tx.array("w"))[1].write(-1)
         await overwrite(store, 0, 4)
         assert await tx.commit() == 3
         assert tx.retries
-        acts = [call for call in faults.calls if call.operation in ("finish", "settle", "create")]
+        acts = [call for call in faults.calls if call.operation in ("finish", "flush", "create")]
         record = next(i for i, call in enumerate(acts) if call.key == f"commits/{3:020d}")
-        assert [call.operation for call in acts[:record]] == ["finish", "settle"] * 2
+        assert [call.operation for call in acts[:record]] == ["finish", "flush"] * 2
         snapshot = await store.snapshot()
         expected = np.repeat([4.0, 0.0], CHUNK)
         expected[1] = -1

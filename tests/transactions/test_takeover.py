@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tstore.conformance.faulty import FaultyBackend, open_faulty
+from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     DeadlineExceeded,
     Denied,
@@ -269,7 +269,7 @@ async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.
     faults.fail("hint", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)
     assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
-    assert isinstance(store.log.backend, FaultyBackend)
+    assert isinstance(store.log.backend, Faults)
     await check(store, 3)
 
 

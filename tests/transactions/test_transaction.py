@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support import processes
-from tstore.conformance.faulty import open_faulty
+from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
     Conflict,

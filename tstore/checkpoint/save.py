@@ -32,7 +32,7 @@ from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
-from tstore.storage.base import Durability, checked_durability
+from tstore.storage.objects import Durability, checked_durability
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_timeout
 from tstore.transactions.membership import Membership, detected_attempt

@@ -7,7 +7,7 @@ import click
 from tstore.cli.console import Document, json_option, path_or_url, run
 from tstore.cli.progress import Progress
 from tstore.cli.tables import show_benched
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 
 __all__ = ["bench"]
 

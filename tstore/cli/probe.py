@@ -11,9 +11,9 @@ from tstore.cli.console import Document, json_option, path_or_url, run
 from tstore.cli.progress import Progress
 from tstore.cli.tables import show_probed
 from tstore.log.marker import read_marker
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalBackend
+from tstore.storage.local.store import LocalStorage
 
 __all__ = ["probe"]
 
@@ -34,7 +34,7 @@ def probe(url: str, as_json: bool) -> int:
     async def work(progress: Progress) -> Document:
         where = connect(url)
         try:
-            if isinstance(where, LocalBackend):
+            if isinstance(where, LocalStorage):
                 await where.empty()  # raises `NotFound` if it is a file
             await read_marker(where)  # a server that is not there would fail each check, and slowly
         finally:
@@ -57,9 +57,9 @@ def probe(url: str, as_json: bool) -> int:
     return run(work, show_probed, as_json)
 
 
-def _folders(backend: Backend) -> list[Path]:
+def _folders(backend: Storage) -> list[Path]:
     """Return the folder of a local store and those above it, innermost first; none for a server."""
-    if not isinstance(backend, LocalBackend):
+    if not isinstance(backend, LocalStorage):
         return []
     folder = Path(backend.url)
     return [folder, *folder.parents]

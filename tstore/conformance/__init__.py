@@ -1,19 +1,18 @@
-"""Whether a storage keeps the promises that a store rests on, for whoever writes one.
+"""Tests of a storage: whether it keeps the promises on which a store relies.
 
-With pytest and pytest-asyncio (`connect` makes one more client of the same place at each call; it returns a
-`Backend`, or `Objects` of which a backend is then made):
+With pytest and pytest-asyncio (the function returns one more client of the same storage at each call):
 
     from tstore import conformance
 
     @pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
     async def test_mine(check: conformance.Check) -> None:
-        await check(conformance.Subject(lambda: MyObjects("mine://host/folder")))
+        await check(conformance.Subject(lambda: MyStorage("mine://host/folder")))
 
 and for users as `tstore probe URL`.
 
-1. `suite`: run all checks against a storage. `promises`: the checks. `subject`: the storage that is judged.
-2. `racers`: processes that race to create one object. `relay`: replies lost between client and server.
-3. `faults`: objects behind a bad network. `faulty`: a backend that fails where it is told to.
+1. `suite`: run all checks against a storage. `promises`: the checks. `subject`: the storage under test.
+2. `racers`: processes that race to create one object. `relay`: responses lost between client and server.
+3. `faults`: a storage that fails by rules, or by chance as behind a bad network.
 """
 
 from __future__ import annotations

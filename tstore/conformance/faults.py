@@ -1,27 +1,43 @@
-"""Objects behind a bad network: seeded latency, lost requests, lost replies, late and repeated requests, refusals.
+"""A storage that fails, in front of one that works: by rules, or by seeded chance as behind a bad network.
 
-For tests and measurements. Each request meets at most one fault, drawn by a generator of its own:
+    store, faults = await open_faulty("memory://x")
+    faults.fail("create", "commits/*")               # not done, `Unavailable`
+    faults.lose_reply("create", "commits/*", nth=2)  # done, but the response is lost: `Unavailable`
+    faults.postpone("create", "commits/*")           # `Unavailable`, and done when `land()` is awaited
+    gate = faults.hold("create", "commits/*")        # the request waits: `await gate.reached()`, `gate.release()`
+
+Each rule takes effect once, at the n-th request of that operation whose key matches the pattern (as of `fnmatch`);
+`times` extends it to more requests. Operations are those of `Request`, and of the blocking calls "writer",
+"reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
+
+`Chances` draw at most one fault for each request that no rule meets:
 
     throttled    refused, and not done: `Throttled`
     lost         never arrives: `Unavailable`
-    unanswered   done, but the answer is lost: `Unavailable`
+    unanswered   done, but the response is lost: `Unavailable`
     late         `Unavailable`, and done only afterwards
     repeated     done, and done again afterwards, as by a network that duplicates
 
-Late requests and repetitions are done `LATE` seconds later at most, unless the process ends before.
+Late requests and repetitions are done at most `LATE` seconds later, unless the process ends before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fnmatch
+import os
 import random
+import threading
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import Throttled, TStoreError, Unavailable
-from tstore.storage.objects import Objects, Request, Wrapper
+from tstore.storage.base import PackReader, PackWriter, Storage
+from tstore.storage.objects import Buffers, BufferStream, Durability
+from tstore.storage.wrapper import Request, Wrapper
+from tstore.store import Mode, Store, open
 
-__all__ = ["LATE", "Chances", "Faults"]
+__all__ = ["LATE", "Call", "Chances", "Faults", "Gate", "open_faulty"]
 
 LATE = 0.5
 _RETRY_AFTER = 0.01
@@ -29,8 +45,15 @@ _RETRY_AFTER = 0.01
 T = TypeVar("T")
 
 
+class Call(NamedTuple):
+    """One request that reached the wrapper."""
+
+    operation: str
+    key: str
+
+
 class Chances(NamedTuple):
-    """How likely each fault is, for one request; together at most 1."""
+    """The probability of each fault per request; together at most 1."""
 
     throttled: float = 0.0
     lost: float = 0.0
@@ -39,17 +62,64 @@ class Chances(NamedTuple):
     repeated: float = 0.0
 
 
-class Faults(Wrapper):
-    """Other objects, reached through a bad network.
+class Gate:
+    """A request that is held back until it is released."""
 
-    Every request takes `latency` seconds at least, and a further time drawn with the mean `jitter`. The same
-    `seed` and the same order of requests give the same faults.
+    def __init__(self) -> None:
+        self._reached = asyncio.Event()
+        self._released = asyncio.Event()
+
+    async def reached(self) -> None:
+        """Return once the request has arrived."""
+        await self._reached.wait()
+
+    def release(self) -> None:
+        """Let the request continue."""
+        self._released.set()
+
+    async def pass_through(self) -> None:
+        """Wait, on behalf of the request."""
+        self._reached.set()
+        await self._released.wait()
+
+
+class _Rule:
+    def __init__(
+        self,
+        action: Literal["fail", "lose", "postpone", "hold"],
+        operation: str,
+        pattern: str,
+        hits: range,
+        error: Callable[[str], TStoreError] = Unavailable,
+    ) -> None:
+        self.action = action
+        self.operation = operation
+        self.pattern = pattern
+        self.error = error
+        self.gate = Gate()
+        self._hits = hits
+        self._seen = 0
+
+    def hits(self, call: Call) -> bool:
+        """Count a call that matches; return whether the rule takes effect."""
+        if call.operation != self.operation or not fnmatch.fnmatchcase(call.key, self.pattern):
+            return False
+        self._seen += 1
+        return self._seen in self._hits
+
+
+class Faults(Wrapper):
+    """Another storage with faults.
+
+    Of the rules that match a request the first one given takes effect. Every awaited request takes at least
+    `latency` seconds, and a further time drawn with the mean `jitter`. The same `seed` and the same order of
+    requests give the same faults.
     """
 
     def __init__(
         self,
-        inner: Objects,
-        chances: Chances = Chances(),  # noqa: B008 - never changes
+        inner: Storage,
+        chances: Chances = Chances(),  # noqa: B008 - immutable
         *,
         latency: float = 0.0,
         jitter: float = 0.0,
@@ -57,20 +127,116 @@ class Faults(Wrapper):
     ) -> None:
         super().__init__(inner)
         self.chances = chances
+        self.calls: list[Call] = []
+        self.bytes_read = 0
         self._latency = latency
         self._jitter = jitter
         self._random = random.Random(seed)
+        self._rules: list[_Rule] = []
+        self._postponed: list[Callable[[], Awaitable[object]]] = []
         self._late: set[asyncio.Task[object]] = set()
+        self._lock = threading.Lock()
+
+    def fail(
+        self,
+        operation: str,
+        pattern: str = "*",
+        *,
+        nth: int = 1,
+        times: int = 1,
+        error: Callable[[str], TStoreError] = Unavailable,
+    ) -> None:
+        """Make the n-th such request raise, and do nothing."""
+        self._rules.append(_Rule("fail", operation, pattern, range(nth, nth + times), error))
+
+    def lose_reply(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
+        """Make the n-th such request raise `Unavailable` after it was done."""
+        self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
+
+    def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
+        """Make the n-th such request raise `Unavailable` now and be done at `land()`. Awaited calls only."""
+        self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
+
+    def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
+        """Make the n-th such request wait before it is done. Awaited calls only."""
+        rule = _Rule("hold", operation, pattern, range(nth, nth + 1))
+        self._rules.append(rule)
+        return rule.gate
+
+    async def land(self) -> list[object]:
+        """Do all postponed requests, and return the result of each, or the exception it raised."""
+        postponed, self._postponed = self._postponed, []
+        return [(await asyncio.gather(call(), return_exceptions=True))[0] for call in postponed]
+
+    def heal(self) -> None:
+        """Forget all rules."""
+        with self._lock:
+            self._rules.clear()
+
+    def count(self, operation: str, pattern: str = "*") -> int:
+        """Return the number of such requests."""
+        return sum(c.operation == operation and fnmatch.fnmatchcase(c.key, pattern) for c in self.calls)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes the request, or not, or twice."""
+        """Make the request, or not, or twice."""
+        rule = self._match(Call(request.operation, request.key))
+        if rule is None:
+            result = await self._by_chance(request, call)
+            self.count_read(len(result) if isinstance(result, bytes) else 0)
+            return result
+        if rule.action == "hold":
+            await rule.gate.pass_through()
+            return await call()
+        if rule.action == "postpone":
+            self._postponed.append(call)
+        elif rule.action == "lose":
+            await call()
+        raise rule.error(f"{self.url}: {request.operation} {request.key}: a requested fault")
+
+    def writer(self, key: str, durability: Durability) -> PackWriter:
+        """See `Storage.writer`."""
+        inner = super().writer
+        return self.blocking("writer", key, lambda: _FaultyWriter(self, inner(key, durability)))
+
+    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
+        """See `Storage.upload`."""
+        inner = super().upload
+        return self.blocking("upload", key, lambda: _FaultyWriter(self, inner(key, size, durability)))
+
+    def reader(self, key: str) -> PackReader:
+        """See `Storage.reader`."""
+        inner = super().reader
+        return self.blocking("reader", key, lambda: _FaultyReader(self, key, inner(key)))
+
+    def blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
+        """Make a blocking call by the rules."""
+        rule = self._match(Call(operation, key))
+        if rule is None:
+            return call()
+        if rule.action == "lose":
+            call()
+        raise rule.error(f"{self.url}: {operation} {key}: a requested fault")
+
+    def count_read(self, size: int) -> None:
+        """Add to `bytes_read`, from any thread."""
+        with self._lock:
+            self.bytes_read += size
+
+    def _match(self, call: Call) -> _Rule | None:
+        with self._lock:
+            self.calls.append(call)
+            return next((rule for rule in self._rules if rule.hits(call)), None)
+
+    async def _by_chance(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         delay = self._latency + (self._random.expovariate(1 / self._jitter) if self._jitter else 0.0)
-        fault = self._random.choices([*Chances._fields, "none"], [*self.chances, 1 - sum(self.chances)])[0]
-        later = self._random.uniform(0, LATE)
+        fault, later = "none", 0.0
+        if any(self.chances):
+            fault = self._random.choices([*Chances._fields, "none"], [*self.chances, 1 - sum(self.chances)])[0]
+            later = self._random.uniform(0, LATE)
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # the buffers are the caller's again after the answer; and pages come one by one
+            fault = "lost"  # the buffers are the caller's again after the response; and pages come one by one
         where = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":
@@ -79,10 +245,10 @@ class Faults(Wrapper):
                 raise Unavailable(f"{where}: the request was lost; try again")
             case "unanswered":
                 await call()
-                raise Unavailable(f"{where}: the answer was lost; try again")
+                raise Unavailable(f"{where}: the response was lost; try again")
             case "late":
                 self._do_later(call, later)
-                raise Unavailable(f"{where}: no answer came; try again")
+                raise Unavailable(f"{where}: no response came; try again")
             case "repeated":
                 result = await call()
                 self._do_later(call, later)
@@ -100,3 +266,37 @@ class Faults(Wrapper):
         task = asyncio.get_running_loop().create_task(late())
         self._late.add(task)
         task.add_done_callback(self._late.discard)
+
+
+class _FaultyWriter:
+    def __init__(self, owner: Faults, inner: PackWriter) -> None:
+        self.key = inner.key
+        self._owner = owner
+        self._inner = inner
+
+    def append(self, buffers: BufferStream, size: int) -> int | None:
+        return self._owner.blocking("append", self.key, lambda: self._inner.append(buffers, size))
+
+    def finish(self) -> None:
+        self._owner.blocking("finish", self.key, self._inner.finish)
+
+    def discard(self) -> None:
+        self._owner.blocking("discard", self.key, self._inner.discard)
+
+
+class _FaultyReader:
+    def __init__(self, owner: Faults, key: str, inner: PackReader) -> None:
+        self._owner = owner
+        self._key = key
+        self._inner = inner
+
+    def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
+        self._owner.blocking("read_into", self._key, lambda: self._inner.read_into(offset, buffers, size))
+        self._owner.count_read(size)
+
+
+async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
+    """Return the store at a URL, and the faults between it and its storage: none without rules."""
+    store = await open(url, mode)
+    faults = Faults(store.log.backend)
+    return Store(faults, store.uuid, mode), faults

@@ -1,4 +1,4 @@
-"""What every backend promises, each promise as a check that fails where it is broken."""
+"""The promises of every storage, each as a check that fails if it is broken."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from tstore.conformance.racers import Turn, race_of_processes
 from tstore.conformance.subject import Check, Place, Work, heartbeat, many
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
-from tstore.runtime.io_loop import on_io
 from tstore.runtime.pool import run
-from tstore.storage.base import Backend, Durability
-from tstore.storage.objects import WHOLE, Objects, Page, Span
-from tstore.storage.remote import RemoteBackend
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability, Page
 
 __all__ = ["CHECKS"]
 
@@ -129,7 +127,7 @@ async def missing(place: Place) -> None:
 async def ranges(place: Place) -> None:
     key, whole = place.key("ranges"), secrets.token_bytes(70_000)
     await run(_write_packs, place.one, key, [whole[:1], whole[1:1000], whole[1000:]])
-    await place.one.settle(place.folder, _FSYNC)
+    await place.one.flush(place.folder, _FSYNC)
     parts = [(0, [70_000]), (5, [1, 2, 3]), (69_999, [1]), (17, [9] * 3000), (0, [1]), (1000, [65_536]), (3, [])]
     for client in (place.one, place.other):
         for offset, sizes in parts:
@@ -138,21 +136,6 @@ async def ranges(place: Place) -> None:
         for offset, size in ((0, 70_001), (69_999, 2), (70_000, 1), (1 << 20, 1)):
             what = f"reading {size} bytes at {offset} of 70000"
             await _raises(Corrupt, run(_read, client, key, offset, [size]), what)
-
-
-@_promise("a range of an object is that slice of its bytes")
-async def spans(place: Place) -> None:
-    objects = place.objects
-    for data in (bytes(range(100)), b""):
-        key = place.key(len(data))
-        await place.one.create(key, data, _FSYNC)
-        bounds = (None, 0, 1, 40, 99, 100, 101, 5000)
-        asked = [Span(a or 0, b) for a in bounds for b in bounds] + [Span(-n) for n in (1, 99, 100, 101, 5000)]
-        found = await asyncio.gather(*[on_io(objects.get(key, span)) for span in asked])
-        for span, part in zip(asked, found, strict=True):
-            assert part == data[slice(*span)], f"{tuple(span)} of {len(data)} bytes gave {len(part)} others"
-    for span in (Span(), Span(3), Span(3, 3), Span(-3), Span(0, 3)):
-        await _raises(NotFound, on_io(objects.get(place.key("none"), span)), f"{tuple(span)} of nothing")
 
 
 @_promise("an object that is longer than a caller takes is refused, and is not received whole")
@@ -168,11 +151,6 @@ async def bounded_reads(place: Place) -> None:
             await _raises(
                 Corrupt, client.get(place.key("long"), most), "reading an object longer than a caller takes"
             )
-        if isinstance(client, RemoteBackend):
-            for longer, bound in ((key, most - 1), (place.key("long"), most)):
-                call = on_io(client.objects.get(longer, WHOLE, bound))
-                await _raises(Corrupt, call, f"get() of more than {bound} bytes with that bound")
-            assert await on_io(client.objects.get(key, WHOLE, most)) == data[:most], "get() gives others"
 
 
 @_promise("a hint is replaced, and every client sees the new one at once")
@@ -211,17 +189,16 @@ async def listing(place: Place) -> None:
 
 @_promise("pages list every object once with its length, and with a delimiter the folders", "listing")
 async def pages(place: Place) -> None:
-    objects = place.objects
     await asyncio.gather(*[place.one.create(place.key(n), b"x" * n, _NONE) for n in range(5)])
-    entries = [e for p in await _pages(objects, f"{place.folder}/", "/") for e in p.entries]
+    entries = [e for p in await _pages(place.one, f"{place.folder}/", "/") for e in p.entries]
     assert [(e.key, e.size) for e in entries] == [(place.key(n), n) for n in range(5)], f"entries are {entries}"
-    folders = [f for p in await _pages(objects, place.folder, "/") for f in p.folders]
+    folders = [f for p in await _pages(place.one, place.folder, "/") for f in p.folders]
     assert folders == [f"{place.folder}/"], f"with a delimiter the folders are {folders}"
-    deep = [e.key for p in await _pages(objects, place.folder, "") for e in p.entries]
+    deep = [e.key for p in await _pages(place.one, place.folder, "") for e in p.entries]
     assert deep == [place.key(n) for n in range(5)], f"without a delimiter the keys are {deep}"
-    found = await on_io(objects.head(place.key(3)))
-    assert found is not None, "head() finds nothing"
-    assert found.size == 3, f"head() gives a length of {found.size}, 3 were written"
+    entry = await place.one.head(place.key(3))
+    assert entry is not None, "head() returns None for an object that exists"
+    assert entry.size == 3, f"head() gives a length of {entry.size}, 3 were written"
 
 
 @_promise("a deleted object is gone for every client, and its name is free", "listing")
@@ -307,7 +284,7 @@ async def lost_replies(place: Place) -> None:
 async def large_objects(place: Place) -> None:
     piece = secrets.token_bytes(_LARGE // 12)
     packs = await run(_write_packs, place.one, place.key("large"), [piece] * 12)
-    await place.one.settle(place.folder, _FSYNC)
+    await place.one.flush(place.folder, _FSYNC)
     for key, count in packs:
         assert await place.other.size(key) == count * len(piece), "a pack has another length than was written"
         assert await place.other.get(key) == piece * count, "other bytes are read of a large object"
@@ -347,7 +324,7 @@ def _judge_race(key: str, turn: Turn) -> None:
     assert won[0] == stored, f"the bytes of {key} are not those of the create that has won"
 
 
-async def _won(client: Backend, key: str, data: bytes) -> bool:
+async def _won(client: Storage, key: str, data: bytes) -> bool:
     try:
         await client.create(key, data, _NONE)
     except AlreadyExists:
@@ -368,13 +345,13 @@ async def _raises(expected: type[TStoreError], call: Awaitable[object], what: st
     raise AssertionError(f"{what} gave {shown}, {expected.__name__} was expected")
 
 
-def _read(client: Backend, key: str, offset: int, sizes: Sequence[int]) -> bytes:
+def _read(client: Storage, key: str, offset: int, sizes: Sequence[int]) -> bytes:
     buffers = [bytearray(size) for size in sizes]
     client.reader(key).read_into(offset, buffers, sum(sizes))
     return b"".join(buffers)
 
 
-def _write_packs(client: Backend, key: str, pieces: Sequence[bytes]) -> list[tuple[str, int]]:
+def _write_packs(client: Storage, key: str, pieces: Sequence[bytes]) -> list[tuple[str, int]]:
     """The packs that the pieces filled, the first under `key`, and how many pieces each has."""
     packs: list[tuple[str, int]] = []
     writer, count = client.writer(key, _FSYNC), 0
@@ -389,8 +366,5 @@ def _write_packs(client: Backend, key: str, pieces: Sequence[bytes]) -> list[tup
     return [*packs, (writer.key, count)]
 
 
-async def _pages(objects: Objects, prefix: str, delimiter: str) -> list[Page]:
-    async def collect() -> list[Page]:
-        return [page async for page in objects.pages(prefix, delimiter)]
-
-    return await on_io(collect())
+async def _pages(client: Storage, prefix: str, delimiter: str) -> list[Page]:
+    return [page async for page in client.pages(prefix, delimiter)]

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import AlreadyExists, Unavailable
-from tstore.storage.base import Durability
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability
 
 __all__ = ["Turn", "race_of_processes", "serve"]
 
@@ -27,14 +27,14 @@ _START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
     "from tstore.conformance.racers import serve; serve()"
 )
-_PATIENCE = 120.0
+_TIMEOUT = 120.0
 
 
 class Turn(NamedTuple):
-    """How the race for one name ended."""
+    """The outcome of the race for one name."""
 
     won: list[bytes]
-    """The bytes of those that were told to have made the object."""
+    """The bytes of the creates that succeeded."""
     stored: bytes
     racers: int
 
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 async def race_of_processes(
     url: str, options: Mapping[str, Any], keys: Sequence[str], racers: int
 ) -> dict[str, list[bytes]]:
-    """For each key the bytes of those processes that were told to have made it; `Unavailable` where one failed."""
+    """Return the bytes of the creates that succeeded, by key; raise `Unavailable` if a process failed."""
     task = {"url": url, "options": dict(options), "keys": list(keys), "racers": racers}
     path = os.pathsep.join(p for p in sys.path if p)
     try:
@@ -56,9 +56,9 @@ async def race_of_processes(
         raise Unavailable(f"{url}: no process could be started to race: {error}") from error
     try:
         answer = process.communicate(json.dumps(task).encode())
-        out, complaint = await asyncio.wait_for(answer, _PATIENCE)
+        out, complaint = await asyncio.wait_for(answer, _TIMEOUT)
     except TimeoutError as error:
-        raise Unavailable(f"{url}: racing processes did not end within {_PATIENCE:.0f} s") from error
+        raise Unavailable(f"{url}: racing processes did not end within {_TIMEOUT:.0f} s") from error
     finally:
         if process.returncode is None:
             process.kill()
@@ -71,9 +71,9 @@ async def race_of_processes(
 
 
 def serve() -> None:
-    """Is the process of `_START`: reads one task, races, writes a line for each racer."""
+    """Run the process of `_START`: read one task, race, write a line for each racer."""
     task = json.loads(sys.stdin.read())
-    connect(task["url"], task["options"])  # imports what that kind of storage needs
+    connect(task["url"], task["options"])  # imports the modules of that kind of storage
     ready, gate = os.pipe(), os.pipe()
     children = []
     for number in range(task["racers"]):

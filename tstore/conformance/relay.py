@@ -1,4 +1,4 @@
-"""A relay between clients and a server that loses what it is told to lose.
+"""A relay between clients and a server that loses requests or responses on demand.
 
     async with Relay.to("127.0.0.1", port) as relay:
         ...                                  # clients talk to relay.host, relay.port
@@ -26,16 +26,16 @@ Rewrite = Callable[[bytes], bytes]
 
 
 class Relay:
-    """What listens on `host` and `port` and talks to the server."""
+    """A listener on `host` and `port` that forwards to the server."""
 
     host = "127.0.0.1"
 
     def __init__(self, server: str, server_port: int, rewrite: Rewrite | None = None) -> None:
         self.port = 0
         self.lost = 0
-        """How many requests or replies were lost so far."""
+        """The number of requests or replies lost so far."""
         self.replied = 0
-        """Bytes that the server has sent to clients so far."""
+        """The bytes that the server has sent to clients so far."""
         self._server = (server, server_port)
         self._rewrite = rewrite
         self._loss: Loss | None = None
@@ -46,7 +46,7 @@ class Relay:
     @classmethod
     @contextlib.asynccontextmanager
     async def to(cls, server: str, port: int, rewrite: Rewrite | None = None) -> AsyncIterator[Relay]:
-        """A relay to that server, while the block lasts; `rewrite` gives other bytes of the same length."""
+        """Yield a relay to that server; `rewrite` returns other bytes of the same length."""
         relay = cls(server, port, rewrite)
         listening = await asyncio.start_server(relay._serve, cls.host, 0)
         relay.port = listening.sockets[0].getsockname()[1]
@@ -60,7 +60,7 @@ class Relay:
 
     @contextlib.contextmanager
     def losing(self, loss: Loss) -> Iterator[None]:
-        """Loses the next request, or the next reply, within the block."""
+        """Lose the next request, or the next reply, within the block."""
         self._loss = loss
         try:
             yield
@@ -96,7 +96,7 @@ class Relay:
             mine.close()
 
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, kind: Loss) -> None:
-        """Copies until the source ends, or until this is what is to be lost."""
+        """Copy until the source ends, or until this direction is to be lost."""
         while data := await source.read(_PIECE):
             self.replied += len(data) if kind == "reply" else 0
             if self._loss == kind:

@@ -1,7 +1,7 @@
-"""A place that is judged by the conformance suite, and the form of a check.
+"""A storage under test, and the form of a check.
 
-A check works in a folder of its own below `txn/`, under names that a store's layout has, so that it harms no store
-that lies there, and it removes what it made. It has two clients, since much that is wrong shows only in the other.
+A check works in a new folder below `txn/`, under names of a store's layout, so that it harms no store at that URL,
+and deletes what it created. It has two clients, since many faults show only in the other one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import contextlib
 import secrets
 import unittest
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from tstore.conformance.relay import Relay
 from tstore.errors import Denied, StorageFull, TStoreError, Unavailable
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
-from tstore.storage.memory import MemoryBackend
-from tstore.storage.objects import Objects
-from tstore.storage.remote import RemoteBackend
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
+from tstore.storage.remote import Remote
 
 __all__ = ["Check", "Place", "Subject", "Work", "heartbeat", "many"]
 
@@ -27,20 +27,20 @@ _AT_ONCE = 32
 
 
 class Subject:
-    """A place that is judged, and how to get there."""
+    """A storage under test, and how to connect to it."""
 
     def __init__(
         self,
-        connect: Callable[[], Backend | Objects],
+        connect: Callable[[], Storage],
         *,
         url: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         relay: Relay | None = None,
     ) -> None:
-        """Takes what makes one more client of the place.
+        """Take a function that returns one more client of the storage at each call.
 
-        With `url` and `storage_options`, under which `tstore.open` finds it, processes race too; with a relay
-        through which all of its clients reach the server, replies are lost.
+        With a `url` and `storage_options` for `tstore.open`, processes race too; with a relay between the server
+        and all clients, responses are lost.
         """
         self.connect = connect
         self.url = url
@@ -49,37 +49,30 @@ class Subject:
 
     @classmethod
     def of(cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None) -> Subject:
-        """The place under a URL; one in memory is this process's alone, so other processes do not race for it."""
-        given = storage_options
-        shared = None if isinstance(connect(url, given), MemoryBackend) else url
-        return cls(lambda: connect(url, given), url=shared, storage_options=given, relay=relay)
+        """Return the storage at a URL; other processes do not race for one in the memory of this process."""
+        options = storage_options
+        shared = None if isinstance(connect(url, options), MemoryStorage) else url
+        return cls(lambda: connect(url, options), url=shared, storage_options=options, relay=relay)
 
 
 class Place:
     """A new folder of the subject, with two clients of it."""
 
-    def __init__(self, subject: Subject, clients: Sequence[Backend]) -> None:
+    def __init__(self, subject: Subject, clients: Sequence[Storage]) -> None:
         self.subject = subject
         self.folder = f"txn/{secrets.token_hex(16)}"
         self.one, self.other = clients
 
     def key(self, name: object) -> str:
-        """A key in the folder, of the kind under which any bytes may stand."""
+        """Return a key in the folder, of the kind whose objects may have any bytes."""
         return f"{self.folder}/pack-{name}"
-
-    @property
-    def objects(self) -> Objects:
-        """The first client's objects; the check is skipped where it has none."""
-        if not isinstance(self.one, RemoteBackend):
-            raise unittest.SkipTest("this backend is no server of objects")
-        return self.one.objects
 
 
 Work = Callable[[Place], Awaitable[None]]
 
 
 class Check:
-    """One promise, and how it is put to the test."""
+    """One promise, and its test."""
 
     def __init__(self, name: str, promise: str, work: Work, needs: str) -> None:
         self.name = name
@@ -88,15 +81,17 @@ class Check:
         self._needs = needs
 
     async def __call__(self, subject: Subject) -> None:
-        """Raises AssertionError where the promise is broken, `unittest.SkipTest` where that can't be told.
+        """Raise AssertionError if the promise is broken, `unittest.SkipTest` if it can't be tested.
 
-        `StorageFull` and `Unavailable` break no promise, and are raised as they are.
+        `StorageFull` and `Unavailable` break no promise, and are raised unchanged.
         """
         async with _place(subject) as place:
             try:
-                await place.one.size(place.key("none"))  # a server's capabilities are known from its first answer
+                await place.one.size(
+                    place.key("none")
+                )  # a server's capabilities are known from its first response
                 if self._needs and not getattr(place.one.capabilities, self._needs):
-                    raise unittest.SkipTest(f"the backend does not claim {self._needs}")
+                    raise unittest.SkipTest(f"the storage does not claim {self._needs}")
                 await self._work(place)
             except (AssertionError, unittest.SkipTest, StorageFull, Unavailable):
                 raise
@@ -113,7 +108,7 @@ class Check:
 
 @contextlib.asynccontextmanager
 async def _place(subject: Subject) -> AsyncIterator[Place]:
-    clients = [_backend(subject.connect()) for _ in range(2)]
+    clients = [_client(subject.connect()) for _ in range(2)]
     try:
         yield Place(subject, clients)
     finally:
@@ -121,12 +116,13 @@ async def _place(subject: Subject) -> AsyncIterator[Place]:
             await client.close()
 
 
-def _backend(made: Backend | Objects) -> Backend:
-    return RemoteBackend(cast(Objects, made)) if hasattr(made, "put") else made
+def _client(storage: Storage) -> Storage:
+    """Return the storage as stores use it, but without retries."""
+    return storage if storage.capabilities.in_place or isinstance(storage, Remote) else Remote(storage)
 
 
 async def _closed(place: Place) -> bool:
-    """Whether nothing at all can be created, also not what whoever may write may create."""
+    """Return whether nothing can be created, not even with the weakest permission to write."""
     try:
         await place.one.create(f"{place.folder}/alive-trial", heartbeat(0), Durability.NONE)
     except Denied:
@@ -135,18 +131,18 @@ async def _closed(place: Place) -> bool:
 
 
 def heartbeat(number: int) -> bytes:
-    """What a host renews while it is at work; a server may take nothing else under `alive-…`."""
+    """Return a heartbeat of a host; a server may accept nothing else at `alive-…`."""
     return b'{"name": "probe", "time": %d}' % number
 
 
 async def _clean(place: Place) -> None:
-    """Removes what the check has made, as far as that is permitted."""
+    """Delete what the check has created, as far as that is permitted."""
     if not place.one.capabilities.listing:
         return
     with contextlib.suppress(TStoreError):
-        if not isinstance(place.one, RemoteBackend):
+        if place.one.capabilities.in_place:
             for client in (place.one, place.other):
-                await client.close()  # some file systems keep what is still open
+                await client.close()  # some file systems keep files that are open
         keys = await place.one.list(f"{place.folder}/")
         await many(place.one.delete, keys)
         folders = {key.rpartition("/")[0] for key in keys} | {place.folder, "txn"}
@@ -155,7 +151,7 @@ async def _clean(place: Place) -> None:
 
 
 async def many(call: Callable[[str], Awaitable[object]], keys: Iterable[str]) -> None:
-    """Awaits the call for every key, some at a time."""
+    """Await the call for every key, some at a time."""
     left = iter(keys)
 
     async def work() -> None:

@@ -1,10 +1,10 @@
 """The suite: every check run against one storage.
 
-A check raises `AssertionError` where the storage breaks a promise, and `unittest.SkipTest` where it can't be
-judged; where the storage has no room or does not answer, its own error. It works in a folder of its own below
-`txn/`, under names that a store's layout has, so that it harms no store that lies there, and removes what it made.
+A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if that can't be tested, and
+the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
+store's layout, so that it harms no store at that URL, and deletes what it created.
 
-A check can only find a fault; it can't prove that there is none. A race is run many times for that reason.
+A check can find a fault, but not prove that there is none. So a race is run many times.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Finding", "judge"]
 
 
 class Finding(NamedTuple):
-    """What a check has found."""
+    """The result of a check."""
 
     check: str
     promise: str
     outcome: Literal["holds", "fails", "skipped", "unknown"]
-    """Unknown where the storage had no room, or did not answer; to be asked again."""
+    """Unknown if the storage was full or did not respond: repeat the check."""
     detail: str
     seconds: float
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 async def judge(
     subject: Subject, checks: Iterable[Check] | None = None, tell: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """The findings of the checks (by default all), made one after the other; `tell` hears what comes next."""
+    """Run the checks (by default all) one after the other; call `tell` with the name of each before it starts."""
     findings = []
     for check in CHECKS if checks is None else checks:
         tell(check.name)

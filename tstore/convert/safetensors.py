@@ -16,8 +16,8 @@ import numpy as np
 
 from tstore.convert.safetensors_header import Header, Path, Spec, header_in, laid_out
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, listed
-from tstore.storage.base import Durability
 from tstore.storage.local.atomic_file import explained, new_file, write_all
+from tstore.storage.objects import Durability
 
 __all__ = ["Writer", "open_tensors", "read_header"]
 

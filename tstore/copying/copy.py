@@ -62,9 +62,10 @@ from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.cache.store import uncached
 from tstore.storage.connect import connect
+from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 
 __all__ = ["CopyReport", "copy", "copy_to"]
@@ -115,7 +116,7 @@ async def copy(
 
 
 async def copy_to(
-    store: Store, target: Backend, at: At = None, progress: Callable[[int, int], None] = lambda done, total: None
+    store: Store, target: Storage, at: At = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CopyReport:
     """The same as `copy`, to a backend."""
     if target.url == store.url:
@@ -225,7 +226,7 @@ class _Copy:
         await self._records.explaining(self._move_packs(begun))
         await self._records.explaining(self._move_manifests(begun))
         if self._present and self._known is not None:
-            await self._target.flush()  # another copy may have died before what it made there was durable
+            await self._target.sync()  # another copy may have died before what it made there was durable
         await self._create_records()
         await self._create_roots()
         newest = max(self._records.newest, self._known or 0)
@@ -330,9 +331,9 @@ class _Copy:
             async for version, data in records:
                 self._commits += await self._destination.create_record(self._records, version, data, durability)
         if self._known is None:
-            await self._target.flush()
+            await self._target.sync()
         elif self._commits < len(versions):
-            await self._target.settle("commits", Durability.FSYNC)  # who created the others may have died before
+            await self._target.flush("commits", Durability.FSYNC)  # who created the others may have died before
 
     async def _create_roots(self) -> None:
         """Create the roots that the destination lacks; their loss costs nothing but time."""

@@ -11,7 +11,8 @@ from tstore.format.layout import MARKER, commit_key
 from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability
 from tstore.storage.probe import prove
 
 __all__ = ["Destination"]
@@ -20,7 +21,7 @@ __all__ = ["Destination"]
 class Destination:
     """A backend that becomes, or already is, the store of `marker`; counts what was created there."""
 
-    def __init__(self, backend: Backend, marker: Marker) -> None:
+    def __init__(self, backend: Storage, marker: Marker) -> None:
         self.backend = backend
         self.objects = self.bytes = 0
         self._marker = marker

@@ -15,7 +15,7 @@ from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
 from tstore.format.records import Record
 from tstore.runtime.concurrency import batched, together
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["SourceRecords"]
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class SourceRecords:
     """The records of a source up to the version `base`, and behind them `last`, which the source does not have."""
 
-    def __init__(self, backend: Backend, base: int, anchor: bytes, last: Record | None = None) -> None:
+    def __init__(self, backend: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
         self.backend = backend
         self.base = base
         self.newest = base + (last is not None)
@@ -33,7 +33,7 @@ class SourceRecords:
         self._last = None if last is None else encode(last)
 
     @staticmethod
-    async def up_to(backend: Backend, base: int) -> SourceRecords:
+    async def up_to(backend: Storage, base: int) -> SourceRecords:
         """The records of a source up to a version."""
         return SourceRecords(backend, base, await _read(backend, base) if base else b"")
 
@@ -77,7 +77,7 @@ class SourceRecords:
             )
 
 
-async def _read(backend: Backend, version: int) -> bytes:
+async def _read(backend: Storage, version: int) -> bytes:
     try:
         data = await backend.get(commit_key(version))
         decode(data, Record)

@@ -22,7 +22,8 @@ from tstore.copying.inventory import PackBlocks, PackCheck
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run, uncancelled
-from tstore.storage.base import Backend, Durability, PackReader, PackWriter
+from tstore.storage.base import PackReader, PackWriter, Storage
+from tstore.storage.objects import Durability
 
 __all__ = ["DamagedPack", "Shipment", "is_sound"]
 
@@ -45,12 +46,12 @@ class DamagedPack(Corrupt):
         super().__init__(f"{key}: checksum mismatch at byte {offset}")
 
 
-async def is_sound(backend: Backend, key: str, size: int, blocks: PackBlocks) -> bool:
+async def is_sound(backend: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
     """Whether all blocks of the pack have their checksums in the object of that size."""
     return size >= blocks.end and await run(_is_sound, backend, key, size, blocks.check())
 
 
-def _is_sound(backend: Backend, key: str, size: int, check: PackCheck) -> bool:
+def _is_sound(backend: Storage, key: str, size: int, check: PackCheck) -> bool:
     with scratch(_PIECE) as buffer:
         try:
             reader = backend.reader(key)
@@ -72,7 +73,7 @@ class Shipment:
 
     def __init__(
         self,
-        source: Backend,
+        source: Storage,
         destination: Destination,
         damaged: Container[str],
         total: int,
@@ -100,7 +101,7 @@ class Shipment:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         for folder in sorted({key.rpartition("/")[0] for key in self._moved}):
-            await self._target.settle(folder, Durability.FSYNC)
+            await self._target.flush(folder, Durability.FSYNC)
         return self._moved
 
     async def _work(self, waiting: Iterator[Pack]) -> None:

@@ -20,7 +20,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkSource
 from tstore.format.grid import Selection
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["PackedChunks", "is_packed", "join_chunks", "packed_chunks", "read_packed"]
 
@@ -41,7 +41,7 @@ class PackedChunks(NamedTuple):
     numbers: range
 
 
-async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+async def packed_chunks(backend: Storage, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
     """Return the chunks of each request, read in one call and verified; those at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in wanted:
@@ -65,7 +65,7 @@ async def packed_chunks(backend: Backend, wanted: Sequence[PackedChunks]) -> lis
     return quantized
 
 
-async def read_packed(backend: Backend, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
+async def read_packed(backend: Storage, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
     """Return the codes of a whole array; raise `InvalidArgument` if it is not in an eXmY format."""
     if not is_packed(meta):
         raise InvalidArgument(f"{path} is not stored in an eXmY format; read its values instead")

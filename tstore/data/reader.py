@@ -3,7 +3,7 @@
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
 chunk goes straight into the result, and of a long one only the blocks with selected values are read. Every block
 is verified while it is in the CPU's caches, before any value is decoded from it.
-The storage says how much to read at once and how many reads to have in flight (`Transfer`): a disk wants few
+The storage says how much to read at once and how many reads to have in flight (`Tuning`): a disk wants few
 threads, a remote server many requests.
 """
 
@@ -21,8 +21,9 @@ from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
 from tstore.runtime.budget import aligned, scratch
 from tstore.runtime.pool import each
-from tstore.storage.base import Backend, PackReader, Transfer
+from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache.store import forget
+from tstore.storage.objects import Tuning
 
 __all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
 
@@ -38,13 +39,13 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
         raise InvalidArgument(f"{path}: {error}, which exceeds the memory available; read a part of it") from error
 
 
-async def read_chunks(backend: Backend, jobs: Iterable[ReadJob]) -> None:
+async def read_chunks(backend: Storage, jobs: Iterable[ReadJob]) -> None:
     """Fill the `out` of every job; raise `NotFound` for a chunk never written, `Corrupt` for a damaged one."""
     pieces = [piece for job in jobs for piece in _pieces(job, backend.url)]
     if not pieces:
         return
     pieces.sort(key=_place)
-    transfer = backend.transfer
+    transfer = backend.tuning
     batches = _batches(pieces, transfer)
     first = list(itertools.islice(batches, transfer.streams))
     workers = len(first)
@@ -94,7 +95,7 @@ def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
         part_of(job.out, cover.result)[...] = meta.fill_value
 
 
-def _batches(pieces: Iterable[Piece], transfer: Transfer) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Piece], transfer: Tuning) -> Iterator[list[Piece]]:
     """Yield pieces of one pack that are close together, up to about `transfer.batch` bytes."""
     batch: list[Piece] = []
     begin = end = 0
@@ -113,7 +114,7 @@ def _batches(pieces: Iterable[Piece], transfer: Transfer) -> Iterator[list[Piece
         yield batch
 
 
-def _read_batch(backend: Backend, batch: list[Piece]) -> None:
+def _read_batch(backend: Storage, batch: list[Piece]) -> None:
     first = batch[0]
     reader = pack_reader(backend, first.pack, first.label)
     targets = [piece.destination() for piece in batch]
@@ -145,9 +146,9 @@ def _read_batch(backend: Backend, batch: list[Piece]) -> None:
             piece.deliver(buffer, backend.url)
 
 
-def _read_into(reader: PackReader, piece: Piece, backend: Backend) -> None:
+def _read_into(reader: PackReader, piece: Piece, backend: Storage) -> None:
     """Read a piece straight into the result, in parts that are verified while they are in the CPU's caches."""
-    for part in piece.split(backend.transfer.piece):
+    for part in piece.split(backend.tuning.piece):
         target = part.destination()
         assert target is not None
         try:
@@ -157,7 +158,7 @@ def _read_into(reader: PackReader, piece: Piece, backend: Backend) -> None:
         part.deliver(target, backend.url)
 
 
-def pack_reader(backend: Backend, pack: str | bytes, label: str) -> PackReader:
+def pack_reader(backend: Storage, pack: str | bytes, label: str) -> PackReader:
     """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
 
     On some storage only the first read shows that; its error does not name the chunk.

@@ -31,7 +31,8 @@ from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_num
 from tstore.runtime import world
 from tstore.runtime.budget import aligned, scratch
 from tstore.runtime.pool import WORKERS, each
-from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
+from tstore.storage.base import PackWriter, Storage
+from tstore.storage.objects import BufferStream, Durability
 
 __all__ = ["PackSet", "WriteJob"]
 
@@ -100,7 +101,7 @@ class _Encoded(NamedTuple):
 class PackSet:
     """The packs and the inline chunks of one host in one transaction."""
 
-    def __init__(self, backend: Backend, folder: str, durability: Durability) -> None:
+    def __init__(self, backend: Storage, folder: str, durability: Durability) -> None:
         self._backend = backend
         self._folder = folder
         self._durability = durability
@@ -130,7 +131,7 @@ class PackSet:
         """Finish all packs; return when they are durable, if the transaction's durability asks for it."""
         if self._all:
             await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
-            await self._backend.settle(self._folder, self._durability)
+            await self._backend.flush(self._folder, self._durability)
         self._all, self._idle = [], []
 
     async def discard(self) -> None:

@@ -26,10 +26,10 @@ from tstore.format.layout import MARKER
 from tstore.hosts.processes import Job, serve_commands
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import run
-from tstore.storage.base import Durability
 from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalBackend
-from tstore.storage.memory import MemoryBackend
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
 
 __all__ = ["BenchReport", "bench", "serve"]
 
@@ -80,7 +80,7 @@ async def bench(
 
     Raises `AlreadyExists` where something lies there, `InvalidArgument` for memory://, which is one process's own.
     """
-    if isinstance(connect(url), MemoryBackend):
+    if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is seen by one process alone; name a folder or a server's URL")
     rows = max(1, round(size / (4 * _COLUMNS * _ARRAYS * hosts)))
     try:
@@ -144,7 +144,7 @@ async def _remove(url: str) -> bool:
     """Whether the store could be removed; `tstore serve` forbids it, and then nothing of it is."""
     backend = connect(url)
     try:
-        if isinstance(backend, LocalBackend):
+        if isinstance(backend, LocalStorage):
             await run(shutil.rmtree, backend.url)
         else:
             keys = await backend.list("")

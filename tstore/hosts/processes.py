@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,9 @@ from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
 from tstore.hosts.model import spec_for
 from tstore.sharding import Mesh, P
-from tstore.storage.base import Backend, BufferStream, Durability, PackWriter
+from tstore.storage.base import PackWriter, Storage
+from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
+from tstore.storage.wrapper import Wrapper
 
 __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
 
@@ -200,8 +202,7 @@ class _Worker:
         """Saves what it holds; with `halt` it stops for ever when half of its bytes are written."""
         async with await tstore.open(store) as opened:
             if halt:
-                halting = _Halting(opened.log.backend, self._held // 2, self._halted)
-                opened.log.backend = cast(Backend, halting)
+                opened.log.backend = _Halting(opened.log.backend, self._held // 2, self._halted)
             started = time.perf_counter()
             version = await tstore.save(
                 opened,
@@ -269,28 +270,30 @@ def _bits(array: Array) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-class _Halting:
-    """A backend through which a host writes until it has come half way, and then no further."""
+class _Halting(Wrapper):
+    """A storage that stops its host for ever once a number of bytes is written."""
 
-    def __init__(self, backend: Backend, limit: int, halted: Callable[[int], None]) -> None:
-        self._backend = backend
+    def __init__(self, inner: Storage, limit: int, halted: Callable[[int], None]) -> None:
+        super().__init__(inner)
         self._limit = limit
         self._halted = halted
         self._written = 0
         self._lock = threading.Lock()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    async def create(self, key: str, data: bytes, durability: Durability) -> None:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        """See `Storage.put`."""
         if "/part-" in key:
-            self._halt()  # so few bytes that half of them was all
-        await self._backend.create(key, data, durability)
+            self._halt()  # the limit was not reached: the host has very few bytes
+        await super().put(key, buffers, mode, durability)
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        return cast(PackWriter, _HaltingPack(self._backend.writer(key, durability), self))
+        """See `Storage.writer`."""
+        return _HaltingPack(super().writer(key, durability), self)
 
     def wrote(self, size: int) -> None:
+        """Count bytes of packs."""
         with self._lock:
             self._written += size
             if self._written >= self._limit:
@@ -302,16 +305,16 @@ class _Halting:
 
 
 class _HaltingPack:
-    def __init__(self, pack: PackWriter, backend: _Halting) -> None:
-        self._pack = pack
-        self._backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pack, name)
+    def __init__(self, pack: PackWriter, storage: _Halting) -> None:
+        self.key = pack.key
+        self._storage = storage
+        self._append = pack.append
+        self.finish = pack.finish
+        self.discard = pack.discard
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        offset = self._pack.append(buffers, size)
-        self._backend.wrote(size)
+        offset = self._append(buffers, size)
+        self._storage.wrote(size)
         return offset
 
 

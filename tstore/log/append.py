@@ -8,7 +8,7 @@ The data of the record is durable already.
    or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes can take any number, so they are written and fsynced once, however many numbers are tried
-   (`Backend.offer`). A durable record first makes sure that the one before it is durable, and so by induction are
+   (`Storage.offer`). A durable record first makes sure that the one before it is durable, and so by induction are
    all: if that one was created with `durability="none"`, everything is flushed.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
@@ -49,7 +49,8 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import SHORTEST_PAUSE, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
-from tstore.storage.base import Backend, Durability, Offer
+from tstore.storage.base import Offer, Storage
+from tstore.storage.objects import Durability
 
 __all__ = ["Append", "FramedRecord", "check_not_condemned"]
 
@@ -152,7 +153,7 @@ class Append:
     async def _create(self) -> bool:
         """Request the creation of the next version; return whether it succeeded. Raises `AlreadyExists`."""
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
-            await self._log.backend.flush()
+            await self._log.backend.sync()
         self._requested = self._seen + 1
         try:
             stored = await self._candidate.create(self._requested, self._record, self._collected)
@@ -203,7 +204,7 @@ class Append:
     async def _settle(self, version: int) -> None:
         """Make a commit durable that exists already; its creator may have died before it did so."""
         try:
-            await self._log.backend.settle("commits", self._durability)
+            await self._log.backend.flush("commits", self._durability)
         except Unavailable as error:
             raise self._unknown(version, error) from error
 
@@ -225,7 +226,7 @@ class Append:
 class _Candidate:
     """The bytes of a record, prepared once for as many numbers as must be tried."""
 
-    def __init__(self, backend: Backend, durability: Durability, first: FramedRecord) -> None:
+    def __init__(self, backend: Storage, durability: Durability, first: FramedRecord) -> None:
         self._backend = backend
         self._durability = durability
         self._framed = first

@@ -11,7 +11,8 @@ from tstore.format.tree import Changes
 from tstore.log.append import Append, FramedRecord, check_not_condemned
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate
 from tstore.log.reader import LogReader
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability
 
 __all__ = ["Log"]
 
@@ -20,7 +21,7 @@ class Log:
     """The commits of one store: read through `reader`, extended by `append`."""
 
     def __init__(self, reader: LogReader) -> None:
-        self.backend: Backend = reader.backend
+        self.backend: Storage = reader.backend
         self.reader = reader
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
         self._queues = weakref.WeakKeyDictionary()  # one for each loop; a forked child has another loop
@@ -69,6 +70,6 @@ class Log:
     async def make_durable(self, version: int, durability: Durability) -> None:
         """Make an existing commit as durable as asked; its creator may have died before it did so."""
         if durability is Durability.FSYNC and not (await self.reader.record(version)).durable:
-            await self.backend.flush()
+            await self.backend.sync()
         else:
-            await self.backend.settle("commits", durability)
+            await self.backend.flush("commits", durability)

@@ -12,7 +12,7 @@ from tstore.errors import Corrupt, NotAStore, NotFound, UnsupportedFormat
 from tstore.format.bounds import MARKER_BYTES
 from tstore.format.layout import MARKER
 from tstore.runtime import world
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 from tstore.storage.probe import prove, race
 
 __all__ = ["FORMAT_VERSION", "Marker", "create_marker", "read_marker"]
@@ -64,7 +64,7 @@ class _Format(msgspec.Struct):
     format: int
 
 
-async def read_marker(backend: Backend) -> Marker | None:
+async def read_marker(backend: Storage) -> Marker | None:
     """Return the marker, or None if there is none.
 
     Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
@@ -76,7 +76,7 @@ async def read_marker(backend: Backend) -> Marker | None:
     return _decoded(backend, data)
 
 
-def _decoded(backend: Backend, data: bytes) -> Marker:
+def _decoded(backend: Storage, data: bytes) -> Marker:
     try:
         return Marker.decode(data)
     except UnsupportedFormat as error:
@@ -85,7 +85,7 @@ def _decoded(backend: Backend, data: bytes) -> Marker:
         raise Corrupt(f"{backend.url}: {error}; restore this small file from a copy") from error
 
 
-async def create_marker(backend: Backend, racers: int) -> tuple[Marker, bool]:
+async def create_marker(backend: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     `racers` creations, each with another uuid, race for it: storage on which not exactly one wins is refused.

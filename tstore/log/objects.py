@@ -17,8 +17,9 @@ from tstore.format.layout import commit_key
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.runtime.pool import run
-from tstore.storage.base import SHORT, Backend
+from tstore.storage.base import Storage
 from tstore.storage.cache.store import forget
+from tstore.storage.objects import SHORT
 
 __all__ = ["MetadataObjects"]
 
@@ -32,7 +33,7 @@ class MetadataObjects:
     By default a record is decoded without checking its manifests, which are checked when they are used.
     """
 
-    def __init__(self, backend: Backend, parse: Callable[[bytes], Record] = decode_record) -> None:
+    def __init__(self, backend: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
         self.backend = backend
         self._parse = parse
         self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]

@@ -31,14 +31,14 @@ from tstore.log.records import Records
 from tstore.log.search import NEVER, Search
 from tstore.log.trees import Trees
 from tstore.runtime.concurrency import InTurn
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["LogReader", "read_hint"]
 
 _MOST_AHEAD = 32
 
 
-async def read_hint(backend: Backend) -> int:
+async def read_hint(backend: Storage) -> int:
     """Return the newest version according to the hint, which may be wrong; 0 if there is none."""
     try:
         hint = int(await backend.get(HINT))
@@ -62,7 +62,7 @@ class LogReader:
     """
 
     def __init__(
-        self, backend: Backend, hint: int | None = None, *, objects: MetadataObjects | None = None
+        self, backend: Storage, hint: int | None = None, *, objects: MetadataObjects | None = None
     ) -> None:
         self.backend = backend
         self.objects = MetadataObjects(backend) if objects is None else objects
@@ -70,10 +70,10 @@ class LogReader:
         self.trees = Trees(self.objects, self.records)
         self._hint = hint
         self._newest = 0
-        self._search = Search(self._exist, waits=backend.transfer.waits)
+        self._search = Search(self._exist, waits=backend.tuning.waits)
 
     @staticmethod
-    def strict(backend: Backend) -> LogReader:
+    def strict(backend: Storage) -> LogReader:
         """Return a reader that checks each record completely when it reads it, including its manifests."""
         return LogReader(backend, objects=MetadataObjects(backend, functools.partial(decode, kind=Record)))
 
@@ -99,7 +99,7 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
-        if known and self.backend.transfer.waits:
+        if known and self.backend.tuning.waits:
             more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(known))
             if not more:
                 return known
@@ -114,7 +114,7 @@ class LogReader:
             low, high = await self._gallop_from_hint()
         while high - low > 1:
             between = self._search.between(low, high)
-            last_look = self.backend.transfer.waits and len(between) == high - low - 1
+            last_look = self.backend.tuning.waits and len(between) == high - low - 1
             below = self.trees.missing_records(low) if last_look else []
             (low, high), _ = await asyncio.gather(self._search.narrowed(low, between, high), self._exist(below))
         self._newest = max(self._newest, low)
@@ -198,7 +198,7 @@ class LogReader:
         hint = await read_hint(self.backend) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
-        rooted = hint if self.backend.transfer.waits and hint % ROOT_EVERY == 0 else 0
+        rooted = hint if self.backend.tuning.waits and hint % ROOT_EVERY == 0 else 0
         (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(rooted))
         if low < hint:
             return await self._gallop(0)
@@ -218,7 +218,7 @@ class LogReader:
     async def _exists(self, version: int) -> bool:
         if version in self.records:
             return True
-        if not self.backend.transfer.waits:
+        if not self.backend.tuning.waits:
             return await self.backend.size(commit_key(version)) is not None
         try:  # takes as long as asking for its length, and it is needed next as a rule
             return await self.records.stored_or_none(version) is not None

@@ -22,7 +22,7 @@ from tstore.format.layout import commit_key
 from tstore.format.records import Collection, Record, Stored
 from tstore.log.objects import MetadataObjects
 from tstore.log.version_cache import VersionCache
-from tstore.storage.base import SHORT
+from tstore.storage.objects import SHORT
 
 __all__ = ["CACHED_RECORDS", "UNREAD", "Records"]
 

@@ -23,7 +23,7 @@ from tstore.format.tree import Node, Tree
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 
@@ -93,7 +93,7 @@ class Diff(NamedTuple):
         }
 
 
-async def diff_snapshots(backend: Backend, before: Snapshot, after: Snapshot) -> Diff:
+async def diff_snapshots(backend: Storage, before: Snapshot, after: Snapshot) -> Diff:
     """How `after` differs from `before`."""
     old, new = before.tree, after.tree
     paths = sorted(old.nodes.keys() | new.nodes.keys())
@@ -162,7 +162,7 @@ class _ArrayPair:
             )
 
 
-async def _distances(backend: Backend, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
+async def _distances(backend: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
     """How far the values went, by path; a round of chunks at a time is in memory."""
     found: dict[str, exmy.Difference] = {}
     batch: list[tuple[_ArrayPair, Selection]] = []
@@ -181,7 +181,7 @@ async def _distances(backend: Backend, pairs: Sequence[_ArrayPair]) -> dict[str,
 
 
 async def _compare(
-    backend: Backend, batch: Sequence[tuple[_ArrayPair, Selection]], found: dict[str, exmy.Difference]
+    backend: Storage, batch: Sequence[tuple[_ArrayPair, Selection]], found: dict[str, exmy.Difference]
 ) -> None:
     values: list[list[npt.NDArray[Any]]] = []
     jobs = []

@@ -52,7 +52,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import uncancelled
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]
 
@@ -116,7 +116,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 condemned = plan.collection()
                 if version is None and (condemned.transactions or condemned.objects):
                     # by an earlier gc, which may have died before its record was durable
-                    await log.backend.settle("commits", Durability.FSYNC)
+                    await log.backend.flush("commits", Durability.FSYNC)
                 await _delete(reader, condemned)
                 await log.backend.sweep()
             except (Denied, Unavailable) as error:

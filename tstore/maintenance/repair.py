@@ -43,8 +43,9 @@ from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
 from tstore.storage.cache.store import uncached
+from tstore.storage.objects import Durability
 
 __all__ = ["DamagedVersion", "RepairReport", "repair_store"]
 
@@ -81,7 +82,7 @@ class RepairReport(NamedTuple):
         return all(found.version in self.voided for found in self.damaged)
 
 
-async def repair_store(backend: Backend, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
+async def repair_store(backend: Storage, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
     """Find the damaged versions and void those that are named, by the steps at the top of this file."""
     backend = uncached(backend)
     log = LogReader.strict(backend)
@@ -178,7 +179,7 @@ async def _check_voidable(
     )
 
 
-async def _void(backend: Backend, version: int, newest: int) -> list[str]:
+async def _void(backend: Storage, version: int, newest: int) -> list[str]:
     """Put a void record in the place of a version's, and return the names under which its bytes are kept."""
     log, key, kept = LogReader.strict(backend), commit_key(version), []
     try:
@@ -191,7 +192,7 @@ async def _void(backend: Backend, version: int, newest: int) -> list[str]:
             try:
                 await backend.create(kept[0], data, Durability.FSYNC)
             except AlreadyExists:  # by a repair that ended early
-                await backend.settle("damaged", Durability.FSYNC)
+                await backend.flush("damaged", Durability.FSYNC)
         await _delete_roots(backend, version, newest)
         void = Record(
             REPAIR + world.token(12),
@@ -203,7 +204,7 @@ async def _void(backend: Backend, version: int, newest: int) -> list[str]:
             collected=await _gc_before(log, version),
         )
         await backend.hint(key, encode(void))
-        await backend.flush()
+        await backend.sync()
     await _delete_roots(backend, version, newest)
     return kept
 
@@ -226,7 +227,7 @@ async def _gc_before(log: LogReader, version: int) -> int:
     return 0
 
 
-async def _delete_roots(backend: Backend, version: int, newest: int) -> None:
+async def _delete_roots(backend: Storage, version: int, newest: int) -> None:
     first = -(-version // ROOT_EVERY) * ROOT_EVERY
     last = max(newest, await LogReader.strict(backend).newest())
     for numbers in batched(range(first, last + 1, ROOT_EVERY)):

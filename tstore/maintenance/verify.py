@@ -22,7 +22,8 @@ from tstore.log.reader import LogReader
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import each
-from tstore.storage.base import Backend, Transfer
+from tstore.storage.base import Storage
+from tstore.storage.objects import Tuning
 
 __all__ = ["VerifyReport", "verify_store"]
 
@@ -197,7 +198,7 @@ async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None
         )
 
 
-async def _foreign(backend: Backend) -> list[str]:
+async def _foreign(backend: Storage) -> list[str]:
     if not backend.capabilities.listing:
         return []
     names = [key for key in await backend.list("") if not is_object(key)]
@@ -255,13 +256,13 @@ class _Rebuilt:
             )
 
 
-async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str]) -> None:
+async def _check_chunks(backend: Storage, rows: Iterable[_Row], faults: list[str]) -> None:
     in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
-    transfer = backend.transfer
+    tuning = backend.tuning
 
     def check(batch: list[_Row]) -> None:
         if len(batch) == 1:
-            _check_long(backend, *batch[0], transfer.piece, faults)
+            _check_long(backend, *batch[0], tuning.piece, faults)
             return
         begin = batch[0][0].offset
         size = batch[-1][0].offset + batch[-1][0].length - begin
@@ -270,23 +271,23 @@ async def _check_chunks(backend: Backend, rows: Iterable[_Row], faults: list[str
                 pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
             except (Corrupt, NotFound):  # of each it is told by itself
                 for row, where in batch:
-                    _check_long(backend, row, where, transfer.piece, faults)
+                    _check_long(backend, row, where, tuning.piece, faults)
                 return
             for row, where in batch:
                 at = row.offset - begin
                 if block_checks(buffer[at : at + row.length].data) != row.checks:
                     faults.append(f"{where}: {row.mismatch(0, backend.url)}")
 
-    await each(check, _batches(in_order, transfer), transfer.streams)
+    await each(check, _batches(in_order, tuning), tuning.streams)
 
 
-def _batches(rows: Iterable[_Row], transfer: Transfer) -> Iterator[list[_Row]]:
-    """The chunks that lie close together in one pack, up to about `transfer.batch` bytes; a longer one alone."""
+def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
+    """The chunks that lie close together in one pack, up to about `tuning.batch` bytes; a longer one alone."""
     batch: list[_Row] = []
     begin = end = 0
     for row, where in rows:
-        near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= transfer.gap
-        if batch and not (near and row.offset + row.length - begin <= transfer.batch):
+        near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= tuning.gap
+        if batch and not (near and row.offset + row.length - begin <= tuning.batch):
             yield batch
             batch = []
         if not batch:
@@ -297,7 +298,7 @@ def _batches(rows: Iterable[_Row], transfer: Transfer) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _check_long(backend: Backend, row: ChunkRow, where: str, most: int, faults: list[str]) -> None:
+def _check_long(backend: Storage, row: ChunkRow, where: str, most: int, faults: list[str]) -> None:
     """Checks one chunk, piece by piece."""
     most = max(BLOCK, most - most % BLOCK)
     with scratch(min(row.length, most)) as buffer:

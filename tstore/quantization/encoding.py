@@ -35,7 +35,7 @@ from tstore.quantization.rechunk import encoded_meta
 from tstore.quantization.study import Configuration, Profile, fit_tensor, nonfinite_reason, profile
 from tstore.quantization.values import SLAB, Region, Values, in_threads
 from tstore.runtime.pool import each
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["SMALLEST", "Choice", "Encoded", "encode_batch"]
 
@@ -112,7 +112,7 @@ _Entry = tuple[_Box, WriteJob, npt.NDArray[Any]]
 
 
 async def encode_batch(
-    backend: Backend,
+    backend: Storage,
     packs: PackSet,
     batch: Sequence[Values],
     choices: Mapping[str, Choice],
@@ -165,7 +165,7 @@ def _obstacle(meta: ArrayMeta, known: Profile) -> str:
 
 
 async def _write(
-    backend: Backend, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
+    backend: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
 ) -> list[_Written]:
     """Write and measure the arrays in these codecs: all at once, or a large one box by box."""
     if not jobs:
@@ -183,7 +183,7 @@ async def _write(
     return written
 
 
-async def _write_boxes(backend: Backend, packs: PackSet, some: Sequence[_Box]) -> None:
+async def _write_boxes(backend: Storage, packs: PackSet, some: Sequence[_Box]) -> None:
     """Write and measure these boxes together."""
     parts = await in_threads(lambda box: box.written.values.read(box.region), some)
     jobs = [
@@ -213,7 +213,7 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
     return with_configuration(codecs, {"format": fitted, "scale": "none"})
 
 
-async def _measure(backend: Backend, entries: Sequence[_Entry]) -> None:
+async def _measure(backend: Storage, entries: Sequence[_Entry]) -> None:
     """Note how far each stored chunk lies from its source values, and how many of them it clips."""
     wanted = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
     stored = await packed_chunks(backend, wanted)
@@ -239,7 +239,7 @@ async def _measure(backend: Backend, entries: Sequence[_Entry]) -> None:
     await each(measure, chunks)
 
 
-async def _check_lossless(backend: Backend, entries: Sequence[_Entry]) -> None:
+async def _check_lossless(backend: Storage, entries: Sequence[_Entry]) -> None:
     """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
     copies = [np.empty(x.shape, x.dtype) for _, _, x in entries]
     jobs = []

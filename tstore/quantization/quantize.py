@@ -30,7 +30,7 @@ from tstore.quantization.values import MEMORY
 from tstore.quantization.work import Progress, Work
 from tstore.snapshot import Snapshot
 from tstore.steps import QUANTIZED, source_snapshot, steps_of
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 from tstore.transactions.transaction import Transaction, staging_of
 

@@ -21,7 +21,7 @@ from tstore.quantization.study import Configuration, Profile, Study, study
 from tstore.quantization.values import ValueCache, batches, in_threads
 from tstore.runtime.pool import WORKERS
 from tstore.snapshot import Snapshot
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.store import Store, open
 
 __all__ = ["Progress", "Work"]

@@ -3,9 +3,9 @@
 1. `app`: the dialect: which request gets which answer.
 2. `access`: who may do what; `names`, `metadata`: which names and which metadata are taken at all.
 3. `storing`: what is taken and removed; `admission`: whether the log allows it, as far as that goes (`standing`);
-   `served`, `folder`: the objects behind it, those of any backend and local files.
+   `served`, `folder`: open objects, pages and uploads, for any storage and for local files.
 4. `transfers`, `shares`, `limits`: what clients may take, and who goes first where they want more; `bodies`,
-   `spool`: how bodies come and go; `listings`: names in pages.
+   `spool`: how bodies come and go; `listings`: names cached between pages.
 5. `running`: how it starts and ends; `listening`, `connections`: where clients come in; `responses`, `access_log`.
 """
 

@@ -41,9 +41,9 @@ from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import SMALLER
 from tstore.server.responses import Refused
-from tstore.server.served import Served
 from tstore.server.shares import Shares
 from tstore.server.standing import Standing, weight_of
+from tstore.storage.base import Storage
 
 __all__ = ["Admission", "Next", "Sender"]
 
@@ -78,9 +78,8 @@ class Next(NamedTuple):
 class Admission:
     """Compares what is to be stored, or removed, with the log of one server."""
 
-    def __init__(self, served: Served, wait: float) -> None:
-        self._served = served
-        self._backend = served.backend
+    def __init__(self, storage: Storage, wait: float) -> None:
+        self._storage = storage
         self._memory = Shares(_MOST_READ, wait, "memory")
         self._standing = Standing()
         self._following = asyncio.Lock()
@@ -133,7 +132,7 @@ class Admission:
         """Raise `Corrupt` unless the root of a version is, to the byte, what the server makes of its log."""
         await self._newest()
         try:
-            check = check_of(await self._backend.get(commit_key(version)))
+            check = check_of(await self._storage.get(commit_key(version)))
         except NotFound:
             raise Corrupt(f"there is no version {version} yet") from None
         if root.record != check:
@@ -150,25 +149,28 @@ class Admission:
     async def may_go(self, key: str) -> bool:
         """Whether a garbage collection condemned an object, of which no version that lives is made."""
         standing = await self._newest()
-        return standing.has_condemned([key]) is not None and not await standing.needs(self._backend, key)
+        return standing.has_condemned([key]) is not None and not await standing.needs(self._storage, key)
 
     async def _newest(self) -> Standing:
         """The state as of the newest version there is."""
         async with self._following:
             known = self._standing
-            if await known.stands(self._backend) and not await self._served.exists(commit_key(known.version + 1)):
+            if (
+                await known.stands(self._storage)
+                and await self._storage.head(commit_key(known.version + 1)) is None
+            ):
                 return known
-            return await self._follow(await LogReader.strict(self._backend).newest())
+            return await self._follow(await LogReader.strict(self._storage).newest())
 
     async def _as_of(self, version: int) -> Standing:
         """The state as of the newest version; `AlreadyExists` where there is a later one already."""
         async with self._following:
             known = self._standing
-            if version and known.version == version and await known.stands(self._backend):
+            if version and known.version == version and await known.stands(self._storage):
                 return known
-            if version and known.version != version and not await self._served.exists(commit_key(version)):
+            if version and known.version != version and await self._storage.head(commit_key(version)) is None:
                 raise Corrupt(f"there is no version {version}, and no number is left out")
-            if await self._served.exists(commit_key(version + 1)):
+            if await self._storage.head(commit_key(version + 1)) is not None:
                 raise AlreadyExists(f"{commit_key(version + 1)} exists already")
             return await self._follow(version)
 
@@ -176,11 +178,11 @@ class Admission:
         """The state as of the newest version, from what is known of an older one if that still stands."""
         known = self._standing
         try:
-            near = known.version <= version <= known.version + _NEAR and await known.stands(self._backend)
-            if not near or not await known.follow(self._backend, version):
+            near = known.version <= version <= known.version + _NEAR and await known.stands(self._storage)
+            if not near or not await known.follow(self._storage, version):
                 self._rooted.drop(0)
                 self._roots.drop(0)
-                self._standing = await Standing.read(self._backend, version)
+                self._standing = await Standing.read(self._storage, version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             self._standing = Standing()
             _log.warning("version %d can't be read: %s", version, error)
@@ -193,7 +195,7 @@ class Admission:
         if now >= self._looked + _AGAIN:
             self._looked = now
             async with self._following:
-                self._standing = standing = await Standing.read(self._backend, version)
+                self._standing = standing = await Standing.read(self._storage, version)
         if not standing.whole or standing.version != version:
             raise _unread(version)
         return standing
@@ -201,7 +203,7 @@ class Admission:
     async def _record(self, version: int) -> Record:
         """The record of a version; `Corrupt` does not say where the store lies."""
         try:
-            return await LogReader(self._backend).record(version)
+            return await LogReader(self._storage).record(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("version %d can't be read: %s", version, error)
             raise _unread(version) from error
@@ -225,7 +227,7 @@ class Admission:
                 "the record of a garbage collection, also in a copy, needs a token of the scope admin, this "
                 f"request has {scope.name.lower()}; {_WITH_TOKENS}",
             )
-        ledger = await standing.ledger(self._backend)
+        ledger = await standing.ledger(self._storage)
         voided = await self._voided(record, standing, ledger)
         tree, whole, weight = standing.tree, standing.whole, standing.weight
         if standing.version != version - 1:
@@ -267,7 +269,7 @@ class Admission:
         ends = _ends(manifests) if quick else await run(_ends, manifests)
         known = not absent and (whole or record.replaces)
         for keys in batched(ends):
-            for key, size in zip(keys, await together(self._served.size, keys), strict=True):
+            for key, size in zip(keys, await together(self._storage.size, keys), strict=True):
                 if size is None:
                     absent.append(key)
                 elif size < ends[key]:
@@ -293,11 +295,11 @@ class Admission:
         """The manifest that a record names; None, and its key in `absent`, where it is not here."""
         if isinstance(where, Manifest):
             return where
-        size = await self._served.size(where.key)
+        size = await self._storage.size(where.key)
         if size is None:
             absent.append(where.key)
             return None
-        data = await self._backend.get(where.key) if size == where.length else b""
+        data = await self._storage.get(where.key) if size == where.length else b""
         if not where.is_to(data):
             raise Corrupt(f"{where.key} has another length, or checksum, than it says")
         return await run(decode, data, Manifest)
@@ -308,10 +310,10 @@ class Admission:
         if known is not None and known[0] == check:
             return known[1]
         below = version - ROOT_EVERY
-        if below and not await self._served.exists(root_key(below)):
+        if below and await self._storage.head(root_key(below)) is None:
             raise Corrupt(f"{root_key(below)} is missing, from which it would be made")
         try:
-            return await LogReader.strict(self._backend).tree(version)
+            return await LogReader.strict(self._storage).tree(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be made: %s", version, error)
             raise Corrupt(f"version {version} can't be read here") from error

@@ -42,8 +42,7 @@ from tstore.server.responses import Refused, answer, refusal_of
 from tstore.server.served import Served
 from tstore.server.storing import Storing
 from tstore.server.transfers import Transfers, client_of
-from tstore.storage.base import checked_key
-from tstore.storage.objects import PutMode
+from tstore.storage.objects import PutMode, checked_key
 
 __all__ = ["App"]
 
@@ -175,12 +174,13 @@ class App:
         if request.method in ("GET", "HEAD"):
             if kind is None or kind is Kind.FOLDER:
                 raise Refused(404, "there is no such object")
-            async with self._served.opened(key, kind) as found:
-                if request.method == "HEAD" and found.age is None:
-                    found = found._replace(age=await self._served.age(key))
-                kept = "no-store" if kind.replaceable else _FOR_EVER
+            async with self._served.opened(key, kind) as opened:
+                if request.method == "HEAD" and opened.age is None:
+                    entry = await self._served.storage.head(key)
+                    opened = opened._replace(age=None if entry is None else entry.age)
+                caching = "no-store" if kind.replaceable else _FOR_EVER
                 with self._transfers.begun(client_of(request)) as transfer:
-                    return await send(request, found, kept, transfer)
+                    return await send(request, opened, caching, transfer)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"no object of a store is named {key}")
         if request.method == "PUT":

@@ -13,7 +13,7 @@ from aiohttp import web
 from tstore.server.access_log import tally
 from tstore.server.limits import LONGEST_HELD, PIECE, SMALLER
 from tstore.server.responses import Refused, headers
-from tstore.server.served import Found
+from tstore.server.served import OpenObject
 from tstore.server.transfers import Transfer
 
 __all__ = ["declared_length", "received", "send"]
@@ -62,17 +62,17 @@ def _too_long(most: int) -> Refused:
     return Refused(413, said, {"Connection": "close"})
 
 
-async def send(request: web.BaseRequest, found: Found, kind: str, transfer: Transfer) -> web.StreamResponse:
+async def send(request: web.BaseRequest, opened: OpenObject, kind: str, transfer: Transfer) -> web.StreamResponse:
     """Answers with the object, or what was asked of it."""
     said = headers(**{"Accept-Ranges": "bytes", "Cache-Control": kind})
-    if found.etag is not None:
-        said["ETag"] = f'"{found.etag}"'
-    if found.age is not None:
-        said["X-TStore-Age"] = f"{found.age:.3f}"
-    if found.modified is not None:
-        said["Last-Modified"] = email.utils.formatdate(found.modified, usegmt=True)
-    _check_conditions(request, found, said)
-    status, start, stop = _range(request, found, said)
+    if opened.etag is not None:
+        said["ETag"] = f'"{opened.etag}"'
+    if opened.age is not None:
+        said["X-TStore-Age"] = f"{opened.age:.3f}"
+    if opened.modified is not None:
+        said["Last-Modified"] = email.utils.formatdate(opened.modified, usegmt=True)
+    _check_conditions(request, opened, said)
+    status, start, stop = _range(request, opened, said)
     response = web.StreamResponse(status=status, headers=said)
     response.content_type = "application/octet-stream"
     response.content_length = stop - start
@@ -83,7 +83,7 @@ async def send(request: web.BaseRequest, found: Found, kind: str, transfer: Tran
             return response
         while start < stop:
             async with transfer.awaiting():
-                sent = await _send_piece(request, response, found, start, min(stop - start, PIECE))
+                sent = await _send_piece(request, response, opened, start, min(stop - start, PIECE))
                 start, transfer.moved = start + sent, transfer.moved + sent
             counted.sent = transfer.moved
     except (ConnectionError, EOFError, Refused):
@@ -93,9 +93,9 @@ async def send(request: web.BaseRequest, found: Found, kind: str, transfer: Tran
 
 
 async def _send_piece(
-    request: web.BaseRequest, response: web.StreamResponse, found: Found, offset: int, size: int
+    request: web.BaseRequest, response: web.StreamResponse, opened: OpenObject, offset: int, size: int
 ) -> int:
-    transport, source = request.transport, found.source
+    transport, source = request.transport, opened.source
     if transport is None or transport.is_closing():  # the client has left
         raise ConnectionResetError
     if isinstance(source, FileIO) and not request.secure:
@@ -107,36 +107,38 @@ async def _send_piece(
             if sent < size:
                 raise EOFError  # somebody cut the file
             return sent
-    data = await found.piece(offset, size)
+    data = await opened.piece(offset, size)
     if not data:
         raise EOFError
     await response.write(data)
     return len(data)
 
 
-def _check_conditions(request: web.BaseRequest, found: Found, said: dict[str, str]) -> None:
+def _check_conditions(request: web.BaseRequest, opened: OpenObject, said: dict[str, str]) -> None:
     wanted, known = request.if_match, request.if_none_match
-    if wanted is not None and not any(e.value == "*" or (e.value == found.etag and not e.is_weak) for e in wanted):
+    if wanted is not None and not any(
+        e.value == "*" or (e.value == opened.etag and not e.is_weak) for e in wanted
+    ):
         raise Refused(412, "the object is another one than If-Match names")
-    if known is not None and any(e.value in ("*", found.etag) for e in known):
+    if known is not None and any(e.value in ("*", opened.etag) for e in known):
         raise Refused(304, "", said)
 
 
-def _range(request: web.BaseRequest, found: Found, said: dict[str, str]) -> tuple[int, int, int]:
+def _range(request: web.BaseRequest, opened: OpenObject, said: dict[str, str]) -> tuple[int, int, int]:
     """The status, and the bytes to send; several ranges, and units unknown, are answered with the whole."""
     asked = _RANGE.fullmatch(request.headers.get("Range", ""))
     only_if = request.headers.get("If-Range")
     same = only_if is None or only_if in (said.get("ETag"), said.get("Last-Modified"))
     if asked is None or not same:
-        return 200, 0, found.size
+        return 200, 0, opened.size
     first, last, suffix = asked.groups()
     if suffix is None:
-        start, stop = int(first), min(found.size, int(last) + 1 if last else found.size)
+        start, stop = int(first), min(opened.size, int(last) + 1 if last else opened.size)
     else:
-        start, stop = max(0, found.size - int(suffix)), found.size
+        start, stop = max(0, opened.size - int(suffix)), opened.size
     if start >= stop or (last and int(last) < int(first)):
         raise Refused(
-            416, "the range lies beyond the end of the object", {"Content-Range": f"bytes */{found.size}"}
+            416, "the range lies beyond the end of the object", {"Content-Range": f"bytes */{opened.size}"}
         )
-    said["Content-Range"] = f"bytes {start}-{stop - 1}/{found.size}"
+    said["Content-Range"] = f"bytes {start}-{stop - 1}/{opened.size}"
     return 206, start, stop

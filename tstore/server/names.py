@@ -22,7 +22,7 @@ from typing import Literal
 from urllib.parse import unquote_to_bytes
 
 from tstore.errors import InvalidArgument
-from tstore.storage.base import checked_key
+from tstore.storage.objects import checked_key
 
 __all__ = ["Kind", "Names", "key_of", "kind_of", "number_of"]
 

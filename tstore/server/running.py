@@ -24,8 +24,9 @@ from tstore.server.limits import LIMITS, Limits, checked_limits
 from tstore.server.listening import Listening
 from tstore.server.names import Names
 from tstore.server.served import Served
+from tstore.storage.base import Storage
 from tstore.storage.connect import connect
-from tstore.storage.local.store import LocalBackend
+from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Certificate", "Server"]
 
@@ -99,12 +100,12 @@ class Server:
         self._app.admit(access)
 
     async def __aenter__(self) -> Server:
-        backend = connect(self.store, self._options)
-        await self._check_store(Served(backend))
-        wait = self._limits.wait
-        self._served = ServedFolder(backend, wait) if isinstance(backend, LocalBackend) else Served(backend, wait)
+        storage, wait = connect(self.store, self._options), self._limits.wait
+        await self._check_store(storage)
+        local = isinstance(storage, LocalStorage)
+        self._served = ServedFolder(storage.url, wait) if local else Served(storage, wait)
         if self._mode == "a":
-            await self._served.tidy_up()
+            await self._served.clean()
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
         self._app = App(self._served, self._access, most, self._names, self._limits, self._hostnames)
         limits = _affordable(self._limits)
@@ -122,16 +123,16 @@ class Server:
                 await self._app.drain()
         await self._connections.close()
         await self._listening.close()
-        await self._served.backend.close()
+        await self._served.storage.close()
 
-    async def _check_store(self, served: Served) -> None:
-        """Refuses what is no store, before anybody can read from it or write into it."""
-        url = served.backend.url
-        if await served.exists(_MARKER) or self._names == "any":
+    async def _check_store(self, storage: Storage) -> None:
+        """Raise `NotAStore` before anybody can read from another place or write into it."""
+        if self._names == "any" or await storage.head(_MARKER) is not None:
             return
+        url = storage.url
         if self._mode == "r":
             raise NotAStore(f"{url} is not a tstore store: it has no {_MARKER}; check the path")
-        if not await served.backend.empty():
+        if not await storage.empty():
             raise NotAStore(f"{url} holds other files and no {_MARKER}, so it is not served; check the path")
 
 

@@ -1,7 +1,7 @@
-"""The objects behind a server: what it reads from, creates in, lists and removes from a backend of any kind.
+"""The objects of a store as a server needs them, beyond what their storage does.
 
-A pack is received whole (`spool`) before it goes on to the storage, at the pace of that: so a few turns suffice
-for any number of clients, and no slow one takes them from others. `ServedFolder` (`folder`) does better with local
+A pack is received whole (`spool`) before it is uploaded to the storage, at the storage's pace: so a few slots
+suffice for any number of clients, and no slow client occupies one. `ServedFolder` (`folder`) is faster for local
 files.
 """
 
@@ -24,28 +24,28 @@ from tstore.server.listings import Pages
 from tstore.server.names import Kind
 from tstore.server.shares import Shares
 from tstore.server.spool import Spool
-from tstore.storage.base import Backend, Buffers, Durability, PackReader
-from tstore.storage.objects import Entry, Page, PutMode
+from tstore.storage.base import PackReader, Storage
+from tstore.storage.objects import Buffers, Durability, Page
 
-__all__ = ["SMALL", "Found", "Incoming", "Served"]
+__all__ = ["SMALL", "Incoming", "OpenObject", "Served"]
 
 SMALL = 1 << 20
-"""Bytes of the longest object that is read whole before any of it is sent."""
+"""The longest object in bytes that is read whole before any of it is sent."""
 
 
-class Found(NamedTuple):
+class OpenObject(NamedTuple):
     """An object that is open for reading."""
 
     size: int
     etag: str | None
-    """Changes with every change of the bytes, and never without one; None where nothing does."""
+    """Identifies the bytes of the object; None if nothing does."""
     age: float | None
     modified: float | None
     source: bytes | FileIO | PackReader
-    """A file can be sent by the system itself."""
+    """The system can send a file directly."""
 
     async def piece(self, offset: int, size: int) -> bytes:
-        """Some of its bytes, which it has."""
+        """Return some of its bytes, which must exist."""
         source = self.source
         if isinstance(source, bytes):
             return source[offset : offset + size]
@@ -61,94 +61,65 @@ def _piece(source: PackReader, offset: int, size: int) -> bytes:
 
 
 class Served:
-    """The objects of a backend."""
+    """The objects of a storage."""
 
-    def __init__(self, backend: Backend, wait: float = LIMITS.wait) -> None:
-        self.backend = backend
+    def __init__(self, storage: Storage, wait: float = LIMITS.wait) -> None:
+        self.storage = storage
         self._pages = Pages()
         self._uploads = Shares(UPLOADS, wait, "its storage")
 
     @contextlib.asynccontextmanager
-    async def opened(self, key: str, kind: Kind) -> AsyncIterator[Found]:
-        """The object at a key, as long as the block takes; `NotFound`. Its age may be left out."""
-        size = await self.backend.size(key) if kind.streamed else 0
-        if size is None:
-            raise NotFound(f"{self.backend.url}: there is no object {key}")
-        if size <= SMALL:
-            data = await self.backend.get(key)
-            yield Found(len(data), xxhash.xxh3_128_hexdigest(data), None, None, data)
-        else:  # a name that is never used again tells one object from any other
-            etag = None if kind.replaceable else xxhash.xxh3_128_hexdigest(f"{key} {size}".encode())
-            yield Found(size, etag, None, None, await run(self.backend.reader, key))
-
-    async def age(self, key: str) -> float | None:
-        """Seconds since an object, or one beside it, was written; None where that is not known."""
-        return await self.backend.age(key.rpartition("/")[0]) if "/" in key else None
-
-    async def exists(self, key: str) -> bool:
-        """Whether there is an object at the key."""
-        return await self.backend.size(key) is not None
-
-    async def size(self, key: str) -> int | None:
-        """The length of an object, None where there is none."""
-        return await self.backend.size(key)
-
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        """Stores an object, durable when this returns; `AlreadyExists` where `mode` is CREATE and one is there."""
-        if mode is PutMode.CREATE:
-            await self.backend.create(key, data, Durability.FSYNC)
-        else:
-            await self.backend.hint(key, data)
+    async def opened(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
+        """Open an object for the duration of the block; raise `NotFound`. Its age may be left out."""
+        entry = await self.storage.head(key) if kind.streamed else None
+        if kind.streamed and entry is None:
+            raise NotFound(f"{self.storage.url}: {key} does not exist")
+        if entry is None or entry.size <= SMALL:
+            data = await self.storage.get(key)
+            age = None if entry is None else entry.age
+            yield OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)
+        else:  # a name that is never reused identifies an object
+            etag = None if kind.replaceable else xxhash.xxh3_128_hexdigest(f"{key} {entry.size}".encode())
+            yield OpenObject(entry.size, etag, entry.age, None, await run(self.storage.reader, key))
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """What lies below the prefix behind the name `after`, and the last name where there is more."""
+        """Return up to `limit` names after `after`, and the last of them if more follow."""
         names = self._pages.known(prefix, delimiter, after)
         if names is None:
             names = await self._names(prefix, delimiter)
         first = bisect.bisect_right(names, after)
         listed = names[first : first + limit]
         more = listed[-1] if first + limit < len(names) else None
-        keys = [name for name in listed if not (delimiter and name.endswith(delimiter))]
         folders = [name for name in listed if delimiter and name.endswith(delimiter)]
-        sizes = await asyncio.gather(*[self.backend.size(key) for key in keys])
-        parents = sorted({key.rpartition("/")[0] for key in keys} - {""})
-        ages = dict(zip(parents, await asyncio.gather(*[self.backend.age(p) for p in parents]), strict=True))
-        entries = [
-            Entry(key, size, ages.get(key.rpartition("/")[0]))
-            for key, size in zip(keys, sizes, strict=True)
-            if size is not None
-        ]
-        return Page(entries, folders), more
+        keys = [name for name in listed if not (delimiter and name.endswith(delimiter))]
+        entries = await asyncio.gather(*[self.storage.head(key) for key in keys])
+        return Page([entry for entry in entries if entry is not None], folders), more
 
     async def _names(self, prefix: str, delimiter: str) -> list[str]:
-        """All names that a list of a prefix has, in order."""
-        keys = await self.backend.list(prefix)
+        """Return all names of a listing, in order."""
+        keys = await self.storage.list(prefix)
 
-        def found() -> list[str]:
+        def sort() -> list[str]:
             if not delimiter:
                 return sorted(keys)
             cut = (key[len(prefix) :].partition(delimiter) for key in keys)
             return sorted({f"{prefix}{name}{end}" for name, end, _ in cut})
 
-        names = await run(found)
+        names = await run(sort)
         self._pages.put(prefix, delimiter, names)
         return names
 
-    async def delete(self, key: str) -> None:
-        """Removes an object; no error where it does not exist."""
-        await self.backend.delete(key)
+    async def clean(self) -> None:
+        """Remove the unfinished files of a server that was killed; only files have any."""
 
-    async def tidy_up(self) -> None:
-        """Removes what a server that was killed left unfinished; only files have any."""
-
-    async def tidy(self, folder: str) -> None:
-        """Removes a folder in which no object is left; only files have any."""
+    async def clean_folder(self, folder: str) -> None:
+        """Remove a folder that contains no object; only files have folders."""
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """A new object of a client, filled piece by piece; it appears whole when the block ends without exception.
+        """Receive a new object of a client; it appears whole if the block ends without an exception.
 
-        Raises `AlreadyExists` at the end where another was faster.
+        Raise `AlreadyExists` at the end if the key is taken by then.
         """
         with contextlib.closing(Spool()) as spool:
             yield spool
@@ -156,8 +127,8 @@ class Served:
                 await run(self._upload, key, spool)
 
     def _upload(self, key: str, spool: Spool) -> None:
-        """Hands an object on to the storage; blocks a control thread, of which there are more than turns."""
-        writer = self.backend.upload(key, spool.size, Durability.FSYNC)
+        """Upload an object to the storage; block a control thread, of which there are more than slots."""
+        writer = self.storage.upload(key, spool.size, Durability.FSYNC)
         try:
             if spool.size:
                 writer.append([spool.content()], spool.size)
@@ -171,4 +142,4 @@ class Incoming(Protocol):
     """A new object."""
 
     async def write(self, pieces: Buffers) -> None:
-        """Adds the next bytes."""
+        """Append bytes."""

@@ -1,7 +1,7 @@
-"""A body until it is whole: a little in memory, the rest in a temporary file without a name.
+"""A body until it is complete: a little in memory, the rest in an unnamed temporary file.
 
-So a body that comes slowly, or is declared to be long, claims neither memory nor a turn with the storage, but only
-the room on the disk (`TMPDIR`) of what has arrived.
+So a slow body, or one with a long declared length, occupies neither memory nor a slot of the storage, but only the
+disk space (`TMPDIR`) of what has arrived.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import IO
 
 from tstore.runtime.pool import run
 from tstore.server.limits import PIECE
-from tstore.storage.base import Buffers
 from tstore.storage.local.atomic_file import explained, write_all
+from tstore.storage.objects import Buffers
 
 __all__ = ["Spool"]
 
 
 class Spool:
-    """Bytes that come one after the other, and are read when all are there; close it in the end."""
+    """Bytes that are appended, and read when complete; close it in the end."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -27,7 +27,7 @@ class Spool:
         self._file: IO[bytes] | None = None
 
     async def write(self, pieces: Buffers) -> None:
-        """Add the next bytes."""
+        """Append bytes."""
         self.size += sum(map(len, pieces))
         if self._file is None and self.size <= PIECE:
             self._held += map(bytes, pieces)
@@ -36,18 +36,18 @@ class Spool:
             self._held.clear()
 
     def content(self) -> bytes | mmap.mmap:
-        """All of it; that of a file is mapped, and costs memory only while it is looked at."""
+        """Return all bytes; those of a file are mapped, and cost memory only while they are read."""
         if self._file is None:
             return b"".join(self._held)
         return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)
 
     async def read(self) -> bytes:
-        """All of it, in memory."""
+        """Return all bytes, in memory."""
         content = self.content()
         return content if isinstance(content, bytes) else await run(bytes, content)
 
     def close(self) -> None:
-        """Release what it took; any number of times."""
+        """Release memory and file; any number of times."""
         self._held.clear()
         if self._file is not None:
             self._file.close()

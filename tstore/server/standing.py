@@ -21,7 +21,7 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import each
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["Standing", "weight_of"]
 
@@ -54,7 +54,7 @@ class Standing:
         self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
 
     @staticmethod
-    async def read(backend: Backend, version: int) -> Standing:
+    async def read(backend: Storage, version: int) -> Standing:
         """Read the state as of a version that exists; `Corrupt` or `NotFound` where the log is damaged."""
         found = Standing()
         if version == 0:
@@ -84,7 +84,7 @@ class Standing:
             if len(self._condemned) in (len(before), _COLLECTIONS):
                 break
 
-    async def follow(self, backend: Backend, version: int) -> bool:
+    async def follow(self, backend: Storage, version: int) -> bool:
         """Go on to a later version, by the records that others created; False where one voided an older one."""
         log = LogReader.strict(backend)
         async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
@@ -118,14 +118,14 @@ class Standing:
         elif self._ledger is not None:
             self._ledger.add(version, record)
 
-    async def stands(self, backend: Backend) -> bool:
+    async def stands(self, backend: Storage) -> bool:
         """Whether the record of the version is still the same one."""
         try:
             return not self.version or check_of(await backend.get(commit_key(self.version))) == self.check
         except NotFound:
             return False
 
-    async def ledger(self, backend: Backend) -> Ledger:
+    async def ledger(self, backend: Storage) -> Ledger:
         """Return a copy of the versions that live; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
@@ -135,7 +135,7 @@ class Standing:
             self._ledger = ledger
         return Ledger(self._ledger.alive.values())
 
-    async def needs(self, backend: Backend, key: str) -> bool:
+    async def needs(self, backend: Storage, key: str) -> bool:
         """Whether a version that lives is made of an object, or of one of its transaction."""
         version, transactions, held = self._needed
         if version != self.version:

@@ -45,7 +45,8 @@ class Storing:
         self._served = served
         self._limits = limits
         self._transfers = transfers
-        self._admission = Admission(served, limits.wait)
+        self._storage = served.storage
+        self._admission = Admission(served.storage, limits.wait)
         self._memory = Shares(HELD, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
@@ -56,7 +57,7 @@ class Storing:
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "an object is sent as it is and whole")
-        if mode is PutMode.CREATE and await self._served.exists(key):
+        if mode is PutMode.CREATE and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was left as it is")
         if kind.streamed and mode is PutMode.CREATE:
             await self._stream(request, key)
@@ -68,10 +69,10 @@ class Storing:
         """Removes an object that may go."""
         if kind in (Kind.MARKER, Kind.RECORD, Kind.HINT):
             raise Refused(403, f"{key} is never removed")
-        if kind is not Kind.FOLDER and not await self._served.exists(key):
+        if kind is not Kind.FOLDER and await self._storage.head(key) is None:
             return
         if kind in (Kind.HEARTBEAT, Kind.OTHER):
-            await self._served.delete(key)
+            await self._storage.delete(key)
             return
         try:
             may_go = await self._admission.may_go(key)
@@ -80,9 +81,9 @@ class Storing:
         if not may_go:
             raise Refused(403, f"no gc condemned {key}, or a version is made of it, so it is not removed")
         if kind is not Kind.FOLDER:
-            await self._served.delete(key)
+            await self._storage.delete(key)
         if kind is not Kind.ROOT:
-            await self._served.tidy("/".join(key.split("/")[:2]))
+            await self._served.clean_folder("/".join(key.split("/")[:2]))
 
     async def _stream(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
@@ -121,10 +122,10 @@ class Storing:
         if isinstance(body, Root):
             await self._admission.check_root(body.version, body, data)
         if not isinstance(body, Record):
-            await self._served.put(key, data, mode)
+            await self._storage.put(key, [data], mode)
             return
         made = await self._admission.admitted(number_of(key), body, len(data), sender)
-        await self._served.put(key, data, mode)
+        await self._storage.put(key, [data], mode)
         self._admission.took(made, data)
 
 

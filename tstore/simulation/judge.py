@@ -16,7 +16,7 @@ from tstore.simulation.checker import Committed, violations
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
 from tstore.simulation.site import Darkroom, read_state
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.weather import Host
 from tstore.store import Store
 
@@ -27,7 +27,9 @@ Born = Callable[[str], contextlib.AbstractContextManager[Host]]
 """Makes a host of a name that nothing hinders, in whose world the running task lives."""
 
 
-async def judge_store(born: Born, storage: Storage, first: Committed, history: History) -> tuple[list[str], Log]:
+async def judge_store(
+    born: Born, storage: SharedObjects, first: Committed, history: History
+) -> tuple[list[str], Log]:
     """The promises that are broken, and the versions above the one from which the run began."""
     found: list[str] = []
     log: Log = {}
@@ -38,7 +40,7 @@ async def judge_store(born: Born, storage: Storage, first: Committed, history: H
         if keys != [commit_key(v) for v in range(1, newest + 1)]:
             return [*history.faults, f"the versions are not dense: {keys}"], {}
         with _told(found):
-            store = await tstore.open(HostBackend(storage, host))
+            store = await tstore.open(HostStorage(storage, host))
             if (seen := (await store.snapshot()).version) != newest:
                 found.append(f"the newest version is {newest}, and {seen} was found")
             for version in range(start + 1, newest + 1):
@@ -59,7 +61,7 @@ async def judge_store(born: Born, storage: Storage, first: Committed, history: H
 
 
 async def judge_copy(
-    born: Born, mirror: Storage, first: Committed, source: tuple[Storage, History, Log], own: History
+    born: Born, mirror: SharedObjects, first: Committed, source: tuple[SharedObjects, History, Log], own: History
 ) -> list[str]:
     """The promises that are broken at a copy, where hosts went on too: `own` is what these did and saw."""
     storage, history, log = source
@@ -69,7 +71,7 @@ async def judge_copy(
     combined.unnamed = {name: _untold(attempt) for name, attempt in history.unnamed.items()} | own.unnamed
     with born("mirror's judge") as host:
         try:
-            await tstore.open(HostBackend(mirror, host), "r")
+            await tstore.open(HostStorage(mirror, host), "r")
         except NotAStore:
             return []  # it never came so far
     if history.lagging:
@@ -89,7 +91,7 @@ async def judge_power_failure(born: Born, darkroom: Darkroom, log: Log, chance: 
     storage = darkroom.photograph.after_power_failure(chance)
     found: list[str] = []
     with born("power failure's judge") as host, _told(found):
-        store = await tstore.open(HostBackend(storage, host))
+        store = await tstore.open(HostStorage(storage, host))
         newest = (await store.snapshot()).version
         if newest < darkroom.acknowledged:
             found.append(f"version {newest} is the newest, though {darkroom.acknowledged} was acknowledged")

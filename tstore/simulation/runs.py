@@ -27,7 +27,7 @@ from tstore.simulation.judge import committed, judge_copy, judge_power_failure, 
 from tstore.simulation.miniature import reduced
 from tstore.simulation.scenario import Scenario
 from tstore.simulation.site import Darkroom, Site
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.weather import Host, Onlooker
 from tstore.simulation.workload import live
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 class _Place:
     """A storage, and what hosts do and see there."""
 
-    def __init__(self, storage: Storage, start: int) -> None:
+    def __init__(self, storage: SharedObjects, start: int) -> None:
         self.storage = storage
         self.history = History()
         self.history.start = start
@@ -70,8 +70,8 @@ class _Run:
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.start = sum(k.startswith("commits/") for k in objects)
-        self.place = _Place(Storage(objects, strict=scenario.strict), self.start)
-        self.mirror = _Place(Storage({}, "mirror", strict=scenario.strict), self.start)
+        self.place = _Place(SharedObjects(objects, strict=scenario.strict), self.start)
+        self.mirror = _Place(SharedObjects({}, "mirror", strict=scenario.strict), self.start)
         self.mirror.history.skip_values()
         for place in (self.place, self.mirror):
             place.history.lagging = scenario.weather.blind > 0
@@ -82,7 +82,7 @@ class _Run:
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.place.storage
         with self._onlooker("witness") as host:
-            first = await committed(await tstore.open(HostBackend(storage, host)), start)
+            first = await committed(await tstore.open(HostStorage(storage, host)), start)
         if self.choice.random() < 0.5:
             hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
             storage.objects["latest"] = hint

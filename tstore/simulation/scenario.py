@@ -14,7 +14,7 @@ from tstore.simulation.edits import create
 from tstore.simulation.history import CELLS
 from tstore.simulation.miniature import reduced
 from tstore.simulation.site import PATHS
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import VirtualLoop
 from tstore.simulation.weather import Onlooker, Weather
 
@@ -110,12 +110,12 @@ def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, b
 
 @functools.cache
 def _made(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
-    storage = Storage({})
+    storage = SharedObjects({})
 
     async def make() -> None:
         host = Onlooker("maker", f"maker {fork}", lambda _who, _what: None)
         with inhabited(host), inline(host.step):
-            store = await tstore.open(HostBackend(storage, host), "x")
+            store = await tstore.open(HostStorage(storage, host), "x")
             async with store.transaction("begin") as tx:
                 for path in PATHS[::2]:
                     await create(tx, path, None)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 import tstore
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, SourceCondemned, TStoreError, Unavailable
 from tstore.simulation.history import Attempt, History, cells_of
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.weather import CALM, Host
 from tstore.snapshot import Snapshot
 from tstore.storage.cache.folder import Cache
@@ -24,11 +24,11 @@ class Darkroom:
     """Photographs of the storage at a moment when something was acknowledged, for the power to fail there."""
 
     def __init__(self) -> None:
-        self.photograph: Storage | None = None
+        self.photograph: SharedObjects | None = None
         self.acknowledged = 0
         """The highest version that must survive."""
 
-    def acknowledge(self, host: Host, storage: Storage, version: int) -> None:
+    def acknowledge(self, host: Host, storage: SharedObjects, version: int) -> None:
         """Keep a picture of some of these moments, the last of them."""
         if storage.volatile and host.chance(0.3):
             self.photograph, self.acknowledged = storage.photograph(), version
@@ -37,7 +37,9 @@ class Darkroom:
 class Site:
     """One run of a host: its store, and the history in which it notes what it does and sees."""
 
-    def __init__(self, host: Host, store: Store, storage: Storage, history: History, darkroom: Darkroom) -> None:
+    def __init__(
+        self, host: Host, store: Store, storage: SharedObjects, history: History, darkroom: Darkroom
+    ) -> None:
         self.host = host
         self.history = history
         self.store = store
@@ -48,12 +50,12 @@ class Site:
 
     @classmethod
     async def of(
-        cls, host: Host, storage: Storage, history: History, darkroom: Darkroom, cache: Cache | None = None
+        cls, host: Host, storage: SharedObjects, history: History, darkroom: Darkroom, cache: Cache | None = None
     ) -> Site:
         """A host with the storage open, which nothing hinders."""
         weather, host.weather = host.weather, CALM
         try:
-            store = await tstore.open(HostBackend(storage, host), "a", cache=cache)
+            store = await tstore.open(HostStorage(storage, host), "a", cache=cache)
         finally:
             host.weather = weather
         return cls(host, store, storage, history, darkroom)

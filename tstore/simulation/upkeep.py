@@ -20,7 +20,7 @@ from tstore.format.retention import Keep
 from tstore.simulation.groups import METRIC
 from tstore.simulation.history import Attempt, Collected, Copied, Read, cells_of
 from tstore.simulation.site import Site, read_state
-from tstore.simulation.storage import HostBackend, Storage
+from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
 
 __all__ = ["collect", "copy_to_mirror", "count_history", "look_back", "quantize", "read", "restore", "verify"]
@@ -147,10 +147,10 @@ async def quantize(site: Site) -> None:
         site.acknowledge(report.version, message, durable=True)
 
 
-async def copy_to_mirror(site: Site, mirror: Storage) -> None:
+async def copy_to_mirror(site: Site, mirror: SharedObjects) -> None:
     """Copy the store, or go on with an older copy; where that has commits of its own it is refused."""
     try:
-        report = await copy_to(site.store, HostBackend(mirror, site.host))
+        report = await copy_to(site.store, HostStorage(mirror, site.host))
     except (Unavailable, Conflict, AlreadyExists) as error:
         site.host.tell(f"copy: {type(error).__name__}: {error}")
     except TStoreError as error:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from tstore.simulation.edits import burst, transact
 from tstore.simulation.groups import checkpoint, finish
 from tstore.simulation.site import Site
-from tstore.simulation.storage import Storage
+from tstore.simulation.storage import SharedObjects
 from tstore.simulation.upkeep import (
     collect,
     copy_to_mirror,
@@ -59,7 +59,7 @@ MOODS: dict[str, Mapping[str, float]] = {
 """How often each kind of work is done in runs of one mood."""
 
 
-async def live(site: Site, rounds: int, mood: str, mirror: Storage | None) -> None:
+async def live(site: Site, rounds: int, mood: str, mirror: SharedObjects | None) -> None:
     """The work of a host, in one task or in several that share the store; with a mirror it copies to it too."""
     work, chances = dict(_WORK), dict(MOODS[mood])
     if mirror is not None:

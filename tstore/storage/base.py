@@ -1,284 +1,259 @@
-"""What a backend must be able to do: a small protocol over bytes by key.
+"""The one interface to storage: bytes by key under one URL.
 
-Keys are relative, `/`-separated, and never `..`. Objects are immutable: `create` makes a new one or raises
-`AlreadyExists`; `hint` alone may replace what stands there. Control calls are awaited. Packs carry the bulk
-of the data; their writers and readers are blocking and called from the pool's threads, so that the event loop
-is not crossed for each chunk.
+A new kind of storage implements `get`, `read`, `head`, `put`, `pages`, `delete` and `close`; everything else is
+derived from these here, and overridden by storage that has a better way, as local files do. `remote.served` adds
+retries, limits and the I/O loop to a storage behind a network, and `tstore.conformance` tests it. Wrappers
+(`wrapper.Wrapper`) implement the same interface.
+
+Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced.
+Control calls are awaited; pack writers and readers are blocking, and used by the pool's threads, so that the event
+loop is not crossed once per chunk.
+
+Every implementation maps its failures to these errors:
+
+    NotFound        the object does not exist
+    AlreadyExists   the key is taken, and not by this very request
+    Denied          credentials or permissions; a retry would not help
+    StorageFull     a quota, or an object longer than the storage accepts
+    Corrupt         a response that is not what was requested: another length, another range, no object at all
+    Throttled       too many requests; `retry_after` if the server named a time
+    Unavailable     no response, half a response, or one that means "not now"
+
+After `Unavailable` or `Throttled` from a write its outcome is unknown, and only a read tells.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+import abc
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
-from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.bounds import longest_of
-from tstore.runtime.pool import WORKERS
+from tstore.runtime.pool import STREAMS
+from tstore.storage.leading import AT_ONCE, Leading, read_leading
+from tstore.storage.listing import bounded
+from tstore.storage.objects import (
+    Buffers,
+    BufferStream,
+    Capabilities,
+    Durability,
+    Entry,
+    Keys,
+    Page,
+    PutMode,
+    Traffic,
+    Tuning,
+    checked_key,
+)
+from tstore.storage.packs import PACK, Packs
+from tstore.storage.upload import Upload
 
-__all__ = [
-    "LONGEST",
-    "LONGEST_KEY",
-    "SHORT",
-    "TOGETHER",
-    "Backend",
-    "BufferStream",
-    "Buffers",
-    "Capabilities",
-    "Durability",
-    "Keys",
-    "Leading",
-    "Offer",
-    "PackReader",
-    "PackWriter",
-    "Transfer",
-    "bound",
-    "checked_key",
-    "overlong",
-]
+__all__ = ["SERVED", "Offer", "PackReader", "PackWriter", "Storage"]
 
-Buffers = Sequence[Any]
-"""Objects with the buffer protocol, C-contiguous, of bytes."""
-
-BufferStream = Iterable[Any]
-"""`Buffers`, all of them valid at once, or an iterator, each of whose buffers is valid until the next is drawn."""
-
-Keys = list[str]
-
-LONGEST_KEY = 1024
-"""Bytes of a key, as on S3 and GCS."""
-
-LONGEST = 256 << 20
-"""Bytes of the longest object that is read whole where its name tells of no bound (`bounds`)."""
-
-SHORT = 1 << 20
-"""Bytes of an object of which many are read whole at once; longer ones are read one after the other."""
-
-TOGETHER = 32 << 20
-"""Bytes of the objects that `leading` reads together, beside the last of them."""
-
-
-def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> int:
-    """Return the most bytes to read of an object: no more than its kind has, nor than the caller says.
-
-    `head` is how it begins, as far as that is known.
-    """
-    kind = longest_of(key, head)
-    if most is None:
-        return LONGEST if kind is None else kind
-    return most if kind is None else min(most, kind)
-
-
-def overlong(where: str, most: int) -> Corrupt:
-    """The error for an object that is longer than any of its kind."""
-    return Corrupt(
-        f"{where} is longer than {most} bytes, more than an object of its kind has, and was not read further; "
-        "restore it from a copy of the store (for a record see tstore repair), and find out what put this in its "
-        "place"
-    )
-
-
-def checked_key(key: str, where: str) -> str:
-    """The key itself; `InvalidArgument` where it is no relative name, or one that a backend keeps for itself."""
-    if "\0" in key or any(part == "" or part.startswith(".") for part in key.split("/")):
-        raise InvalidArgument(
-            f"{key!r} is not the name of an object in {where}: expected names joined by '/', none of them empty "
-            "or with a dot in front"
-        )
-    try:
-        length = len(key.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{key!r} is not the name of an object in {where}: it is no UTF-8") from error
-    if length > LONGEST_KEY:
-        raise InvalidArgument(
-            f"{key[:40]!r}… is not the name of an object in {where}: it is too long, {length} bytes; expected at "
-            f"most {LONGEST_KEY}"
-        )
-    return key
-
-
-class Durability(enum.Enum):
-    """What an acknowledged write survives."""
-
-    FSYNC = "fsync"
-    """A power failure."""
-    NONE = "none"
-    """The end of the process, not of the machine's power: for benchmarks and scratch."""
-
-
-def checked_durability(value: Any) -> Durability:
-    """Return the durability that a caller names; `InvalidArgument` for any other value."""
-    try:
-        return Durability(value)
-    except ValueError:
-        raise InvalidArgument(f"durability {value!r}: expected 'fsync' or 'none'") from None
-
-
-class Capabilities(NamedTuple):
-    """What a backend really has; a store asks before it relies on one."""
-
-    conditional_create: bool
-    """`create` has exactly one winner among racing writers, in any process."""
-    listing: bool
-    ranges: bool
-    """Parts of an object are read without the rest of it."""
-    durable: bool
-    """An answered write with `Durability.FSYNC` survives the end of process and machine."""
-
-
-class Transfer(NamedTuple):
-    """How a backend is read best."""
-
-    streams: int
-    """Reads under way at the same time."""
-    batch: int
-    """Bytes of one read, where as many that lie together are wanted."""
-    piece: int
-    """Bytes of one read of a longer stretch that goes to its place as it is stored."""
-    gap: int
-    """Bytes between what is wanted that are rather read too than left out by another read."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether requests mostly wait for a server, so that many at once take no longer than one."""
-        return self.streams > WORKERS
-
-
-class Leading(NamedTuple):
-    """What stands under the first of many names, up to the first that is free."""
-
-    objects: list[bytes]
-    broken: bool
-    """Whether something stands under the name right behind the free one."""
-    cut: bool = False
-    """Whether they are long, so that there may be more under the next names."""
+SERVED = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
+"""How to read packs from a server."""
 
 
 class Offer(Protocol):
-    """Bytes that are to become one object, under one of several names: others may take a name first."""
+    """An object without a key yet: one key after another is tried until one is free."""
 
     async def create(self, key: str) -> None:
-        """Makes the object, as `Backend.create` does; after `AlreadyExists` another name can be tried."""
+        """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
 
     async def withdraw(self) -> None:
-        """Gives back what was prepared for an object that was not made. Called at the end of each offer."""
+        """Release what was prepared; every offer ends with this call."""
 
 
 class PackWriter(Protocol):
-    """An object that is written in positioned pieces, by one thread at a time, and then finished."""
+    """A new object, appended to by one thread at a time, then finished."""
 
     key: str
 
-    def reserve(self, size: int) -> None:
-        """Prepares room for that many more bytes; `StorageFull` where there is none."""
-
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        """Append the buffers (`size` bytes in all) and return their offset.
+        """Append the buffers (`size` bytes in total) and return their offset.
 
-        Return None, and draw nothing, where the object is full: finish it and begin another.
+        Return None and draw nothing if the object is full: finish it and begin another.
         """
 
     def finish(self) -> None:
-        """Ends the object; no more can be appended. It is complete once its folder has been settled."""
+        """End the object. It is complete after `Storage.flush` of its folder."""
 
     def discard(self) -> None:
-        """Gives the object up; what was written may be deleted."""
+        """Give the object up; what was written may be deleted."""
 
 
 class PackReader(Protocol):
     """Positioned reads of one object."""
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        """Fills the buffers (`size` bytes in all) from `offset`; `Corrupt` where the object is shorter.
+        """Fill the buffers (`size` bytes in total) from `offset`.
 
-        `NotFound` where it is gone.
+        Raise `Corrupt` if the object is shorter, `NotFound` if it no longer exists.
         """
 
 
-class Backend(Protocol):
+class Storage(abc.ABC):
     """Bytes by key under one URL."""
 
-    @property
-    def url(self) -> str:
-        """Where they are, without any secret."""
+    url: str
+    """The location, without any secret."""
 
     @property
+    @abc.abstractmethod
     def capabilities(self) -> Capabilities:
-        """What it has, as far as that is known yet."""
+        """What the storage can do, as far as that is known yet."""
 
-    @property
-    def transfer(self) -> Transfer:
-        """How its packs are read best."""
-
+    @abc.abstractmethod
     async def get(self, key: str, most: int | None = None) -> bytes:
-        """The whole object; `NotFound`.
+        """Return a whole object; raise `NotFound` if it does not exist.
 
-        `Corrupt` where it is longer than `most` bytes, or than its kind ever is (`bound`); no more are received.
+        Raise `Corrupt` if it is longer than `bound(key, most)` bytes, having received no more than these.
         """
 
-    async def size(self, key: str) -> int | None:
-        """The object's length in bytes, None where it does not exist."""
+    @abc.abstractmethod
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        """Fill the buffers (`size` bytes in total) from `offset`.
+
+        Raise `NotFound`, or `Corrupt` if the object ends before.
+        """
+
+    @abc.abstractmethod
+    async def head(self, key: str) -> Entry | None:
+        """Return the size and age of an object, None if it does not exist."""
+
+    @abc.abstractmethod
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        """Store the joined buffers as one object, all or nothing, durable on return if asked.
+
+        If a response was lost, raise `Unavailable`; the caller reads back.
+        """
+
+    @abc.abstractmethod
+    def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """Yield the pages of a listing of all keys with the prefix, in key order."""
+
+    @abc.abstractmethod
+    async def delete(self, key: str) -> None:
+        """Delete an object, or a folder that contains none; do nothing if it does not exist."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close sessions and files; the next call opens them again."""
+
+    @property
+    def tuning(self) -> Tuning:
+        """How to read packs fast."""
+        return SERVED
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """The requests made so far, None if they are not counted."""
+        return None
 
     async def create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Makes the object, all of it or nothing; `AlreadyExists` where the key is taken.
-
-        `CommitOutcomeUnknown` is never raised here: a backend whose reply was lost raises `Unavailable`,
-        and the caller reads back.
-        """
-
-    async def leading(self, keys: Iterable[str]) -> Leading:
-        """The objects of the first keys, up to the first that does not exist; `broken` only if the next does.
-
-        They are two at least, if there are, and `cut` once they have more than `TOGETHER` bytes. `Corrupt`.
-        """
-
-    def offer(self, data: bytes, durability: Durability) -> Offer:
-        """A new object that has no name yet; what each try needs alike is done once."""
+        """Create an object, all or nothing; raise `AlreadyExists` if the key is taken."""
+        await self.put(key, [data], PutMode.CREATE, durability)
 
     async def hint(self, key: str, data: bytes) -> None:
-        """Puts the object in place of whatever stands there; its loss must cost nothing."""
+        """Create or replace an object whose loss must cost nothing."""
+        await self.put(key, [data], PutMode.REPLACE, Durability.NONE)
+
+    async def size(self, key: str) -> int | None:
+        """Return the length of an object in bytes, None if it does not exist."""
+        entry = await self.head(key)
+        return None if entry is None else entry.size
+
+    async def leading(self, keys: Iterable[str]) -> Leading:
+        """Return the objects of the keys up to the first that is missing, and whether the one behind it exists.
+
+        At least the first two objects are returned, if they exist. Raise `Corrupt`.
+        """
+        return await read_leading(self, keys, AT_ONCE if self.tuning.waits else 1)
+
+    def offer(self, data: bytes, durability: Durability) -> Offer:
+        """Return a new object without a key; what every try has in common is done once."""
+        return _PlainOffer(self, data, durability)
 
     async def empty(self) -> bool:
-        """Whether nothing at all lies under the URL."""
+        """Return whether there is no object at all."""
+        async for page in bounded(self.pages("", "/"), "", self.url):
+            if page.entries or page.folders:
+                return False
+        return True
 
     async def list(self, prefix: str) -> Keys:
-        """The keys that begin with the prefix, sorted."""
+        """Return the keys that start with the prefix, sorted."""
+        pages = bounded(self.pages(prefix), prefix, self.url)
+        keys = [entry.key async for page in pages for entry in page.entries]
+        keys.sort()
+        return keys
 
     async def folders(self, prefix: str) -> Keys:
-        """The names, or rests of names, that stand in front of the next `/` behind the prefix, sorted."""
+        """Return what stands between the prefix and the next `/` in all keys, sorted and without duplicates."""
+        pages, cut = bounded(self.pages(prefix, "/"), prefix, self.url), len(prefix)
+        names = [folder[cut:].rstrip("/") async for page in pages for folder in page.folders]
+        names.sort()
+        return [name for name, _ in itertools.groupby(names)]  # a set would double the memory of a long list
 
     async def age(self, prefix: str) -> float | None:
-        """Seconds since an object below the folder `prefix` was last written, by the store's clock.
+        """Return the seconds since the last write of an object in the folder `prefix`, by the storage's clock.
 
-        None where nothing is there.
+        None if the folder has no object; 0, as if just written, if the age is unknown.
         """
-
-    async def delete(self, key: str) -> None:
-        """Removes the object, or a folder in which no object is left; no error where it does not exist."""
-
-    async def settle(self, prefix: str, durability: Durability) -> None:
-        """Returns when all finished packs under the folder `prefix` are complete, and durable if asked.
-
-        Raises what went wrong with one of them.
-        """
-
-    async def flush(self) -> None:
-        """Makes durable all that any process has written here before, whatever its durability."""
-
-    async def sweep(self) -> None:
-        """Removes what creates left beside the objects that ended long ago before they had made theirs."""
+        youngest: float | None = None
+        async for page in bounded(self.pages(f"{prefix}/"), f"{prefix}/", self.url):
+            ages = [0.0 if entry.age is None else entry.age for entry in page.entries]
+            youngest = min(ages if youngest is None else [youngest, *ages], default=None)
+        return youngest
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        """A writer of the new object `key`. Blocking."""
-
-    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-        """A writer of the new object `key` of `size` bytes, which appears whole when it is finished, or never.
-
-        Finishing raises `AlreadyExists` where the key is taken by then. Blocking.
-        """
+        """Return a writer of a new pack; raise `AlreadyExists`. Blocking."""
+        return self._packs.writer(self, checked_key(key, self.url))
 
     def reader(self, key: str) -> PackReader:
-        """A reader of the object; `NotFound`, if not here then from its first read. Blocking."""
+        """Return a reader of an object; raise `NotFound`, now or at the first read. Blocking."""
+        return self._packs.reader(self, checked_key(key, self.url))
 
-    async def close(self) -> None:
-        """Releases what is held open."""
+    def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
+        """Return a writer of a new object of `size` bytes, which appears whole when it is finished, or never.
+
+        Finishing raises `AlreadyExists` if the key is taken by then. Blocking.
+        """
+        checked_key(key, self.url)
+        return Upload(key, size, lambda buffers: self.put(key, buffers, PutMode.CREATE, durability))
+
+    async def flush(self, prefix: str, durability: Durability) -> None:
+        """Wait until all finished packs in the folder `prefix` are complete, and durable if asked.
+
+        Raise the first error of their writes.
+        """
+        await self._packs.flush(prefix)
+
+    async def sync(self) -> None:
+        """Make durable what any process has written here before, whatever its durability."""
+        return
+
+    async def sweep(self) -> None:
+        """Remove the temporary files of creates that failed long ago."""
+        return
+
+    @property
+    def _packs(self) -> Packs:
+        attributes = vars(self)
+        packs: Packs = attributes.get("_buffered") or attributes.setdefault("_buffered", Packs())  # atomic
+        return packs
+
+
+class _PlainOffer:
+    def __init__(self, storage: Storage, data: bytes, durability: Durability) -> None:
+        self._storage = storage
+        self._data = data
+        self._durability = durability
+
+    async def create(self, key: str) -> None:
+        await self._storage.create(key, self._data, self._durability)
+
+    async def withdraw(self) -> None:
+        return None

@@ -1,4 +1,4 @@
-"""Limits on what is asked of a server at the same time."""
+"""A bound on the requests to a server that are in progress at once."""
 
 from __future__ import annotations
 
@@ -7,63 +7,68 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tstore.storage.objects import Objects, Request, Wrapper
+from tstore.runtime.per_loop import PerLoop
+from tstore.storage.base import Storage
+from tstore.storage.wrapper import Request, Wrapper
 
-__all__ = ["Limits"]
+__all__ = ["Concurrency"]
 
 T = TypeVar("T")
 
 
-class Limits(Wrapper):
-    """At most so many requests under way, carrying at most so many bytes together; the others wait their turn.
+class _InProgress:
+    """The requests of one event loop: how many there are, their bytes, and those that wait, in order."""
 
-    A request that carries more bytes than that goes when no other carries any.
+    def __init__(self) -> None:
+        self.requests = 0
+        self.bytes = 0
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+
+class Concurrency(Wrapper):
+    """At most `requests` requests in progress, carrying at most `size` bytes together; the others wait in turn.
+
+    A request that carries more bytes than that proceeds when no other carries any.
     """
 
-    def __init__(self, inner: Objects, requests: int, size: int) -> None:
+    def __init__(self, inner: Storage, requests: int, size: int) -> None:
         super().__init__(inner)
         self._most_requests = requests
         self._most_bytes = size
-        self._requests = 0
-        self._bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = PerLoop(_InProgress)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes the request once it is its turn and there is room."""
-        loop, size = asyncio.get_running_loop(), request.size
-        if loop is not self._loop:  # the first, or that of a forked child, where nothing is under way
-            self._loop, self._requests, self._bytes = loop, 0, 0
-            self._waiting.clear()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((size, turn))
-        self._admit()
+        """Make the request once it is its turn and there is room."""
+        state, size = self._state.get(), request.size
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        state.waiting.append((size, turn))
+        self._admit(state)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave(size)  # it was its turn already
+                self._leave(state, size)  # it was its turn already
             else:
-                self._admit()  # those behind it may need less room
+                self._admit(state)  # those behind it may need less room
             raise
         try:
             return await call()
         finally:
-            self._leave(size)
+            self._leave(state, size)
 
-    def _admit(self) -> None:
-        while self._waiting:
-            size, turn = self._waiting[0]
-            few = self._bytes == 0 or self._bytes + size <= self._most_bytes
+    def _admit(self, state: _InProgress) -> None:
+        while state.waiting:
+            size, turn = state.waiting[0]
+            fits = state.bytes == 0 or state.bytes + size <= self._most_bytes
             if not turn.done():
-                if self._requests >= self._most_requests or (size and not few):
+                if state.requests >= self._most_requests or (size and not fits):
                     return
-                self._requests += 1
-                self._bytes += size
+                state.requests += 1
+                state.bytes += size
                 turn.set_result(None)
-            self._waiting.popleft()
+            state.waiting.popleft()
 
-    def _leave(self, size: int) -> None:
-        self._requests -= 1
-        self._bytes -= size
-        self._admit()
+    def _leave(self, state: _InProgress, size: int) -> None:
+        state.requests -= 1
+        state.bytes -= size
+        self._admit(state)

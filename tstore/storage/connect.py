@@ -1,4 +1,4 @@
-"""From a URL to its backend."""
+"""From a URL to its storage."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tstore.errors import InvalidArgument
-from tstore.storage.base import Backend
-from tstore.storage.local.store import LocalBackend
-from tstore.storage.memory import MemoryBackend
-from tstore.storage.objects import Objects
+from tstore.storage.base import Storage
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import served
 
 __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or another that fsspec knows"
+_KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or another scheme of fsspec"
 
 
-def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Backend:
-    """The backend of a path or URL.
+def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Return the storage at a path or URL; no request is made yet.
 
-    `storage_options` are what the backend takes besides, as `token` or `endpoint_url`. Nothing is asked of a
-    server yet. Raises `InvalidArgument` for a scheme or an option that is not known, or a package that is missing.
+    `storage_options` are the options of that kind of storage, as `token` or `endpoint_url`. Raise
+    `InvalidArgument` for an unknown scheme or option, or a missing package.
     """
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
@@ -37,52 +36,52 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         )
     found = _SCHEME.match(text)
     scheme = "file" if found is None else found[1].lower()
-    objects = _objects(scheme, text, options)
-    if objects is not None:
-        return served(objects)
+    remote = _remote(scheme, text, options)
+    if remote is not None:
+        return served(remote)
     if options:
-        raise InvalidArgument(f"{text} takes no storage_options; given: {', '.join(sorted(options))}")
+        raise InvalidArgument(f"{text} takes no storage_options; got {', '.join(sorted(options))}")
     if found is None:
-        return LocalBackend(text)
+        return LocalStorage(text)
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise InvalidArgument(f"{text}: a file URL names a path of this machine, as file:///path")
-        return LocalBackend(unquote(parts.path))
-    return MemoryBackend(text.partition("://")[2].strip("/"))
+        return LocalStorage(unquote(parts.path))
+    return MemoryStorage(text.partition("://")[2].strip("/"))
 
 
-def _objects(scheme: str, url: str, options: dict[str, Any]) -> Objects | None:
-    """The objects of a server, None for a scheme without one; each kind is imported where it is used."""
+def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
+    """Return the storage behind a network, None for a local scheme; each kind is imported when it is used."""
     match scheme:
         case "file" | "memory":
             return None
         case "http" | "https":
-            from tstore.storage.http.store import HttpObjects
+            from tstore.storage.http.store import HttpStorage
 
-            return _made(HttpObjects, url, options)
+            return _made(HttpStorage, url, options)
         case "gs" | "gcs":
             _need(url, "gcs", "gcsfs", "google_crc32c")
-            from tstore.storage.gcs.store import GcsObjects
+            from tstore.storage.gcs.store import GcsStorage
 
-            return _made(GcsObjects, url, options)
+            return _made(GcsStorage, url, options)
         case "s3" | "s3a":
             _need(url, "s3", "s3fs")
-            from tstore.storage.s3.store import S3Objects
+            from tstore.storage.s3.store import S3Storage
 
-            return _made(S3Objects, url, options)
+            return _made(S3Storage, url, options)
         case other:
             from fsspec.registry import known_implementations, registry
 
             if other not in known_implementations and other not in registry:
-                raise InvalidArgument(f"{url}: scheme {other}:// is not known; {_KNOWN}")
-            from tstore.storage.fsspec import FsspecObjects
+                raise InvalidArgument(f"{url}: unknown scheme {other}://; {_KNOWN}")
+            from tstore.storage.fsspec import FsspecStorage
 
-            return FsspecObjects(url, **options)
+            return FsspecStorage(url, **options)
 
 
-def _made(kind: Callable[..., Objects], url: str, options: dict[str, Any]) -> Objects:
-    """Objects of that kind; `InvalidArgument` for an option that is none of its parameters."""
+def _made(kind: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
+    """Return a storage of that kind; raise `InvalidArgument` for an option that is none of its parameters."""
     known = [name for name in inspect.signature(kind).parameters if name != "url"]
     unknown = sorted(options.keys() - set(known))
     if unknown:
@@ -93,7 +92,7 @@ def _made(kind: Callable[..., Objects], url: str, options: dict[str, Any]) -> Ob
 
 
 def _need(url: str, extra: str, *packages: str) -> None:
-    """Raises `InvalidArgument` where a package is missing that comes with that extra of tstore."""
+    """Raise `InvalidArgument` if a package of that extra of tstore is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidArgument(

@@ -1,8 +1,8 @@
-"""Objects on any file system of fsspec: for reading, and for writing where the probe finds a true create.
+"""Objects on any file system of fsspec: for reading, and for writing if the probe sees exclusive creates.
 
 fsspec promises little about its `mode="create"`: some file systems ask the server for it, some ignore it, and its
-own way, which most inherit, is to look first and then to write; that one is refused here. Of the others nobody
-knows, so `capabilities.conditional_create` is False, and who wants to write asks `storage.probe`.
+default, which most inherit, checks first and then writes; that one is refused here. The others are unknown, so
+`capabilities.conditional_create` is False, and writers use `storage.probe`.
 File systems with coroutines run on the I/O loop, others in the pool's threads. Instances and listings are never
 shared or cached: a store must see what others write.
 """
@@ -32,25 +32,36 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.runtime.per_loop import PerLoop
 from tstore.runtime.pool import run
-from tstore.storage.base import LONGEST, Buffers, Capabilities, checked_key, overlong
-from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
+from tstore.storage.base import Storage
+from tstore.storage.objects import (
+    Buffers,
+    Capabilities,
+    Durability,
+    Entry,
+    Page,
+    PutMode,
+    bound,
+    checked_key,
+    overlong,
+)
 
-__all__ = ["FsspecObjects"]
+__all__ = ["FsspecStorage"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITTEN = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
-class FsspecObjects:
-    """The files below one path of a file system that fsspec knows."""
+class FsspecStorage(Storage):
+    """The files below one path of a file system of fsspec."""
 
     capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Takes whatever options the file system takes, and connects at the first request.
+        """Take the options of the file system, and connect at the first request.
 
-        Raises `InvalidArgument` where fsspec does not know the scheme, or the package that it needs is missing.
+        Raise `InvalidArgument` if fsspec does not know the scheme, or the package that it needs is missing.
         """
         parts = urlsplit(url)
         self.url = url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1).rstrip("/")
@@ -63,37 +74,24 @@ class FsspecObjects:
         self._async = bool(kind.async_impl)
         self._create: Callable[..., Any] = kind._pipe_file if self._async else kind.pipe_file
         self._root = str(kind._strip_protocol(url)).rstrip("/")
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connecting = asyncio.Lock()
-        self._files: Any = None
+        self._connections = PerLoop(_Connection)
 
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        """See `Objects.get`; how much of a longer object is received is the file system's affair."""
-        start, stop = span
-        if start < 0 or (stop is not None and stop < 0):
-            start, stop, _ = slice(start, stop).indices(await self._size(key))
-        if stop is not None and stop <= start:
-            await self._size(key)
-            return b""
-        end = min(start + most + 1, start + most + 1 if stop is None else stop)
-        try:
-            data = await self._cat(key, start=start, end=end)
-        except (Unavailable, InvalidArgument):
-            if start < await self._size(key):
-                raise
-            return b""  # servers refuse ranges behind the end
-        if len(data) > most:
-            raise overlong(f"{self.url}: {key}", most)
-        if stop is not None and len(data) > stop - start:
-            raise Corrupt(f"{self.url}: {len(data)} bytes of {key} came where {stop - start} were asked for")
+    async def get(self, key: str, most: int | None = None) -> bytes:
+        """See `Storage.get`; the file system decides how much of a longer object is received."""
+        limit = bound(key, most)
+        data = await self._cat(key, 0, limit + 1)
+        if len(data) > limit:
+            raise overlong(f"{self.url}: {key}", limit)
         return data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Objects.read`."""
-        data = memoryview(await self.get(key, Span(offset, offset + size)))
+        """See `Storage.read`."""
+        data = memoryview(await self._cat(key, offset, offset + size) if size else b"")
+        if len(data) > size:
+            raise Corrupt(f"{self.url}: {len(data)} bytes of {key} arrived, {size} were requested")
         if len(data) != size:
             raise Corrupt(
-                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} are there; "
+                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} are left; "
                 "restore the object from a copy of the store"
             )
         at = 0
@@ -103,38 +101,40 @@ class FsspecObjects:
             at += len(view)
 
     async def head(self, key: str) -> Entry | None:
-        """See `Objects.head`."""
+        """See `Storage.head`."""
         try:
-            found = await self._call("look at", key, "info", self._path(key))
+            info = await self._call("look at", key, "info", self._path(key))
         except NotFound:
             return None
-        return None if found["type"] == "directory" else Entry(key, int(found["size"]), _age(found))
+        return None if info["type"] == "directory" else Entry(key, int(info["size"]), _age(info))
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        """See `Objects.put`; how far a create is exclusive is the file system's affair."""
-        path, body = self._path(key), b"".join(data)
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        """See `Storage.put`; the file system decides whether a create is exclusive."""
+        path, body = self._path(key), b"".join(buffers)
         asked: dict[str, Any] = {}
         if mode is PutMode.CREATE:
             self._check_creates()
             asked = {"mode": "create"}
         try:
             await self._call("write", key, "pipe_file", path, body, **asked)
-        except NotFound:  # folders exist there
+        except NotFound:  # a file system with folders
             await self._call("write", key, "makedirs", path.rpartition("/")[0], exist_ok=True)
             await self._call("write", key, "pipe_file", path, body, **asked)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Objects.pages`; one page holds everything."""
+        """See `Storage.pages`; there is only one page."""
         folder = f"{self._root}/{prefix}".rpartition("/")[0]
         try:
             if delimiter:
-                found = await self._call("list", prefix, "ls", folder, detail=True)
+                infos = await self._call("list", prefix, "ls", folder, detail=True)
             else:
-                found = (await self._call("list", prefix, "find", folder, detail=True)).values()
+                infos = (await self._call("list", prefix, "find", folder, detail=True)).values()
         except NotFound:
             return
         page = Page([], [])
-        for info in sorted(found, key=lambda info: str(info["name"])):
+        for info in sorted(infos, key=lambda info: str(info["name"])):
             key = str(info["name"]).removeprefix(f"{self._root}/").rstrip("/")
             if not key.startswith(prefix):
                 continue
@@ -145,7 +145,7 @@ class FsspecObjects:
         yield page
 
     async def delete(self, key: str) -> None:
-        """See `Objects.delete`."""
+        """See `Storage.delete`."""
         path = self._path(key)
         try:
             await self._call("delete", key, "rm_file", path)
@@ -154,15 +154,15 @@ class FsspecObjects:
                 return
             if not await self._call("look at", key, "isdir", path):
                 raise
-            with contextlib.suppress(TStoreError):  # something is left in it
+            with contextlib.suppress(TStoreError):  # it is not empty
                 await self._call("delete", key, "rmdir", path)
 
     async def close(self) -> None:
-        """See `Objects.close`; sessions end with their file system."""
-        self._files = None
+        """See `Storage.close`; sessions end with their file system."""
+        self._connections.pop()
 
     def __repr__(self) -> str:
-        return f"<FsspecObjects {self.url}>"
+        return f"<FsspecStorage {self.url}>"
 
     def _connect(self) -> Any:
         kept = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -174,31 +174,32 @@ class FsspecObjects:
             raise InvalidArgument(f"{self.url}: {error}; mend the URL or storage_options") from error
 
     async def _connected(self) -> Any:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # the first, or another after a fork; sessions belong to one
-            self._loop, self._connecting, self._files = loop, asyncio.Lock(), None
-        async with self._connecting:
-            if self._files is None:
-                self._files = self._connect() if self._async else await run(self._connect)
-        return self._files
+        connection = self._connections.get()
+        async with connection.lock:
+            if connection.files is None:
+                connection.files = self._connect() if self._async else await run(self._connect)
+        return connection.files
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key, self.url)}"
 
-    async def _size(self, key: str) -> int:
-        found = await self.head(key)
-        if found is None:
-            raise NotFound(f"{self.url}: there is no object {key}")
-        return found.size
-
-    async def _cat(self, key: str, **span: int | None) -> bytes:
-        return bytes(await self._call("read", key, "cat_file", self._path(key), **span))
+    async def _cat(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes from `start` up to `end`, fewer if the object ends before."""
+        try:
+            return bytes(await self._call("read", key, "cat_file", self._path(key), start=start, end=end))
+        except (Unavailable, InvalidArgument):
+            entry = await self.head(key)
+            if entry is None:
+                raise NotFound(f"{self.url}: {key} does not exist") from None
+            if start < entry.size:
+                raise
+            return b""  # servers refuse ranges behind the end
 
     def _check_creates(self) -> None:
         if self._create is AbstractFileSystem.pipe_file:
-            why = "fsspec looks whether a name is free, and then writes"
+            why = "fsspec checks whether a name is free, and then writes"
         elif "mode" not in inspect.signature(self._create).parameters:
-            why = "this file system overwrites what is there"
+            why = "this file system overwrites objects"
         else:
             return
         raise Denied(
@@ -221,7 +222,7 @@ class FsspecObjects:
         except TStoreError:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise NotFound(f"{what}: there is no such object") from error
+            raise NotFound(f"{what}: it does not exist") from error
         except FileExistsError as error:
             raise AlreadyExists(f"{what}: it exists already") from error
         except PermissionError as error:
@@ -230,12 +231,20 @@ class FsspecObjects:
             raise Denied(f"{what}: the file system has no such operation") from error
         except OSError as error:
             if error.errno in _FULL:
-                raise StorageFull(f"{what}: {error}; make room, then repeat") from error
+                raise StorageFull(f"{what}: {error}; free space, then repeat") from error
             raise Unavailable(f"{what}: {error or type(error).__name__}; try again") from error
         except ValueError as error:
             raise InvalidArgument(f"{what}: {error}") from error
-        except Exception as error:  # the libraries under fsspec have errors of their own
+        except Exception as error:  # the libraries under fsspec raise others
             raise Unavailable(f"{what}: {type(error).__name__}: {error}; try again") from error
+
+
+class _Connection:
+    """The file system of one event loop, opened under its lock: its sessions belong to the loop."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.files: Any = None
 
 
 def _age(info: Mapping[str, Any]) -> float | None:

@@ -1,9 +1,9 @@
-"""Lists of a server's objects, which end: however long a server goes on.
+"""Listings that end, whatever a server sends.
 
-1. Each name is one that was asked for, and a list goes on: of `BARREN` pages in a row one has a new name.
-2. Names come at `SLOWEST` a second at least, beyond the first `RETRY_POLICY` seconds.
-3. All names of a list together take `LISTED` bytes at most, each with `_BESIDE` bytes for what keeps it. Who asks
-   for names alone takes them page by page, so that this is about what a list takes in memory.
+1. Each name starts with the prefix, and the listing advances: of `BARREN` pages in a row one has a new name.
+2. Names come at `SLOWEST` a second on average, after the first `GRACE` seconds.
+3. All names of a listing together take at most `LISTED` bytes, each with `_OVERHEAD` bytes for its Python object.
+   Callers that need names alone consume it page by page, so this bounds the memory of a listing.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from tstore.errors import Corrupt, Unavailable
-from tstore.storage.objects import Objects, Page
+from tstore.storage.objects import Page
 
-__all__ = ["BARREN", "LISTED", "RETRY_POLICY", "SLOWEST", "listed"]
+__all__ = ["BARREN", "GRACE", "LISTED", "SLOWEST", "bounded"]
 
 BARREN = 1000
-"""Pages without a name: servers give some where they look at many objects that were deleted."""
+"""Pages without a new name: servers return some while they skip many deleted objects."""
 
 LISTED = 160 << 20
-"""Bytes of the names of one list: a million names of a hundred characters, or two million short ones."""
+"""Bytes of the names of one listing: a million names of a hundred characters, or two million short ones."""
 
-RETRY_POLICY = 300.0
-"""Seconds that a list may take, whatever it has."""
+GRACE = 300.0
+"""Seconds that any listing may take."""
 
 SLOWEST = 100
-"""Names a second that a list has beyond that."""
+"""Names a second that a listing must reach after `GRACE`."""
 
-_BESIDE = 64
+_OVERHEAD = 64
 
 
-async def listed(objects: Objects, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-    """Yield the pages of a list of what begins with the prefix; `Corrupt` and `Unavailable` by the rules above."""
-    clock, where = asyncio.get_running_loop().time, f"{objects.url}: the list of {prefix!r}"
+async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
+    """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` if it breaks a rule above."""
+    clock, where = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
     began, size, count, barren, last = clock(), 0, 0, 0, ""
-    async for page in objects.pages(prefix, delimiter):
+    async for page in pages:
         names = [entry.key for entry in page.entries] + page.folders
         strange = next((name for name in names if not name.startswith(prefix)), None)
         if strange is not None:
-            raise Corrupt(f"{where} has {strange[:100]!r}, which was not asked for; check what answers there")
+            raise Corrupt(f"{where} has {strange[:100]!r}, which was not requested; check the server there")
         newest = max(names, default="")
         barren = 0 if newest > last else barren + 1
         last, count = max(last, newest), count + len(names)
-        size += sum(len(name) + _BESIDE for name in names)
+        size += sum(len(name) + _OVERHEAD for name in names)
         if barren > BARREN:
-            raise Corrupt(f"{where} has no new name for {BARREN} pages, and goes on; check what answers there")
+            raise Corrupt(f"{where} has no new name for {BARREN} pages; check the server at that URL")
         if size > LISTED:
             raise Corrupt(f"{where} is longer than {LISTED} bytes ({count} names), which no store's is")
-        if clock() - began > RETRY_POLICY + count / SLOWEST:
+        if clock() - began > GRACE + count / SLOWEST:
             raise Unavailable(
                 f"{where} has only {count} names after {clock() - began:.0f} s; the server is too slow"
             )

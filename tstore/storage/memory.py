@@ -1,4 +1,4 @@
-"""Objects in this process's memory (`memory://name`): the reference of backends and of servers of objects."""
+"""Objects in the memory of this process (`memory://name`): the reference of all storages."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from collections.abc import AsyncIterator
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.runtime.pool import WORKERS
-from tstore.storage.base import (
-    LONGEST,
+from tstore.storage.base import Storage
+from tstore.storage.objects import (
     Buffers,
     BufferStream,
     Capabilities,
     Durability,
+    Entry,
     Keys,
-    Transfer,
+    Page,
+    PutMode,
+    Tuning,
     bound,
     checked_key,
     overlong,
 )
-from tstore.storage.objects import WHOLE, Entry, Page, PutMode, Span
-from tstore.storage.plain import Plain
 
-__all__ = ["MemoryBackend", "MemoryObjects"]
+__all__ = ["MemoryStorage"]
 
 _PAGE = 1000
 
 
-class MemoryBackend(Plain):
-    """All objects of one name; every store opened under that name in this process shares them."""
+class MemoryStorage(Storage):
+    """All objects of one name, which every store opened under that name in this process shares."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False)
-    transfer = Transfer(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False, in_place=True)
+    tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
 
     _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
-    _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was made
+    _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was written
     _lock = threading.Lock()
 
     def __init__(self, name: str) -> None:
@@ -46,51 +47,59 @@ class MemoryBackend(Plain):
             self._times = self._written.setdefault(name, {})
 
     async def get(self, key: str, most: int | None = None) -> bytes:
-        found = self._find(key)
-        if len(found) > (most := bound(key, most, found)):
+        data = self._find(key)
+        if len(data) > (most := bound(key, most, data)):
             raise overlong(f"{self.url}: {key}", most)
-        return bytes(found)
+        return bytes(data)
 
-    async def size(self, key: str) -> int | None:
-        found = self._objects.get(checked_key(key, self.url))
-        return None if found is None else len(found)
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
+        self.reader(key).read_into(offset, buffers, size)
 
-    async def create(self, key: str, data: bytes, durability: Durability) -> None:
-        self.add(key, data)
+    async def head(self, key: str) -> Entry | None:
+        data = self._objects.get(checked_key(key, self.url))
+        return None if data is None else Entry(key, len(data), time.time() - self._times.get(key, time.time()))
 
-    async def hint(self, key: str, data: bytes) -> None:
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        data = bytes(buffers[0]) if len(buffers) == 1 else b"".join(buffers)
+        if mode is PutMode.CREATE:
+            self.add(key, data)
+            return
         with self._lock:
             self._objects[checked_key(key, self.url)] = data
             self._times[key] = time.time()
 
-    def since_written(self, key: str) -> float:
-        """Seconds since the object was written."""
-        return time.time() - self._times.get(key, time.time())
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        keys = self._keys(prefix)
+        at = 0
+        while at < len(keys):
+            page = Page([], [])
+            while at < len(keys) and len(page.entries) + len(page.folders) < _PAGE:
+                head, slash, _ = keys[at][len(prefix) :].partition("/")
+                if delimiter and slash:
+                    page.folders.append(f"{prefix}{head}/")
+                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" is what follows "/"
+                    continue
+                entry = await self.head(keys[at])
+                if entry is not None:
+                    page.entries.append(entry)
+                at += 1
+            yield page
+
+    async def delete(self, key: str) -> None:
+        self.remove(key)
+
+    async def close(self) -> None:
+        return None
 
     async def empty(self) -> bool:
         return not self._objects
 
     async def list(self, prefix: str) -> Keys:
-        with self._lock:
-            return sorted(k for k in self._objects if k.startswith(prefix))
+        return self._keys(prefix)
 
-    async def folders(self, prefix: str) -> Keys:
-        with self._lock:
-            below = [k[len(prefix) :] for k in self._objects if k.startswith(prefix)]
-        return sorted({k.partition("/")[0] for k in below if "/" in k})
-
-    async def age(self, prefix: str) -> float | None:
-        with self._lock:
-            written = [t for k, t in self._times.items() if k.startswith(f"{prefix}/") and k in self._objects]
-        return time.time() - max(written) if written else None
-
-    async def delete(self, key: str) -> None:
-        self.remove(key)
-
-    async def settle(self, prefix: str, durability: Durability) -> None:
-        return None
-
-    async def flush(self) -> None:
+    async def flush(self, prefix: str, durability: Durability) -> None:
         return None
 
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
@@ -98,16 +107,14 @@ class MemoryBackend(Plain):
         self.add(key, data)  # at once: a transaction reads its own writes before the pack is finished
         return _MemoryPack(self, key, data)
 
-    def upload(self, key: str, size: int, durability: Durability) -> _MemoryUpload:
-        return _MemoryUpload(self, checked_key(key, self.url))
-
     def reader(self, key: str) -> _MemoryReader:
         return _MemoryReader(f"{self.url}: {key}", self._find(key))
 
-    async def close(self) -> None:
-        return None
+    def upload(self, key: str, size: int, durability: Durability) -> _MemoryUpload:
+        return _MemoryUpload(self, checked_key(key, self.url))
 
     def add(self, key: str, data: bytes | bytearray) -> None:
+        """Create an object; raise `AlreadyExists`. From any thread."""
         with self._lock:
             if checked_key(key, self.url) in self._objects:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
@@ -115,27 +122,29 @@ class MemoryBackend(Plain):
             self._times[key] = time.time()
 
     def remove(self, key: str) -> None:
-        """Delete an object, if it is there; blocking, from any thread."""
+        """Delete an object, if it exists. From any thread."""
         with self._lock:
             self._objects.pop(checked_key(key, self.url), None)
             self._times.pop(key, None)
+
+    def _keys(self, prefix: str) -> Keys:
+        with self._lock:
+            return sorted(key for key in self._objects if key.startswith(prefix))
 
     def _find(self, key: str) -> bytes | bytearray:
         try:
             return self._objects[checked_key(key, self.url)]
         except KeyError:
-            raise NotFound(f"{self.url}: there is no object {key}") from None
+            raise NotFound(f"{self.url}: {key} does not exist") from None
 
 
 class _Growing:
-    """What all writers of one object do: add to its bytes."""
+    """The part that both writers share: appending to the bytes of an object."""
 
-    def __init__(self, key: str, data: bytearray) -> None:
+    def __init__(self, storage: MemoryStorage, key: str, data: bytearray) -> None:
         self.key = key
+        self._storage = storage
         self._data = data
-
-    def reserve(self, size: int) -> None:
-        return None
 
     def append(self, buffers: BufferStream, size: int) -> int:
         offset = len(self._data)
@@ -145,24 +154,19 @@ class _Growing:
 
 
 class _MemoryPack(_Growing):
-    def __init__(self, backend: MemoryBackend, key: str, data: bytearray) -> None:
-        super().__init__(key, data)
-        self._backend = backend
-
     def finish(self) -> None:
         return None
 
     def discard(self) -> None:
-        self._backend.remove(self.key)
+        self._storage.remove(self.key)
 
 
 class _MemoryUpload(_Growing):
-    def __init__(self, backend: MemoryBackend, key: str) -> None:
-        super().__init__(key, bytearray())
-        self._backend = backend
+    def __init__(self, storage: MemoryStorage, key: str) -> None:
+        super().__init__(storage, key, bytearray())
 
     def finish(self) -> None:
-        self._backend.add(self.key, self._data)
+        self._storage.add(self.key, self._data)
 
     def discard(self) -> None:
         self._data = bytearray()
@@ -181,57 +185,3 @@ class _MemoryReader:
         for buffer in buffers:  # a slice is a copy, so the pack can still grow meanwhile
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)
-
-
-class MemoryObjects:
-    """The same objects as those of `MemoryBackend(name)`, as a server would give them."""
-
-    capabilities = MemoryBackend.capabilities
-
-    def __init__(self, name: str) -> None:
-        self._backend = MemoryBackend(name)
-        self.url = self._backend.url
-
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        found = (await self._backend.get(key))[slice(*span)]
-        if len(found) > most:
-            raise overlong(f"{self.url}: {key}", most)
-        return found
-
-    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        self._backend.reader(key).read_into(offset, buffers, size)
-
-    async def head(self, key: str) -> Entry | None:
-        size = await self._backend.size(key)
-        return None if size is None else Entry(key, size, self._backend.since_written(key))
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        joined = b"".join(data)
-        if mode is PutMode.CREATE:
-            await self._backend.create(key, joined, Durability.NONE)
-        else:
-            await self._backend.hint(key, joined)
-
-    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        keys = await self._backend.list(prefix)
-        at = 0
-        while at < len(keys):
-            page = Page([], [])
-            while at < len(keys) and len(page.entries) + len(page.folders) < _PAGE:
-                head, slash, _ = keys[at][len(prefix) :].partition("/")
-                if delimiter and slash:
-                    folder = f"{prefix}{head}/"
-                    page.folders.append(folder)
-                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" is what follows "/"
-                    continue
-                found = await self.head(keys[at])
-                if found is not None:
-                    page.entries.append(found)
-                at += 1
-            yield page
-
-    async def delete(self, key: str) -> None:
-        await self._backend.delete(key)
-
-    async def close(self) -> None:
-        return None

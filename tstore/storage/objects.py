@@ -1,174 +1,176 @@
-"""What a server of objects must be able to do: a small protocol, from which `remote` makes a whole backend.
-
-Whoever adds a kind of storage writes these seven methods and lets `tstore.conformance` judge them. Keys
-are relative and `/`-separated (`checked_key`). Every method is awaited on the pool's I/O loop, so that one session
-with the server serves all threads and loops of the process; many calls are under way at the same time. The loop of
-a forked child is another: a session belongs to the loop on which it was begun. After `close` another call begins
-another session.
-
-One mapping of errors, whatever the server says:
-
-    NotFound        there is no such object
-    AlreadyExists   `put` with `PutMode.CREATE`: the key is taken, and this request has not written it
-    Denied          credentials or permissions; trying again would not help
-    StorageFull     a quota, or an object longer than the server takes
-    Corrupt         the answer is not what was asked for: another length, another range, no object at all
-    Throttled       too many requests; `retry_after` where the server said when
-    Unavailable     no answer, half an answer, or one that says "not now"
-
-After `Unavailable` or `Throttled` from a write nobody knows whether it has landed or still will: the outcome is
-unknown, and only a read tells. Retrying, limits and tracing are wrappers around this protocol (`Wrapper`), not
-part of it.
-"""
+"""The terms of the storage interface: keys, buffers, durability, capabilities, and what a listing shows."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from tstore.storage.base import LONGEST, Buffers, Capabilities
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.bounds import longest_of
+from tstore.runtime.pool import WORKERS
 
-__all__ = ["WHOLE", "Entry", "Objects", "Page", "PutMode", "Request", "Span", "Wrapper"]
+__all__ = [
+    "LONGEST",
+    "LONGEST_KEY",
+    "SHORT",
+    "BufferStream",
+    "Buffers",
+    "Capabilities",
+    "Durability",
+    "Entry",
+    "Keys",
+    "Page",
+    "PutMode",
+    "Traffic",
+    "Tuning",
+    "bound",
+    "checked_durability",
+    "checked_key",
+    "overlong",
+]
 
-T = TypeVar("T")
+Buffers = Sequence[Any]
+"""C-contiguous byte buffers."""
+
+BufferStream = Iterable[Any]
+"""`Buffers` that stay valid together, or an iterator whose buffers are each valid until the next is drawn."""
+
+Keys = list[str]
+
+LONGEST_KEY = 1024
+"""The longest key in bytes of UTF-8, as on S3 and GCS."""
+
+LONGEST = 256 << 20
+"""The longest object in bytes that is read whole if its name implies no tighter bound (`format.bounds`)."""
+
+SHORT = 1 << 20
+"""The longest object in bytes of which many are read at once; longer objects are read one at a time."""
+
+
+def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> int:
+    """Return how many bytes of an object to read at most: `most`, or the bound of its kind if that is tighter.
+
+    `head` is the beginning of the object, as far as it is known.
+    """
+    kind = longest_of(key, head)
+    if most is None:
+        return LONGEST if kind is None else kind
+    return most if kind is None else min(most, kind)
+
+
+def overlong(where: str, most: int) -> Corrupt:
+    """Return the error for an object that is longer than its bound."""
+    return Corrupt(
+        f"{where} is longer than {most} bytes, more than an object of its kind can have; restore it from a copy "
+        "of the store (for a record see tstore repair), and find out what put this in its place"
+    )
+
+
+def checked_key(key: str, where: str) -> str:
+    """Return the key; raise `InvalidArgument` unless it is a relative name that storage accepts."""
+    if "\0" in key or any(part == "" or part.startswith(".") for part in key.split("/")):
+        raise InvalidArgument(
+            f"{key!r} is not a valid object name in {where}: expected parts joined by '/', none of them empty or "
+            "starting with a dot"
+        )
+    try:
+        length = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{key!r} is not a valid object name in {where}: it is not UTF-8") from error
+    if length > LONGEST_KEY:
+        raise InvalidArgument(
+            f"{key[:40]!r}… is not a valid object name in {where}: it is too long, {length} bytes; expected at "
+            f"most {LONGEST_KEY}"
+        )
+    return key
+
+
+class Durability(enum.Enum):
+    """What an acknowledged write survives."""
+
+    FSYNC = "fsync"
+    """A power failure."""
+    NONE = "none"
+    """The end of the process, not a power failure: for benchmarks and scratch."""
+
+
+def checked_durability(value: Any) -> Durability:
+    """Return the durability of that name; raise `InvalidArgument` for any other value."""
+    try:
+        return Durability(value)
+    except ValueError:
+        raise InvalidArgument(f"durability {value!r}: expected 'fsync' or 'none'") from None
 
 
 class PutMode(enum.Enum):
-    """What `put` does where the key is taken."""
+    """What `Storage.put` does if the key is taken."""
 
     CREATE = "create"
-    """Raises `AlreadyExists`; of any number of racing writers exactly one wins."""
+    """Raise `AlreadyExists`; exactly one of any number of racing writers wins."""
     REPLACE = "replace"
-    """Puts the new object in place of the old one."""
+    """Replace the object."""
 
 
-class Span(NamedTuple):
-    """Which bytes of an object: as a slice, from `start` (from the end where negative) up to `stop`."""
+class Capabilities(NamedTuple):
+    """What a storage can do; a store checks before it relies on one."""
 
-    start: int = 0
-    stop: int | None = None
+    conditional_create: bool
+    """A create has exactly one winner among racing writers in any process."""
+    listing: bool
+    """Objects can be listed by prefix."""
+    ranges: bool
+    """Part of an object can be read without the rest."""
+    durable: bool
+    """An acknowledged write with `Durability.FSYNC` survives the end of process and machine."""
+    in_place: bool = False
+    """The storage overrides the pack readers and writers, the listings and `flush`: it has better ways."""
 
 
-WHOLE = Span()
+class Tuning(NamedTuple):
+    """How to read packs fast."""
+
+    streams: int
+    """Concurrent reads."""
+    batch: int
+    """Bytes of one read that covers many neighbouring chunks."""
+    piece: int
+    """Bytes of one read of a long chunk that is stored as it is needed."""
+    gap: int
+    """Unneeded bytes between two chunks that are cheaper to read than a second request."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests mostly wait for a server, so that many at once take as long as one."""
+        return self.streams > WORKERS
 
 
 class Entry(NamedTuple):
-    """An object as a listing shows it."""
+    """An object's key and metadata."""
 
     key: str
     size: int
     age: float | None = None
-    """Seconds since it was written, by the server's clock; None where that is not known."""
+    """Seconds since it was written, by the storage's clock; None if unknown."""
 
 
 class Page(NamedTuple):
-    """Some of the names below a prefix, in the order of the keys."""
+    """One page of a listing, in key order."""
 
     entries: list[Entry]
     folders: list[str]
-    """With `delimiter="/"`: the prefixes, each with its final `/`, below which the deeper keys lie."""
+    """With `delimiter="/"`: the common prefixes of deeper keys, each ending in `/`."""
 
 
-class Objects(Protocol):
-    """Bytes by key on a server."""
+class Traffic(NamedTuple):
+    """Requests made since a store was opened, and the object bytes they carried.
 
-    @property
-    def url(self) -> str:
-        """Where they are, without any secret; it stands in errors and logs."""
+    `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page) and
+    "delete". Every try counts. A request fails if it yields neither its result nor the news that the object is
+    missing or already exists.
+    """
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the server has, as far as that is known yet."""
-
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        """The bytes of the span; fewer, or none, where the object ends before, as slices have it. `NotFound`.
-
-        `Corrupt` where they are more than `most`, whatever length the server tells, and no more are received.
-        """
-
-    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """Fills the buffers (`size` bytes in all) from `offset`; `NotFound`, `Corrupt` where it ends before."""
-
-    async def head(self, key: str) -> Entry | None:
-        """The object's length and age, None where it does not exist."""
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        """Stores the joined buffers as one object, all of it or nothing, durable once answered."""
-
-    def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """The objects whose keys begin with the prefix, page by page as the server gives them."""
-
-    async def delete(self, key: str) -> None:
-        """Removes the object; no error where it does not exist."""
-
-    async def close(self) -> None:
-        """Ends the session with the server."""
-
-
-class Request(NamedTuple):
-    """One call of `Objects`, as a wrapper sees it."""
-
-    operation: str
-    """ "get", "read", "head", "put", "list" (one page) or "delete"."""
-    key: str
-    size: int = 0
-    """The bytes that it carries or asks for, as far as that is known before."""
-    mode: PutMode | None = None
-
-
-class Wrapper:
-    """Passes every request on to other objects; what lies between is `around`."""
-
-    def __init__(self, inner: Objects) -> None:
-        self.inner = inner
-
-    @property
-    def url(self) -> str:
-        """Where the objects are."""
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the server has."""
-        return self.inner.capabilities
-
-    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of a request; `call` makes it, each time it is called."""
-        return await call()
-
-    async def get(self, key: str, span: Span = WHOLE, most: int = LONGEST) -> bytes:
-        """See `Objects.get`."""
-        size = 0 if span.stop is None else max(0, span.stop - span.start)
-        return await self.around(Request("get", key, size), lambda: self.inner.get(key, span, most))
-
-    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Objects.read`."""
-        await self.around(Request("read", key, size), lambda: self.inner.read(key, offset, buffers, size))
-
-    async def head(self, key: str) -> Entry | None:
-        """See `Objects.head`."""
-        return await self.around(Request("head", key), lambda: self.inner.head(key))
-
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        """See `Objects.put`."""
-        size = sum(memoryview(buffer).nbytes for buffer in data)
-        await self.around(Request("put", key, size, mode), lambda: self.inner.put(key, data, mode))
-
-    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Objects.pages`."""
-        pages = aiter(self.inner.pages(prefix, delimiter))
-        while (page := await self.around(Request("list", prefix), lambda: _next(pages))) is not None:
-            yield page
-
-    async def delete(self, key: str) -> None:
-        """See `Objects.delete`."""
-        await self.around(Request("delete", key), lambda: self.inner.delete(key))
-
-    async def close(self) -> None:
-        """See `Objects.close`."""
-        await self.inner.close()
-
-
-async def _next(pages: AsyncIterator[Page]) -> Page | None:
-    return await anext(pages, None)
+    requests: dict[str, int]
+    failed: dict[str, int]
+    bytes_read: int
+    bytes_written: int

@@ -1,19 +1,18 @@
-"""How long one request to a server may take, from its first byte to the last of the answer.
+"""The time bounds of one request to a server, from its first byte to the last of the response.
 
-1. A connection is there within `CONNECT_SECONDS`, which the first phase has besides.
-2. A request has up to three phases: its body is sent, the head of the answer comes, and the body of the answer
-   comes. Each ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends
-   puts that off: neither interim answers (100 Continue), nor parts of a header, nor redirects, all of one phase.
-3. A body goes on at `SLOWEST` bytes a second at least, on average over its phase and beyond the first
-   `IDLE_SECONDS`. So an object of any length has the time that it needs on a slow line, and the time of one whose
-   length is bounded is bounded too: two minutes and a half for 1 MiB.
-4. All requests of one call, which asks again what was not answered (`retry`), have the seconds of its `Call`
-   together, beyond the time that the bytes of their bodies take at `SLOWEST`. So no answer that leads nowhere is
-   waited for at full length each time. The time in which a call waits for its turn here does not count.
+1. A connection is established within `CONNECT_SECONDS`, which extend the first phase.
+2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
+   ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends extends that:
+   neither interim responses (100 Continue), nor parts of a header, nor redirects, all of one phase.
+3. A body must reach `SLOWEST` bytes a second, on average over its phase and beyond the first `IDLE_SECONDS`. So an
+   object of any length has the time that it needs on a slow line, and a bounded object has a bounded time: two and
+   a half minutes for 1 MiB.
+4. All requests of one call, which `retry` repeats, share the seconds of its `Call`, beyond the time that the bytes
+   of their bodies take at `SLOWEST`. So a server that never responds is not waited for at full length each time.
+   The time in which a call waits for its turn does not count.
 
-`storage_options={"timeout": …}` takes the place of `IDLE_SECONDS`; where it is more than a `Call` has, the first
-three bounds are all.
-"""
+`storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `Call`, only the first
+three bounds apply."""
 
 from __future__ import annotations
 
@@ -29,17 +28,17 @@ from tstore.errors import InvalidArgument
 __all__ = ["CONNECT_SECONDS", "IDLE_SECONDS", "SLOWEST", "Call", "Pace", "checked_timeout", "one_call"]
 
 CONNECT_SECONDS = 10.0
-"""How long a new connection may take, from the look-up of its name to the end of the TLS handshake."""
+"""The bound of a new connection, from the look-up of its name to the end of the TLS handshake."""
 
 IDLE_SECONDS = 30.0
-"""How long a server may be silent: before it answers, between two bytes, and while it takes a body."""
+"""The bound of a server's silence: before it responds, between two bytes, and while it receives a body."""
 
 SLOWEST = 8 << 10
-"""Bytes a second at which a body is still waited for: 2 Mbit/s where 32 are under way at once."""
+"""Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
 
 
 class Call:
-    """The seconds that all requests of one call may take together, beyond what their bytes do."""
+    """The seconds that all requests of one call share, beyond those of their bytes."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = self.left = seconds
@@ -50,7 +49,7 @@ _call: ContextVar[Call | None] = ContextVar("tstore_kv_call", default=None)
 
 @contextlib.contextmanager
 def one_call(seconds: float) -> Iterator[Call]:
-    """Bound what the running task asks of a server in the block."""
+    """Bound the requests of the running task in the block."""
     before = _call.set(call := Call(seconds))
     try:
         yield call
@@ -59,7 +58,7 @@ def one_call(seconds: float) -> Iterator[Call]:
 
 
 class Pace:
-    """The deadline of one request, which what is moved puts off; entered by the task that waits for it."""
+    """The deadline of one request, extended by the bytes moved; entered by the task that waits for it."""
 
     def __init__(self, silence: float | None = None) -> None:
         self.silence = IDLE_SECONDS if silence is None else silence
@@ -67,7 +66,7 @@ class Pace:
         self._call = call if call is not None and self.silence <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
         self._began, self._moved = self._clock(), 0
-        self._due = self._began  # when the request would have to be done, had its call no seconds left
+        self._due = self._began  # the deadline if its call had no seconds left
         self._last = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.silence))
 
@@ -87,7 +86,7 @@ class Pace:
         return end if self._call is None else min(end, self._due + self._call.left)
 
     async def pause(self, waiting: Awaitable[None]) -> None:
-        """Await something that is not the server's affair; that time does not count."""
+        """Await something that does not depend on the server; that time does not count."""
         paused = self._clock()
         self._timeout.reschedule(None)
         await waiting
@@ -97,9 +96,9 @@ class Pace:
 
     @property
     def lost(self) -> str:
-        """What was wrong with a server that was waited for too long."""
+        """What is wrong with a server that exceeded its time."""
         if self._call is not None and self._last:
-            return f"no whole answer came within {self._call.seconds:g} s, in all tries"
+            return f"no complete response within {self._call.seconds:g} s, in all tries"
         took = self._clock() - self._began
         if self._moved and self._began + self._moved / SLOWEST < self._clock() - self.silence:
             return (
@@ -124,7 +123,7 @@ class Pace:
 
 
 def checked_timeout(timeout: float | None) -> float | None:
-    """Return the seconds that a caller gives a server; `InvalidArgument` where they leave it none."""
+    """Return the timeout in seconds; raise `InvalidArgument` unless it is positive and finite."""
     if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < float("inf")):
         raise InvalidArgument(
             f"timeout={timeout!r}: expected seconds, more than 0, for which a server may be silent"

@@ -1,14 +1,14 @@
-"""Does a backend really create exclusively? All that a store promises rests on it.
+"""Whether a storage creates exclusively, as a store requires.
 
-1. Several creates of one name, each with other bytes, are sent at once. At most one may be told that it has won,
-   and then its bytes must be what is read.
-2. A new store races for its own marker, so that nothing is left behind and no name is used that a server might
-   refuse: the winner's marker is the store's.
-3. A backend that does not claim to create exclusively (a file system that fsspec knows) races for names of its own
-   below `txn/`, many times, and these are removed again.
+1. Several creates of one name, each with other bytes, are sent at once. At most one may succeed, and then its
+   bytes must be those that are read.
+2. A new store races for its marker, so that nothing is left behind and no name is used that a server might refuse:
+   the winner's marker is the store's.
+3. A storage that does not claim to create exclusively (a file system of fsspec) races many times for temporary
+   names below `txn/`.
 
-A race can show that a backend lies, never that it does not: one that looks first and then writes may pass by luck.
-`tstore.conformance` looks longer, also with racing processes.
+A race can prove that a storage lies, never that it does not: one that checks first and then writes may pass by
+luck. `tstore.conformance` tests longer, also with racing processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Denied, NotFound, TStoreError, Unavailable
 from tstore.runtime import world
-from tstore.storage.base import Backend, Durability
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability
 
 __all__ = ["RACERS", "Race", "prove", "race"]
 
@@ -31,72 +32,72 @@ _ROUNDS = 12
 
 
 class Race(NamedTuple):
-    """How a race for one name ended."""
+    """The outcome of a race for one name."""
 
     stored: bytes
     ours: bool
-    """Whether one of the racing creates made it, and not another process before them."""
+    """Whether one of the racing creates won, not another process before them."""
 
 
-async def race(backend: Backend, key: str, bodies: Sequence[bytes]) -> Race:
-    """What stands under the key after as many creates as there are (distinct) bodies, all sent at once.
+async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
+    """Create one key with each of the (distinct) bodies at once; return the object that exists then.
 
-    Raises `Denied` where the backend lets more than one create win, or another's bytes replace the winner's: then
-    what they made is removed, if that is permitted. Raises what the creates raised where none has landed.
+    Raise `Denied` if more than one create succeeds, or other bytes replace the winner's, and delete the object if
+    that is permitted. Raise the error of the creates if none has succeeded.
     """
-    creates = [backend.create(key, body, Durability.FSYNC) for body in bodies]
+    creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, TStoreError):
             raise result
     won = [body for body, result in zip(bodies, results, strict=True) if result is None]
     try:
-        stored = await backend.get(key)
+        stored = await storage.get(key)
     except NotFound as error:
         if won:
-            raise await _refused(backend, key, bodies, f"{key} was created and then was not there") from error
+            raise await _refused(storage, key, bodies, f"{key} was created and then did not exist") from error
         for result in results:
             if isinstance(result, TStoreError) and not isinstance(result, AlreadyExists):
                 raise result from error
-        raise Unavailable(f"{backend.url}: {key} is created and removed by others just now; try again") from error
+        raise Unavailable(f"{storage.url}: {key} is being created and deleted by others; try again") from error
     if len(won) > 1:
-        told = f"{len(won)} of {len(bodies)} creates of {key} at once were told that they had won"
-        raise await _refused(backend, key, bodies, told)
+        reason = f"{len(won)} of {len(bodies)} concurrent creates of {key} succeeded"
+        raise await _refused(storage, key, bodies, reason)
     if won and stored != won[0]:
-        raise await _refused(backend, key, bodies, f"{key} was created, and other bytes took its place")
+        raise await _refused(storage, key, bodies, f"{key} was created, and other bytes replaced it")
     return Race(stored, stored in bodies)
 
 
-async def prove(backend: Backend) -> None:
-    """Races that a backend must win that does not claim to create exclusively; `Denied` where it does not.
+async def prove(storage: Storage) -> None:
+    """Race creates on a storage that does not claim to create exclusively; raise `Denied` if it does not.
 
-    One on which nothing may be created at all passes: there is nothing that could be overwritten.
+    A read-only storage passes: nothing there could be overwritten.
     """
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
-        await backend.create(keys[0], b"may this be created?", Durability.NONE)
+        await storage.create(keys[0], b"is it permitted to create this?", Durability.NONE)
     except Denied:
         return
     try:
         for key in keys[1:]:
-            await race(backend, key, [f"racer {number}".encode() for number in range(RACERS)])
+            await race(storage, key, [f"racer {number}".encode() for number in range(RACERS)])
     finally:
         for key in (*keys, folder, "txn"):
             with contextlib.suppress(TStoreError):
-                await backend.delete(key)
+                await storage.delete(key)
 
 
-async def _refused(backend: Backend, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
+async def _refused(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
     left = ""
     try:
-        if await backend.get(key) in bodies:
-            await backend.delete(key)
+        if await storage.get(key) in bodies:
+            await storage.delete(key)
     except NotFound:
         pass
     except TStoreError as error:
-        left = f" {key} could not be removed again ({error})."
+        left = f" {key} could not be deleted again ({error})."
     return Denied(
-        f"{backend.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits. "
+        f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits. "
         f"Nothing is stored here.{left} Use a local folder, S3, GCS or `tstore serve`; `tstore probe` tells more"
     )

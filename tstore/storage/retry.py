@@ -1,16 +1,16 @@
-"""Requests that were not answered, asked again.
+"""Retries of requests without a response.
 
-1. Only `Unavailable` and `Throttled` are asked again. Reading, deleting and replacing may be done twice.
-2. The pause before the next try is drawn between the shortest one and three times the one before, up to the
-   longest (decorrelated jitter), or is what the server named as `retry_after`, if that is more.
-3. No try begins later than `deadline` after the first. Until the server has answered once the deadline is
-   `first_deadline`, and `connect_deadline` while no connection can be made: a wrong address shows at once.
-   What all tries wait for the server and for each other has that deadline too (`pace.Call`), beyond what the bytes
-   that they move take at the least rate.
-4. A create that was not answered may have been done, or may be done later, so "exists already" from a later try
-   can mean this very one: the object is read back and compared. The same bytes: it was created, by us or by one
-   who wrote the same. Other bytes, or "exists already" to the first try: `AlreadyExists`. A refusal of a later try
-   does not tell of the earlier one, so that the outcome stays unknown: `Unavailable`, which says both.
+1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
+2. The pause before the next try is drawn between the shortest one and three times the previous one, up to the
+   longest (decorrelated jitter), or is the server's `retry_after` if that is longer.
+3. No try begins later than `deadline` after the first. Until the server has responded once the deadline is
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. The time that
+   all tries together wait for the server and for each other has that deadline too (`pace.Call`), beyond what their
+   bytes take at the least rate.
+4. A create without a response may have been done, or may be done later, so "exists already" from a later try can
+   mean this very create: the object is read back and compared. Equal bytes: it was created, by us or by somebody
+   who wrote the same. Other bytes, or "exists already" for the first try: `AlreadyExists`. A refusal of a later
+   try says nothing about the earlier one, so the outcome stays unknown: `Unavailable`, which says both.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import NamedTuple, TypeVar
 
 from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
 from tstore.runtime import world
-from tstore.storage.base import Buffers
-from tstore.storage.objects import Objects, Page, PutMode, Request, Span, Wrapper
+from tstore.storage.base import Storage
+from tstore.storage.objects import Buffers, Durability, Page, PutMode
 from tstore.storage.pace import Call, one_call
+from tstore.storage.wrapper import Request, Wrapper, request_of_put
 
 __all__ = ["RETRY_POLICY", "Retry", "RetryPolicy"]
 
 _COMPARED = 4 << 20
-_ANSWERS = (AlreadyExists, Denied, NotFound)
+_RESPONSES = (AlreadyExists, Denied, NotFound)
 
 T = TypeVar("T")
 
 
 class RetryPolicy(NamedTuple):
-    """How often and how long what was not answered is asked again, in seconds."""
+    """Pauses and deadlines of retries, in seconds."""
 
     shortest: float = 0.1
     longest: float = 10.0
@@ -50,31 +51,33 @@ _log = logging.getLogger("tstore.storage")
 
 
 class Retry(Wrapper):
-    """Asks again what was not answered, by the steps above."""
+    """Retries requests without a response, by the rules above."""
 
-    def __init__(self, inner: Objects, policy: RetryPolicy = RETRY_POLICY) -> None:
+    def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)
         self._policy = policy
-        self._answered = False
+        self._responded = False
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of the request, asked for as often as it takes."""
+        """Make the request until it has a response."""
         return await self._repeated(request, call, None)
 
-    async def put(self, key: str, data: Buffers, mode: PutMode) -> None:
-        """See `Objects.put`."""
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        """See `Storage.put`."""
         if mode is not PutMode.CREATE:
-            return await super().put(key, data, mode)
+            return await super().put(key, buffers, mode, durability)
 
         async def read_back() -> None:
-            if not await self._holds(key, data):
+            if not await self._holds(key, buffers):
                 raise AlreadyExists(f"{self.url}: {key} exists already, and holds something else")
 
-        request = Request("put", key, sum(memoryview(buffer).nbytes for buffer in data), mode)
-        return await self._repeated(request, lambda: self.inner.put(key, data, mode), read_back)
+        request = request_of_put(key, buffers, mode)
+        return await self._repeated(request, lambda: self.inner.put(key, buffers, mode, durability), read_back)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Objects.pages`; a listing that broke off is begun again, and what was listed is left out."""
+        """See `Storage.pages`; a listing that broke off is restarted, without the names it has yielded."""
         pages = aiter(self.inner.pages(prefix, delimiter))
         begun, entry, folder = True, "", ""  # the last of each; some servers show all folders with the first page
 
@@ -107,30 +110,31 @@ class Retry(Wrapper):
         taken: Callable[[], Awaitable[T]] | None,
         whole: Call,
     ) -> T:
+        """Make the call until it has a response; if the object exists after a lost one, call `taken` instead."""
         clock, policy = asyncio.get_running_loop().time, self._policy
         began, pause, unsure, creates = clock(), policy.shortest, False, taken is not None
         while True:
             try:
                 result = await call()
-                self._answered = True
+                self._responded = True
                 return result
             except Unavailable as error:
                 unsure = True
                 pause = min(policy.longest, world.uniform(policy.shortest, 3 * pause))
                 named = error.retry_after if isinstance(error, Throttled) else None
                 wait = pause if named is None else max(pause, named)
-                self._answered |= isinstance(error, Throttled)
+                self._responded |= isinstance(error, Throttled)
                 if clock() - began + wait > self._deadline(error):
                     raise
                 where = f"{self.url}: {request.operation} {request.key}"
-                _log.info("%s: %s; asked again in %.1f s", where, error, wait)
+                _log.info("%s: %s; retried in %.1f s", where, error, wait)
             except TStoreError as error:
-                self._answered |= isinstance(error, _ANSWERS)
+                self._responded |= isinstance(error, _RESPONSES)
                 if not (unsure and creates):
                     raise
                 if not isinstance(error, AlreadyExists):
                     raise Unavailable(
-                        f"{error}. An earlier try was not answered, and may have been done, or be done yet"
+                        f"{error}. An earlier try had no response, and may have been done, or be done yet"
                     ) from error
                 if taken is None:
                     raise
@@ -140,26 +144,28 @@ class Retry(Wrapper):
             await asyncio.sleep(wait)
 
     def _deadline(self, error: Unavailable) -> float:
-        """The seconds after which a request that failed with this error is not repeated."""
-        if self._answered:
+        """Return the seconds after which a request that failed with this error is not retried."""
+        if self._responded:
             return self._policy.deadline
         if isinstance(error, Unreachable):
             return min(self._policy.deadline, self._policy.connect_deadline)
         return min(self._policy.deadline, self._policy.first_deadline)
 
-    async def _holds(self, key: str, data: Buffers) -> bool:
-        """Whether the object is the joined buffers; `Unavailable` where that can't be learned."""
-        found = await self.inner.head(key)
-        if found is None:
-            raise Unavailable(f"{self.url}: {key} exists and does not; whether it was created is not known")
-        views = [memoryview(buffer).cast("B") for buffer in data]
-        if found.size != sum(map(len, views)):
+    async def _holds(self, key: str, buffers: Buffers) -> bool:
+        """Return whether the object is the joined buffers; raise `Unavailable` if that is unknown."""
+        entry = await self.inner.head(key)
+        if entry is None:
+            raise Unavailable(f"{self.url}: {key} first existed, then did not; whether it was created is unknown")
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if entry.size != sum(map(len, views)):
             return False
         at = 0
         for view in views:
             for start in range(0, len(view), _COMPARED):
                 part = view[start : start + _COMPARED]
-                if await self.inner.get(key, Span(at, at + len(part))) != part:
+                stored = bytearray(len(part))
+                await self.inner.read(key, at, [stored], len(stored))
+                if stored != part:
                     return False
                 at += len(part)
         return True

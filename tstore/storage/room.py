@@ -1,8 +1,8 @@
-"""Memory for objects that are read whole, of which many are on their way at once.
+"""Memory for objects that are read whole, many of them concurrently.
 
-Each may take `FREE` bytes. What it has beyond these counts: all together have `SHARED` bytes of that, and the one
-that began first goes on beyond, so that none waits for ever. So what servers send at once takes `FREE` bytes for
-each request, `SHARED`, and the bound of the longest object.
+Each may take `FREE` bytes. All others share `SHARED` bytes, which only the object that began first may exceed, so
+that none waits for ever. So concurrent responses take at most `FREE` bytes each, `SHARED`, and the bound of the
+longest object.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from tstore.runtime.per_loop import PerLoop
+
 __all__ = ["FREE", "SHARED", "Room"]
 
 FREE = 1 << 20
@@ -18,22 +20,14 @@ SHARED = 128 << 20
 
 
 class _Shared:
-    """What the objects of one event loop take beyond their free bytes, in the order in which they began to."""
+    """The shared bytes of one event loop, by object, in the order in which the objects began to take them."""
 
     def __init__(self) -> None:
         self.taken: dict[Room, int] = {}
         self.changed = asyncio.Event()
 
 
-_shared: tuple[asyncio.AbstractEventLoop, _Shared] | None = None
-
-
-def _of_this_loop() -> _Shared:
-    global _shared  # noqa: PLW0603 - after a fork the loop is another one, and nothing is on its way
-    loop = asyncio.get_running_loop()
-    if _shared is None or _shared[0] is not loop:
-        _shared = loop, _Shared()
-    return _shared[1]
+_shared = PerLoop(_Shared)
 
 
 class Room:
@@ -44,18 +38,18 @@ class Room:
         self._shared: _Shared | None = None
 
     def has(self, size: int) -> bool:
-        """Take room for that many more bytes; False where there is none now, and `wait` must be awaited."""
+        """Take room for that many more bytes; if it returns False, `wait` must be awaited first."""
         self._size += size
         if self._size <= FREE:
             return True
         if self._shared is None:
-            self._shared = _of_this_loop()
+            self._shared = _shared.get()
         taken = self._shared.taken
         taken[self] = self._size - FREE
         return self._is_first() or sum(taken.values()) <= SHARED
 
     async def wait(self) -> None:
-        """Return once there is room for what `has` was asked for."""
+        """Wait until there is room for all bytes taken."""
         assert self._shared is not None
         while not self._is_first() and sum(self._shared.taken.values()) > SHARED:
             await self._shared.changed.wait()

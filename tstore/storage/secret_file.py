@@ -1,4 +1,4 @@
-"""Who may read a local file of secrets."""
+"""Permissions of a local file of secrets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["exposed_mode"]
 
 
 def exposed_mode(about: os.stat_result) -> str | None:
-    """Return the mode of a file that others than its owner may read, in octal digits; None where nobody else may.
+    """Return the mode, in octal digits, of a file that users besides its owner may read; None if none may.
 
-    As with the keys of other servers, the group may read what belongs to root: so a container that is not root's
+    As with the keys of other servers, the group may read a file of root: so a container that does not run as root
     reads a secret that its orchestrator mounts for its group.
     """
     of_root = about.st_uid == 0 != os.geteuid()

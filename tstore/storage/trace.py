@@ -1,4 +1,4 @@
-"""What was asked of a server: requests and bytes by operation, counted and logged."""
+"""Requests and bytes by operation, counted and logged."""
 
 from __future__ import annotations
 
@@ -6,36 +6,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tstore.errors import AlreadyExists, NotFound
-from tstore.storage.objects import Objects, Page, Request, Wrapper
+from tstore.storage.base import Storage
+from tstore.storage.objects import Page, Traffic
+from tstore.storage.wrapper import Request, Wrapper
 
-__all__ = ["Trace", "Traffic"]
+__all__ = ["Trace"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("tstore.storage")
 
 
-class Traffic(NamedTuple):
-    """Requests that were made since a store was opened, and the bytes of objects that they carried.
-
-    `requests` and `failed` count by operation: "get", "read", "head", "put", "list" (each page) and "delete". A
-    request that was repeated counts again; `failed` are those that brought neither what was asked for nor the
-    answer that it is missing, or exists already.
-    """
-
-    requests: dict[str, int]
-    failed: dict[str, int]
-    bytes_read: int
-    bytes_written: int
-
-
 class Trace(Wrapper):
     """Counts the requests, and logs each at DEBUG under `tstore.storage`."""
 
-    def __init__(self, inner: Objects) -> None:
+    def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._requests: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -44,11 +32,11 @@ class Trace(Wrapper):
 
     @property
     def traffic(self) -> Traffic:
-        """What was counted until now."""
+        """See `Storage.traffic`."""
         return Traffic(dict(self._requests), dict(self._failed), self._read, self._written)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Objects.pages`; the last page tells that it is the last, so that the end is no request."""
+        """See `Storage.pages`; the end of a listing is no request, since the last page says so."""
         shown = False
         async for page in super().pages(prefix, delimiter):
             shown = True
@@ -57,7 +45,7 @@ class Trace(Wrapper):
             self._requests["list"] -= 1
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes the request and counts it."""
+        """Make the request and count it."""
         began, outcome = time.perf_counter(), "done"
         self._requests[request.operation] += 1
         try:
@@ -74,7 +62,7 @@ class Trace(Wrapper):
                 took = 1000 * (time.perf_counter() - began)
                 where = f"{self.url}: {request.operation} {request.key}"
                 _log.debug("%s (%d bytes): %s after %.1f ms", where, request.size, outcome, took)
-        if request.operation == "put":
+        if request.operation in ("create", "hint"):
             self._written += request.size
         elif request.operation in ("get", "read"):
             self._read += len(result) if isinstance(result, bytes) else request.size

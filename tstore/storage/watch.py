@@ -1,12 +1,12 @@
-"""Waiting for what others create in a folder, without asking for it again and again.
+"""Waiting for new objects in a folder, without polling if the system allows it.
 
-1. On Linux the system tells this process of every name that appears in a local folder (inotify). A watch that has
-   begun misses nothing that appears from then on.
-2. It does not tell what other machines do on a network file system, and a folder may not be watchable: too many
-   watches, another system, an event loop that can't wait for descriptors, a backend that is no local folder. So
-   being told only ends a wait early; whoever waits also looks of his own accord.
-3. Temporary names (`newfile`) tell nothing.
-4. Descriptors are kept for the next watch: to close one may take the system 10 ms.
+1. On Linux the system notifies this process of every name that appears in a local folder (inotify). Once a watch
+   has begun it misses none.
+2. There are no notifications of other machines' changes on a network file system, and a folder may not be
+   watchable: too many watches, another system, an event loop that can't wait for descriptors, a storage that is no
+   local folder. So a notification only ends a wait early; callers also poll.
+3. Temporary names (`atomic_file`) are ignored.
+4. Descriptors are kept for the next watch: closing one may take the system 10 ms.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from tstore.runtime.pool import run
-from tstore.storage.base import Backend
-from tstore.storage.local.store import LocalBackend
+from tstore.storage.base import Storage
+from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Watch"]
 
@@ -34,28 +34,28 @@ _idle: list[int] = []
 
 
 class _Watched(NamedTuple):
-    """A descriptor that can be read when a name has appeared, and the number of the watch behind it."""
+    """A descriptor that is readable when a name has appeared, and the number of its watch."""
 
     fd: int
     number: int
 
 
 class Watch:
-    """A watch on a folder of a backend, from the beginning of the `async with` block to its end."""
+    """A watch on a folder of a storage, for the duration of the `async with` block."""
 
-    def __init__(self, backend: Backend, folder: str) -> None:
-        self._path = f"{backend.url}/{folder}" if isinstance(backend, LocalBackend) else None
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._path = f"{storage.url}/{folder}" if isinstance(storage, LocalStorage) else None
         self._loop = asyncio.get_running_loop()
         self._appeared = asyncio.Event()
         self._watched: _Watched | None = None
 
     @property
-    def told(self) -> bool:
-        """Whether the system tells what appears."""
+    def notified(self) -> bool:
+        """Whether the system notifies of new names."""
         return self._watched is not None
 
     async def wait(self, seconds: float) -> None:
-        """Returns after that many seconds, or as soon as something has appeared since the last wait."""
+        """Wait that many seconds, or until a name has appeared since the last wait."""
         if self._watched is None:
             await asyncio.sleep(seconds)
             return
@@ -88,7 +88,7 @@ class Watch:
 
 
 def _watched(path: str) -> _Watched | None:
-    """A watch on a local folder; None where there can be none."""
+    """Return a watch on a local folder, None if that is impossible."""
     system = ctypes.CDLL(None)
     if not hasattr(system, "inotify_init1"):
         return None
@@ -107,12 +107,12 @@ def _watched(path: str) -> _Watched | None:
 def _end(watched: _Watched) -> None:
     ctypes.CDLL(None).inotify_rm_watch(watched.fd, watched.number)
     for _ in _names(watched.fd):
-        pass  # nothing of it is left for the next watch
+        pass  # leave none for the next watch
     _idle.append(watched.fd)
 
 
 def _names(fd: int) -> Iterator[bytes]:
-    """The names that have appeared."""
+    """Yield the names that have appeared."""
     while True:
         try:
             events = os.read(fd, _READ)
@@ -128,7 +128,7 @@ def _names(fd: int) -> Iterator[bytes]:
 
 def _after_fork() -> None:
     while _idle:
-        os.close(_idle.pop())  # what is told there is told to the parent
+        os.close(_idle.pop())  # the parent reads them
 
 
 if hasattr(os, "register_at_fork"):

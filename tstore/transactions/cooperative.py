@@ -36,7 +36,7 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import uncancelled
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FAN, check_complete, record_of
 from tstore.transactions.membership import Membership
@@ -141,7 +141,7 @@ class CooperativeCommit:
             await self._backend.create(key, data, self.durability)
         except AlreadyExists:
             if await self._backend.get(key) == data:
-                await self._backend.settle(self.member.folder, self.durability)  # its creator may have died first
+                await self._backend.flush(self.member.folder, self.durability)  # its creator may have died first
                 return
             raise Inconsistent(
                 f"{self._backend.url}: host {self.member.host} has already delivered a different fragment of "
@@ -173,7 +173,7 @@ class CooperativeCommit:
                     "its fragments, so the transaction cannot be committed; repeat it with another attempt",
                     [key],
                 ) from None
-            await self._backend.settle(self.member.folder, durability)
+            await self._backend.flush(self.member.folder, durability)
         return reference(key, data)
 
 
@@ -211,7 +211,7 @@ class _Waiter:
         longest = max(self._shortest, min(_POLL_MOST, waited / 20))
         left = max(0.001, self._deadline - self._clock())
         await watch.wait(min(longest * world.uniform(0.5, 1), left))
-        if watch.told:
+        if watch.notified:
             self._shortest = max(self._shortest, _POLL_WATCHED)
 
     async def _must_commit(self) -> bool:

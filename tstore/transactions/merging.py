@@ -17,7 +17,7 @@ from tstore.format.encoding import encode
 from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.fragments import FAN, merged
 from tstore.transactions.membership import Membership
 

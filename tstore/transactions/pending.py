@@ -23,7 +23,7 @@ from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import each
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 from tstore.transactions.membership import Membership, slug
 
 __all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
@@ -62,7 +62,7 @@ class Heartbeat(msgspec.Struct):
 class HeartbeatWriter:
     """Renews the heartbeat of one host while it is at work."""
 
-    def __init__(self, backend: Backend, member: Membership) -> None:
+    def __init__(self, backend: Storage, member: Membership) -> None:
         self._backend = backend
         self._name = member.name
         self._key = member.heartbeat_key(member.host)

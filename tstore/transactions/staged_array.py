@@ -34,7 +34,7 @@ from tstore.format.grid import (
     partial_covers,
 )
 from tstore.runtime.pool import each
-from tstore.storage.base import Backend
+from tstore.storage.base import Storage
 
 __all__ = ["StagedArray"]
 
@@ -126,7 +126,7 @@ class StagedArray:
 
     async def apply_patches(
         self,
-        backend: Backend,
+        backend: Storage,
         packs: PackSet,
         base: ChunkSource,
         only: Iterable[int] | None = None,

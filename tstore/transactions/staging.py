@@ -29,7 +29,7 @@ from tstore.log.expiry import check_alive, newest_tree, unexpired
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.runtime import world
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.lifecycle import Lifecycle
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter

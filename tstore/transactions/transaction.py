@@ -29,7 +29,7 @@ from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import uncancelled
-from tstore.storage.base import Durability
+from tstore.storage.objects import Durability
 from tstore.transactions.cooperative import CooperativeCommit, checked_timeout
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership

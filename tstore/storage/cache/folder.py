@@ -1,12 +1,13 @@
-"""A local folder for what was read from stores, under a limit of bytes.
+"""A local folder of cached objects, under a limit of bytes.
 
-1. A file appears whole or not at all (`newfile`), and is never changed: any number of processes share a folder.
-2. A hit sets the file's time. Whoever has written a part of the limit looks whether the limit is passed, and then
-   removes what was not used for the longest; one process does that at a time. So several processes together may
-   pass the limit by some parts.
+1. A file appears whole or not at all (`atomic_file`), and is never changed: any number of processes share a
+   folder.
+2. A hit sets the file's time. A process that has written a fraction of the limit checks whether the limit is
+   exceeded, and then removes the least recently used files; one process does that at a time. So several processes
+   together may exceed the limit by some fractions.
 
-A failure to write here never fails a read: there is one warning, and reading goes on without. What is kept, and
-under which names, `cached` says.
+A failure to write here never fails a read: there is one warning, and reading continues without the cache. `store`
+says what is cached, and under which names.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from collections.abc import Iterator
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import shown
 from tstore.format.checksums import CHECK_SIZE
-from tstore.storage.base import Buffers, Durability
 from tstore.storage.local.atomic_file import new_file, write_all
+from tstore.storage.objects import Buffers, Durability
 
 __all__ = ["Cache", "remove"]
 
-_PARTS = 32  # of the limit, between two looks at what is there
-_LEFT = 0.9  # of the limit, after one that found too much
+_PARTS = 32  # fractions of the limit, one written between two checks
+_LEFT = 0.9  # of the limit, after a check that exceeded it
 _UNFINISHED = 3600.0  # seconds after which a temporary file is nobody's
 _IOV_MAX = 1000
 
 
 class Cache:
-    """A folder for what is read from stores, of about `size` bytes at most; made when it is first written to.
+    """A folder of cached objects, of about `size` bytes at most; made at the first write.
 
     Processes and stores may share it. Nobody else should be able to write there. Raises `InvalidArgument`.
     """
@@ -47,14 +48,14 @@ class Cache:
             )
         self.folder = os.path.abspath(os.fspath(folder))
         self.size = size
-        self._unlooked = size  # bytes written since the last look; the first write looks
+        self._unchecked = size  # bytes written since the last check; the first write checks
         self._warned = False
 
     def __repr__(self) -> str:
         return f"Cache({self.folder!r}, size={self.size})"
 
     def write(self, path: str, buffers: Buffers) -> None:
-        """Makes a file; nothing where it is there already or can't be made."""
+        """Write a file, unless it exists already; warn once if that fails."""
         try:
             for folder in (self.folder, os.path.dirname(path)):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -62,9 +63,9 @@ class Cache:
                 size = 0
                 for i in range(0, len(buffers), _IOV_MAX):
                     size += write_all(fd, buffers[i : i + _IOV_MAX], size)
-                self._unlooked += size
-            if self._unlooked > self.size // _PARTS:
-                self._unlooked = 0
+                self._unchecked += size
+            if self._unchecked > self.size // _PARTS:
+                self._unchecked = 0
                 self._make_room()
         except FileNotFoundError:
             return  # the folder was empty just now, and another process removed it
@@ -81,35 +82,35 @@ class Cache:
         lock = os.open(f"{self.folder}/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = sorted(self._files())
-            left = sum(size for _, size, _ in found)
+            files = sorted(self._files())
+            left = sum(size for _, size, _ in files)
             if left <= self.size:
                 return
-            for _, size, path in found:
+            for _, size, path in files:
                 remove(path)
                 left -= size
                 if left <= _LEFT * self.size:
                     return
         except BlockingIOError:
-            return  # another process does it
+            return  # another process is doing it
         finally:
             os.close(lock)
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """When each file was used last, its size and its path."""
+        """Yield when each file was last used, its size and its path."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = f"{folder}/{name}"
                 with contextlib.suppress(FileNotFoundError):
-                    found = os.stat(path)
+                    status = os.stat(path)
                     if not name.startswith("."):
-                        yield found.st_mtime, found.st_size, path
-                    elif name.endswith(".tmp") and found.st_mtime < time.time() - _UNFINISHED:
+                        yield status.st_mtime, status.st_size, path
+                    elif name.endswith(".tmp") and status.st_mtime < time.time() - _UNFINISHED:
                         os.unlink(path)
 
 
 def remove(path: str) -> None:
-    """Drops a file, if it is there, and its folder where it was the last."""
+    """Remove a file if it exists, and its folder if that is then empty."""
     with contextlib.suppress(OSError):
         os.unlink(path)
-        os.rmdir(os.path.dirname(path))  # where it was the last
+        os.rmdir(os.path.dirname(path))

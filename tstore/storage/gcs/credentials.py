@@ -1,11 +1,11 @@
-"""Who a process is to Google Cloud Storage: credentials as gcsfs takes them, and the header fields made from them.
+"""Credentials for Google Cloud Storage, as gcsfs accepts them, and the headers made from them.
 
 1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
-   application-default login`, the service account of the machine), or none where there are none. At an endpoint
-   that is not Google's there are none: an emulator, or whoever answers there, must not learn them.
-2. A text that is neither the name of a method nor a file is an access token. It goes to the store's endpoint only;
-   gcsfs would also show it to Google's token service.
-3. Credentials are looked for and renewed in a thread: that asks other servers, and may take seconds.
+   application-default login`, the service account of the machine), if it has any. At an endpoint that is not
+   Google's none are used: an emulator, or whatever server is there, must not learn them.
+2. A string that is neither the name of a method nor a file is an access token. It is sent to the store's endpoint
+   only; gcsfs would also send it to Google's token service.
+3. A thread looks for credentials and renews them: that makes requests to other servers, and may take seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tstore.errors import Denied, InvalidArgument, Unavailable
+from tstore.runtime.per_loop import PerLoop
 from tstore.runtime.pool import run
 
 __all__ = ["Login"]
@@ -31,36 +32,36 @@ class Login:
         self._token = token
         self._endpoint_url = endpoint_url
         self._system: Any = None  # gcsfs's file system, of which only the endpoint and the credentials are used
-        self._one: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._lock = PerLoop(asyncio.Lock)
 
     async def endpoint(self) -> str:
-        """Where the server is, as `https://storage.googleapis.com`, by gcsfs's rules."""
+        """Return the URL of the server, as `https://storage.googleapis.com`, by gcsfs's rules."""
         if self._system is None:
-            async with self._lock():
+            async with self._lock.get():
                 if self._system is None:
-                    self._system = await run(self._found)
+                    self._system = await run(self._discover)
         base: str = self._system.base
         return base.removesuffix("/storage/v1/").rstrip("/")
 
-    async def fields(self) -> dict[str, str]:
-        """The header fields that show who asks; `Denied` where the credentials can't be renewed."""
+    async def headers(self) -> dict[str, str]:
+        """Return the headers that authorize a request; raise `Denied` if the credentials can't be renewed."""
         await self.endpoint()
-        fields: dict[str, str] = {}
+        headers: dict[str, str] = {}
         credentials = self._credentials
         if credentials is not None:
-            if not credentials.valid:  # which it is no more some minutes before it expires
-                async with self._lock():
+            if not credentials.valid:  # which ends some minutes before they expire
+                async with self._lock.get():
                     if not credentials.valid:
                         await run(self._mapped, _renew, credentials)
-            credentials.apply(fields)
-        return fields
+            credentials.apply(headers)
+        return headers
 
     async def renew(self, shown: dict[str, str]) -> bool:
-        """Whether there are others, or new ones, than the credentials shown, which the server refused."""
+        """Renew the credentials after the server refused those shown; return whether there are others now."""
         credentials = self._credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False
-        async with self._lock():
+        async with self._lock.get():
             now: dict[str, str] = {}
             credentials.apply(now)
             if now.items() <= shown.items():
@@ -69,11 +70,11 @@ class Login:
 
     @property
     def anonymous(self) -> bool:
-        """Whether there are no credentials."""
+        """Whether requests carry no credentials."""
         return self._credentials is None
 
     def hide(self, text: str) -> str:
-        """The text without the access token, should a server have sent it back."""
+        """Return the text without the access token, in case a server sent it back."""
         token = getattr(self._credentials, "token", None)
         return text.replace(token, "…") if token else text
 
@@ -84,13 +85,7 @@ class Login:
     def _credentials(self) -> Any:
         return None if self._system is None else self._system.credentials.credentials
 
-    def _lock(self) -> asyncio.Lock:
-        loop = asyncio.get_running_loop()
-        if self._one is None or self._one[0] is not loop:  # after a fork the I/O loop is another one
-            self._one = (loop, asyncio.Lock())
-        return self._one[1]
-
-    def _found(self) -> Any:
+    def _discover(self) -> Any:
         # not from gcsfs itself, whose file system asks Google by gRPC what kind the bucket is
         from gcsfs.core import GCSFileSystem
 
@@ -131,10 +126,12 @@ class Login:
         from google.oauth2 import credentials
 
         if token.endswith(".json") or token.startswith(("/", "./", "../", "~")):
-            raise InvalidArgument(f"{self._url}: there is no file {token}, which storage_options['token'] names")
+            raise InvalidArgument(
+                f"{self._url}: the file {token}, which storage_options['token'] names, does not exist"
+            )
         if not token or not all("!" <= c <= "~" for c in token):
             raise InvalidArgument(
-                f"{self._url}: storage_options['token'] is empty, or has characters that no access token has "
+                f"{self._url}: storage_options['token'] is empty, or has invalid characters "
                 f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
                 f"{', '.join(_METHODS)}"
             )
@@ -150,7 +147,7 @@ class Login:
             raise Unavailable(f"{self._url}: the credentials can't be renewed now: {error}") from error
         except (GoogleAuthError, ValueError, KeyError, OSError) as error:
             raise Denied(
-                f"{self._url}: there are no usable credentials ({type(error).__name__}: {error}); log in again "
+                f"{self._url}: no usable credentials ({type(error).__name__}: {error}); log in again "
                 "(gcloud auth application-default login), or mend GOOGLE_APPLICATION_CREDENTIALS or "
                 "storage_options={'token': …}"
             ) from error

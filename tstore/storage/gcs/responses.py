@@ -1,4 +1,4 @@
-"""What Google Cloud Storage answers: its JSON resources, and its refusals as the errors of `storage.objects`."""
+"""Responses of Google Cloud Storage: its JSON resources, and its refusals as the errors of `Storage`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import msgspec
 
 from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, Unavailable
 from tstore.storage.gcs.credentials import Login
-from tstore.storage.http.reply import Reply
+from tstore.storage.http.body import Response
 from tstore.storage.http.responses import refusal, retry_after, sanitize
 
 __all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem", "refused"]
 
-_LONGEST = 8 << 20  # bytes of a page of a list: of a thousand names, of 1024 bytes each, and much escaped
+_LONGEST = 8 << 20  # bytes of a page of a list: a thousand names of 1024 bytes each, heavily escaped
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
 _FULL = ("quotaExceeded", "storageQuotaExceeded")
-_DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # no code of its own tells it
+_DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # it has no error code
 
 
 class Object(msgspec.Struct):
-    """An object's metadata, as far as they were asked for."""
+    """An object's metadata, as far as they were requested."""
 
     name: str = ""
     size: int = 0
@@ -33,7 +33,7 @@ class Object(msgspec.Struct):
 
 
 class Listing(msgspec.Struct, rename="camel"):
-    """Some of the objects of a bucket."""
+    """A page of the objects of a bucket."""
 
     items: list[Object] = []
     prefixes: list[str] = []
@@ -45,7 +45,7 @@ class _Detail(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """Why a request was refused."""
+    """The explanation of a refused request."""
 
     message: str = ""
     errors: list[_Detail] = []
@@ -58,8 +58,8 @@ class _Refused(msgspec.Struct):
 T = TypeVar("T", Object, Listing)
 
 
-async def problem(response: Reply) -> Problem:
-    """What an answer that is no success tells, in JSON or (about bytes) in plain text."""
+async def problem(response: Response) -> Problem:
+    """Return the explanation in an unsuccessful response, in JSON or (of a download) in plain text."""
     body = await response.reason()
     try:
         return msgspec.json.decode(body, type=_Refused).error
@@ -67,14 +67,14 @@ async def problem(response: Reply) -> Problem:
         return Problem(body[:300].decode("utf-8", "replace"))
 
 
-def refused(response: Reply, told: Problem, where: str, login: Login, bucket: str) -> TStoreError:
-    """The error for an answer that is no success, from its status and its reason."""
-    said = sanitize(login.hide(told.message))
-    because = f": {said}" if said else ""
-    reason = told.errors[0].reason if told.errors else ""
+def refused(response: Response, said: Problem, where: str, login: Login, bucket: str) -> TStoreError:
+    """Return the error for an unsuccessful response, from its status and its explanation."""
+    message = sanitize(login.hide(said.message))
+    because = f": {message}" if message else ""
+    reason = said.errors[0].reason if said.errors else ""
     match response.status:
-        case 400 if _DIGEST.search(told.message):  # the body did not arrive as it was sent
-            return Unavailable(f"{where}: the server got other bytes than were sent{because}")
+        case 400 if _DIGEST.search(said.message):  # the body was damaged on the way
+            return Unavailable(f"{where}: the server received other bytes than were sent{because}")
         case 401 if login.anonymous:
             return Denied(
                 f"{where}: the server wants credentials{because}; log in (gcloud auth application-default "
@@ -82,11 +82,11 @@ def refused(response: Reply, told: Problem, where: str, login: Login, bucket: st
             )
         case 401:
             return Denied(
-                f"{where}: the server refused the credentials, as wrong or expired{because}; log in again, or "
+                f"{where}: the server refused the credentials as wrong or expired{because}; log in again, or "
                 "pass another storage_options={'token': …}"
             )
         case 403 if reason in _THROTTLED:
-            return Throttled(f"{where}: the server gets too many requests{because}", retry_after(response))
+            return Throttled(f"{where}: the server receives too many requests{because}", retry_after(response))
         case 403 if reason in _FULL:
             return StorageFull(f"{where}: a quota is used up{because}")
         case 403:
@@ -94,34 +94,34 @@ def refused(response: Reply, told: Problem, where: str, login: Login, bucket: st
                 f"{where}: the server forbids it{because}; ask for a role on gs://{bucket} that allows "
                 "it (Storage Object User; Storage Object Viewer to read)"
             )
-        case 409 | 410:  # another request changes the same object or bucket just now
-            return Unavailable(f"{where}: the server can't do it now: it answered {response.status}{because}")
+        case 409 | 410:  # a concurrent change of the same object or bucket
+            return Unavailable(f"{where}: the server can't do it now: status {response.status}{because}")
         case _:
-            return refusal(response, where, said)
+            return refusal(response, where, message)
 
 
-async def decoded(response: Reply, kind: type[T], where: str) -> T:
-    """What an answer of success tells; `Corrupt` where it is of another kind."""
+async def decoded(response: Response, kind: type[T], where: str) -> T:
+    """Return the decoded body of a successful response; raise `Corrupt` if it is of another kind."""
     body = await response.whole(where, _LONGEST)
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(
-            f"{where}: what answered is not Google Cloud Storage ({error}); check endpoint_url and "
+            f"{where}: the server is not Google Cloud Storage ({error}); check endpoint_url and "
             "STORAGE_EMULATOR_HOST"
         ) from error
 
 
-def clock(response: Reply) -> datetime.datetime | None:
-    """The time of the answer, by the server's clock."""
+def clock(response: Response) -> datetime.datetime | None:
+    """Return the time of the response by the server's clock."""
     try:
         return email.utils.parsedate_to_datetime(response.headers["Date"])
     except (KeyError, ValueError):
         return None
 
 
-def age(found: Object, now: datetime.datetime | None) -> float | None:
-    """Seconds since the object was written, None where the server does not tell."""
-    if now is None or found.updated is None:
+def age(item: Object, now: datetime.datetime | None) -> float | None:
+    """Return the seconds since the object was written, None if unknown."""
+    if now is None or item.updated is None:
         return None
-    return max(0.0, (now - found.updated).total_seconds())
+    return max(0.0, (now - item.updated).total_seconds())

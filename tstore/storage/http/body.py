@@ -1,45 +1,149 @@
-"""The body of an answer, received straight into the caller's memory.
+"""A response and its body, received straight into the caller's memory; bounded in bytes, and in time by its pace.
 
-1. The HTTP library sends the request and reads the answer's head. What it has of the body by then is copied.
-2. Where the body's length was told, the connection is then lent to a receiver: the socket, or TLS, writes into
-   the caller's memory itself, and no `bytes` are made and copied. It is never offered more room than the body has
-   bytes left, so whatever a server sends behind a body is the library's to judge.
+1. The HTTP library sends the request and reads the head of the response. What it has of the body by then is
+   copied.
+2. If the length of the body is known, the connection is then lent to a receiver: the socket, or TLS, writes into
+   the caller's memory directly, and no `bytes` are made and copied. It is never offered more room than the body
+   has bytes left, so whatever a server sends after a body is left to the library.
 3. The kernel is told (on Linux, without TLS) to report no fewer bytes than `_TOGETHER`, or all that are left, so
-   that a fast server's bytes are taken in few long reads instead of many short ones. From a server that has not
-   sent that much within a moment every byte is reported, as ever: it may be slow, and is not silent then.
+   that a fast server's bytes are taken in few long reads instead of many short ones. If a server has not sent that
+   much within a moment, every byte is reported again: it may be slow, and is not silent then.
 4. With the last byte the connection goes back to the library, which is told that the body has ended, and which
-   keeps it for the next request as it keeps any other; but closes one on which more has come than the body.
+   keeps it for the next request as usual; it is closed if more than the body has arrived.
 5. A connection that breaks, whose server falls silent, or whose reader is cancelled goes back at once and is torn
    down. Nothing is written into the caller's memory from then on.
-6. A body of untold length, or one that goes into many short buffers, is streamed by the library.
+6. A body of unknown length, or one that goes into many short buffers, is streamed by the library.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import socket
 import sys
+from collections.abc import AsyncGenerator
 
 import aiohttp
+from multidict import CIMultiDictProxy
+from yarl import URL
 
-from tstore.storage.http.responses import Sink
+from tstore.format.bounds import HEAD
+from tstore.storage.http.responses import Range, another, content_range, short
+from tstore.storage.http.sink import Sink
+from tstore.storage.objects import Buffers, bound, overlong
 from tstore.storage.pace import Pace
+from tstore.storage.room import Room
 
-__all__ = ["fill"]
+__all__ = ["Response", "fill"]
 
 _SHORT = 64 << 10  # about what a socket has at once
 _TOGETHER = 1 << 20
 _MOMENT = 0.1  # seconds
+_LONGEST_REASON = 8 << 10
+
+
+class Response:
+    """A response whose body is still to be read; valid inside the session's `request` block."""
+
+    def __init__(self, response: aiohttp.ClientResponse, pace: Pace) -> None:
+        self._response = response
+        self._pace = pace
+
+    @property
+    def method(self) -> str:
+        """The method of the request."""
+        return self._response.method
+
+    @property
+    def url(self) -> URL:
+        """The URL that responded, after all redirects."""
+        return self._response.url
+
+    @property
+    def status(self) -> int:
+        """The status code."""
+        return self._response.status
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers."""
+        return self._response.headers
+
+    @property
+    def content_length(self) -> int | None:
+        """The length of the body, None if it was not sent."""
+        return self._response.content_length
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body as it arrives."""
+        async for block in self._response.content.iter_any():
+            self._pace.moved(len(block))
+            yield block
+
+    async def whole(self, where: str, most: int, key: str = "") -> bytes:
+        """Return the body; raise `Corrupt` if it is longer than `most` bytes, or than objects of that name are."""
+        announced, limit = self.content_length or 0, bound(key, most)
+        if announced > limit:
+            raise overlong(where, limit)
+        # a BytesIO gives its bytes away without another copy; closed, it leaves none in the traceback of an error
+        with io.BytesIO() as body:
+            async with Room() as room, contextlib.aclosing(self.blocks()) as blocks:
+                async for block in blocks:
+                    size = body.tell() + len(block)
+                    if body.tell() < HEAD <= size:
+                        limit = bound(key, most, body.getvalue() + block[:HEAD])
+                    if max(announced, size) > limit:
+                        raise overlong(where, limit)
+                    if size == len(block) == announced:
+                        return block
+                    if not room.has(len(block)):
+                        await self._pace.pause(room.wait())
+                    body.write(block)
+            return body.getvalue()
+
+    def range(self, where: str, offset: int, end: int) -> Range:
+        """Return the range of the object that the body holds; raise `Corrupt` unless it is `offset` to `end`."""
+        if self.status == 416:
+            raise short(where, offset, end)
+        if self.status == 200:  # the whole object, from a server that ignores ranges
+            part = Range(0, self.content_length or 0, self.content_length)
+        else:
+            part = content_range(self, where)
+        if part.start == offset and part.stop == part.total and part.stop < end:
+            raise short(where, offset, end, part.total)
+        if (part.start, part.stop) != (offset, end):
+            raise another(where, offset, end, part.start, part.stop)
+        return part
+
+    async def fill(self, where: str, part: Range, buffers: Buffers) -> None:
+        """Receive the body, which holds that range, into the buffers; raise `Corrupt` if its length differs."""
+        sink = Sink(buffers)
+        if not await fill(sink, self._response, self._pace):
+            raise another(where, part.start, part.stop, part.start, None)
+        if not sink.full:
+            raise short(where, part.start, part.stop)
+
+    async def reason(self) -> bytes:
+        """Return the beginning of a body that explains a refusal; empty if it breaks off."""
+        said = bytearray()
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
+            async with contextlib.aclosing(self.blocks()) as blocks:
+                async for block in blocks:
+                    said += block
+                    if len(said) >= _LONGEST_REASON:
+                        break
+        return bytes(said[:_LONGEST_REASON])
 
 
 async def fill(sink: Sink, response: aiohttp.ClientResponse, pace: Pace) -> bool:
-    """Puts the body into the sink; False where it has more bytes than there is room for.
+    """Put the body of a response into the sink; return False if it is longer.
 
-    `aiohttp.ClientError` where the connection breaks. `pace`, which the caller has entered, is told of all bytes.
+    Raise `aiohttp.ClientError` if the connection breaks. The caller has entered `pace`.
     """
     content = response.content
-    told = None if "Transfer-Encoding" in response.headers else response.content_length
-    if told == sink.size >= _SHORT * sink.count:
+    announced = None if "Transfer-Encoding" in response.headers else response.content_length
+    if announced == sink.size >= _SHORT * sink.count:
         while block := content.read_nowait():
             pace.moved(len(block))
             sink.take(block)
@@ -47,7 +151,7 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, pace: Pace) -> bool
         if connection is not None and connection.transport is not None and connection.protocol is not None:
             connection.protocol.pause_reading()  # and, with it, its watch over silence
             await _Receiver(connection.transport, sink, pace).received()
-            await asyncio.sleep(0)  # by then the library has seen what came behind the body
+            await asyncio.sleep(0)  # by then the library has seen what came after the body
             if content.exception() is None and not content.read_nowait():
                 content.feed_eof()
             else:
@@ -61,7 +165,7 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, pace: Pace) -> bool
 
 
 class _Receiver(asyncio.BufferedProtocol):
-    """Has a connection until the sink is full."""
+    """Owns a connection until the sink is full."""
 
     def __init__(self, transport: asyncio.Transport, sink: Sink, pace: Pace) -> None:
         self._loop = asyncio.get_running_loop()
@@ -73,10 +177,10 @@ class _Receiver(asyncio.BufferedProtocol):
         self._heard = self._loop.time()
         plain = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
         self._socket = transport.get_extra_info("socket") if plain else None
-        self._reported = 1  # bytes that must have come
+        self._reported = 1  # bytes that must have arrived before the kernel reports them
 
     async def received(self) -> None:
-        """Returns when the sink is full; whatever else ends it tears the connection down."""
+        """Return when the sink is full; tear the connection down at any other end."""
         self._transport.set_protocol(self)
         self._report(min(_TOGETHER, self._sink.left))
         self._transport.resume_reading()
@@ -95,11 +199,11 @@ class _Receiver(asyncio.BufferedProtocol):
                 self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next bytes."""
         return self._sink.room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes are there."""
+        """Note that bytes have arrived."""
         self._heard = self._loop.time()
         self._pace.moved(nbytes)
         self._sink.filled(nbytes)
@@ -111,13 +215,13 @@ class _Receiver(asyncio.BufferedProtocol):
                 self._ended.set_result(None)
 
     def _report(self, size: int) -> None:
-        """Has the kernel report no fewer bytes than that, unless the connection ends."""
+        """Have the kernel report no fewer bytes than that, unless the connection ends."""
         if self._socket is not None and size != self._reported and not self._transport.is_closing():
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
             self._reported = size
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The body ends here."""
+        """End the body here."""
         self._owner.connection_lost(exc)
         if not self._ended.done():
             self._ended.set_exception(exc or aiohttp.ClientPayloadError("the connection was closed"))

@@ -1,9 +1,8 @@
-"""One pass over an object of a server that ignores `Range`: it serves every read that still lies ahead of it.
+"""One pass over an object of a server that ignores `Range`, which serves every read that is still ahead of it.
 
-Reads of one object come in the order of their offsets, many at a time. So an object is transferred about once, not
-once for each of its parts, and nothing of it is kept but what was asked for. A read that lies behind the pass
-waits for the next one; a pass that nobody wants any more ends, wherever it is.
-"""
+Reads of one object arrive in the order of their offsets, many at a time. So an object is transferred about once,
+not once per part, and nothing but the requested bytes is kept. A read that the pass has left behind waits for the
+next one; a pass without readers ends at once."""
 
 from __future__ import annotations
 
@@ -13,13 +12,14 @@ import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
-from tstore.storage.base import Buffers
-from tstore.storage.http.responses import Sink, short
+from tstore.storage.http.responses import short
+from tstore.storage.http.sink import Sink
+from tstore.storage.objects import Buffers
 
 __all__ = ["Passes"]
 
 Blocks = Callable[[str], AsyncGenerator[bytes, None]]
-"""The bytes of an object, from its start, as they come."""
+"""Yields the bytes of an object, from its start, as they arrive."""
 
 
 class _Wanted(NamedTuple):
@@ -30,34 +30,34 @@ class _Wanted(NamedTuple):
 
 
 class Passes:
-    """The passes under way, at most one for each object."""
+    """The passes in progress, at most one per object."""
 
     def __init__(self) -> None:
         self._passes: dict[str, _Pass] = {}
 
     async def read(self, blocks: Blocks, key: str, offset: int, buffers: Buffers, size: int, where: str) -> None:
-        """Fills the buffers from `offset`; `Corrupt` where the object ends before."""
+        """Fill the buffers from `offset`; raise `Corrupt` if the object ends before."""
         loop = asyncio.get_running_loop()
         while True:
-            found = self._passes.get(key)
-            if found is None or found.over or found.loop is not loop:  # that of the parent, before a fork
-                found = self._passes[key] = _Pass(loop)
-                found.task = loop.create_task(found.go(blocks(key)))
-                found.task.add_done_callback(functools.partial(self._ended, key, found, where))
-            if found.at <= offset:
+            running = self._passes.get(key)
+            if running is None or running.over or running.loop is not loop:  # the parent's, before a fork
+                running = self._passes[key] = _Pass(loop)
+                running.task = loop.create_task(running.go(blocks(key)))
+                running.task.add_done_callback(functools.partial(self._ended, key, running, where))
+            if running.at <= offset:
                 break
-            await asyncio.wait([found.task])
+            await asyncio.wait([running.task])
         wanted = _Wanted(offset, offset + size, Sink(buffers), loop.create_future())
-        wanted.filled.add_done_callback(lambda filled: filled.cancelled() or filled.exception())  # looked at
-        found.wanted.append(wanted)
+        wanted.filled.add_done_callback(lambda filled: filled.cancelled() or filled.exception())  # retrieved
+        running.wanted.append(wanted)
         try:
             await wanted.filled
-        finally:  # where cancelled, nothing is written into the buffers from here on
-            if wanted in found.wanted:
-                found.wanted.remove(wanted)
+        finally:  # if cancelled, nothing is written into the buffers from here on
+            if wanted in running.wanted:
+                running.wanted.remove(wanted)
 
     async def close(self) -> None:
-        """Ends all passes; whoever waits for one is cancelled."""
+        """End all passes; their readers are cancelled."""
         loop = asyncio.get_running_loop()
         tasks = [p.task for p in self._passes.values() if p.loop is loop]
         for task in tasks:
@@ -65,16 +65,16 @@ class Passes:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _ended(self, key: str, found: _Pass, where: str, _: asyncio.Task[None]) -> None:
-        if self._passes.get(key) is found:
+    def _ended(self, key: str, over: _Pass, where: str, _: asyncio.Task[None]) -> None:
+        if self._passes.get(key) is over:
             del self._passes[key]
-        cancelled = found.task.cancelled()
-        error = None if cancelled else found.task.exception()
-        for wanted in found.wanted:
+        cancelled = over.task.cancelled()
+        error = None if cancelled else over.task.exception()
+        for wanted in over.wanted:
             if cancelled:
                 wanted.filled.cancel()
             elif not wanted.filled.done():
-                wanted.filled.set_exception(error or short(where, wanted.offset, wanted.end, found.at))
+                wanted.filled.set_exception(error or short(where, wanted.offset, wanted.end, over.at))
 
 
 class _Pass:
@@ -87,7 +87,7 @@ class _Pass:
         self.wanted: list[_Wanted] = []
 
     async def go(self, blocks: AsyncGenerator[bytes, None]) -> None:
-        """Passes over the object as long as something of it is wanted."""
+        """Pass over the object as long as some of it is wanted."""
         async with contextlib.aclosing(blocks):
             async for block in blocks:
                 start, self.at = self.at, self.at + len(block)
@@ -98,5 +98,5 @@ class _Pass:
                         if not wanted.filled.done():
                             wanted.filled.set_result(None)
                 if not self.wanted:
-                    self.over = True  # from here on nobody joins it
+                    self.over = True  # from here on no read joins it
                     return

@@ -1,4 +1,4 @@
-"""What an HTTP server answered: judged by status, length, range and kind, before a byte of it is believed."""
+"""The head of an HTTP response: its status, length, range and type, checked before a byte of the body is used."""
 
 from __future__ import annotations
 
@@ -18,23 +18,34 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.storage.base import Buffers
 
-__all__ = ["Answer", "Sink", "age", "check_data", "content_range", "refusal", "sanitize", "short", "version"]
+__all__ = [
+    "Head",
+    "Range",
+    "age",
+    "another",
+    "check_data",
+    "content_range",
+    "refusal",
+    "retry_after",
+    "sanitize",
+    "short",
+    "version",
+]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
 _PAGE = ("text/html", "application/xhtml+xml")
 
 
 class Headers(Protocol):
-    """Header fields by name, whatever its case."""
+    """Headers by case-insensitive name."""
 
     def get(self, name: str, /) -> str | None:
-        """The field's value, None where the answer has no such field."""
+        """Return the value of a header, None if it is absent."""
 
 
-class Answer(Protocol):
-    """What is looked at of an answer: of aiohttp's, or of any other client's."""
+class Head(Protocol):
+    """The head of a response, of aiohttp or of any other client."""
 
     @property
     def status(self) -> int:
@@ -42,71 +53,71 @@ class Answer(Protocol):
 
     @property
     def headers(self) -> Headers:
-        """The header fields."""
+        """The headers."""
 
     @property
     def content_length(self) -> int | None:
-        """The body's length, where the server told it."""
+        """The length of the body, None if it was not sent."""
 
 
 class Range(NamedTuple):
-    """Which bytes an answer with status 206 holds, and of how many (None: not told)."""
+    """The range of an object in a response with status 206, and the size of the object (None if not sent)."""
 
     start: int
     stop: int
     total: int | None
 
 
-def content_range(answer: Answer, where: str) -> Range:
-    """The range that an answer says it holds; `Corrupt` where it says none, or one that its length belies."""
-    text = answer.headers.get("Content-Range") or ""
-    found = _CONTENT_RANGE.fullmatch(text.strip())
-    if found is not None:
-        start, stop = int(found[1]), int(found[2]) + 1
-        total = None if found[3] == "*" else int(found[3])
-        if start < stop and (total is None or stop <= total) and answer.content_length in (None, stop - start):
+def content_range(head: Head, where: str) -> Range:
+    """Return the range in a response; raise `Corrupt` if it names none, or one that its length contradicts."""
+    text = head.headers.get("Content-Range") or ""
+    match = _CONTENT_RANGE.fullmatch(text.strip())
+    if match is not None:
+        start, stop = int(match[1]), int(match[2]) + 1
+        total = None if match[3] == "*" else int(match[3])
+        if start < stop and (total is None or stop <= total) and head.content_length in (None, stop - start):
             return Range(start, stop, total)
     raise Corrupt(
-        f"{where}: the server answered with a part of the object that it does not name rightly: Content-Range "
-        f"{sanitize(text)!r} with {answer.content_length} bytes; check the server and what lies between"
+        f"{where}: the server sent part of the object with a wrong Content-Range, {sanitize(text)!r} for "
+        f"{head.content_length} bytes; check the server and its proxies"
     )
 
 
-def check_data(answer: Answer, where: str) -> None:
-    """Raises `Corrupt` where an answer of success is a web page, or is encoded: no object of a store is."""
-    kind = (answer.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
+def check_data(head: Head, where: str) -> None:
+    """Raise `Corrupt` if a successful response is a web page, or is encoded: no object of a store is."""
+    kind = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
     if kind in _PAGE:
         raise Corrupt(
-            f"{where}: the server answered with a web page ({kind}) instead of the object, as log-in pages and "
-            "applications do; check the URL, and open it in a browser to see what it says"
+            f"{where}: the server sent a web page ({kind}) instead of the object, as log-in pages do; "
+            "check the URL, and open it in a browser to read the page"
         )
-    encoding = (answer.headers.get("Content-Encoding") or "identity").strip().lower()
+    encoding = (head.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         raise Corrupt(
-            f"{where}: the server answered with Content-Encoding {sanitize(encoding)!r}, which was not asked for; "
-            "let it serve the files as they are"
+            f"{where}: the server sent Content-Encoding {sanitize(encoding)!r}, which was not requested; "
+            "configure it to serve files unencoded"
         )
 
 
-def version(answer: Answer, total: int | None) -> str | None:
-    """What tells this state of the object from a later one: its ETag, or when it was modified and its length."""
-    tag = answer.headers.get("ETag")
+def version(head: Head, total: int | None) -> str | None:
+    """Return what identifies this state of the object: its ETag, or its modification time and length."""
+    tag = head.headers.get("ETag")
     if tag is not None:
         return f"ETag {sanitize(tag.removeprefix('W/'))}"
-    modified = answer.headers.get("Last-Modified")
+    modified = head.headers.get("Last-Modified")
     return None if modified is None or total is None else f"{total} bytes of {sanitize(modified)}"
 
 
-def age(answer: Answer) -> float | None:
-    """Seconds since the object was written, by the server's clock; None where it does not tell."""
-    told = answer.headers.get("X-TStore-Age")
+def age(head: Head) -> float | None:
+    """Return the seconds since the object was written, by the server's clock; None if unknown."""
+    told = head.headers.get("X-TStore-Age")
     if told is not None:
         try:
             seconds = float(told)
         except ValueError:
             return None
         return max(0.0, seconds) if math.isfinite(seconds) else None
-    now, then = (_time(answer.headers.get(name)) for name in ("Date", "Last-Modified"))
+    now, then = (_time(head.headers.get(name)) for name in ("Date", "Last-Modified"))
     return None if now is None or then is None else max(0.0, now - then)
 
 
@@ -119,92 +130,70 @@ def _time(text: str | None) -> float | None:
         return None
 
 
-def retry_after(answer: Answer) -> float | None:
-    """The seconds after which the server asks to be asked again, where it tells."""
-    told = answer.headers.get("Retry-After")
+def retry_after(head: Head) -> float | None:
+    """Return the seconds of a Retry-After header, None if there is none."""
+    told = head.headers.get("Retry-After")
     if told is None:
         return None
     if told.strip().isdecimal():
         return float(told)
-    now, then = _time(answer.headers.get("Date")), _time(told)
+    now, then = _time(head.headers.get("Date")), _time(told)
     return None if now is None or then is None else max(0.0, then - now)
 
 
 def sanitize(text: str, longest: int = 200) -> str:
-    """What a server said, fit for an error: one line of printable text, cut where it is long."""
+    """Return a server's words fit for an error message: one line of printable text, truncated if long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
-def refusal(answer: Answer, where: str, said: str) -> TStoreError:
-    """The error for an answer that is no success; `said` is what its body tells."""
+def refusal(head: Head, where: str, said: str) -> TStoreError:
+    """Return the error for an unsuccessful response; `said` is the explanation in its body."""
     because = f": {said}" if said else ""
-    match answer.status:
+    match head.status:
         case 404 | 410:
-            return NotFound(f"{where}: there is no such object")
+            return NotFound(f"{where} does not exist")
         case 412:
             return AlreadyExists(f"{where} exists already")
         case 401:
-            return Denied(f"{where}: the server refused the token, as wrong or expired{because}; pass another one")
-        case 403 if said and answer.headers.get("WWW-Authenticate") is None:  # no token would change that
+            return Denied(f"{where}: the server refused the token as wrong or expired{because}; pass another one")
+        case 403 if said and head.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{where}: the server forbids it{because}")
         case 403:
-            more = "" if said else " (some file servers, as S3's, also say so of a missing object)"
+            more = "" if said else " (some file servers, as S3, also respond so for a missing object)"
             return Denied(f"{where}: the server forbids it{because}; pass a token whose scope allows it{more}")
         case 405 | 501:
-            return Denied(f"{where}: the server does not do that{because}; it may be read-only")
+            return Denied(f"{where}: the server does not support that{because}; it may be read-only")
         case 400 | 422 | 428:
-            return InvalidArgument(f"{where}: the server refused the request as wrong{because}")
+            return InvalidArgument(f"{where}: the server rejected the request as invalid{because}")
         case 413:
             advice = because or "; raise its limit (nginx: client_max_body_size)"
             return StorageFull(
-                f"{where}: the server, or a proxy before it, takes no object of that length{advice}"
+                f"{where}: the server, or a proxy in front of it, accepts no object of that length{advice}"
             )
         case 507:
-            return StorageFull(f"{where}: the server has no room for it{because}; make room there, then repeat")
+            return StorageFull(f"{where}: the server has no room for it{because}; free space there, then repeat")
         case 429:
-            return Throttled(f"{where}: the server gets too many requests{because}", retry_after(answer))
-        case 503 if (pause := retry_after(answer)) is not None:
-            return Throttled(f"{where}: the server is busy and asks to come back in {pause:g} s{because}", pause)
+            return Throttled(f"{where}: the server receives too many requests{because}", retry_after(head))
+        case 503 if (pause := retry_after(head)) is not None:
+            return Throttled(f"{where}: the server is busy and asks to retry in {pause:g} s{because}", pause)
         case 408 | 409 | 425 | 500 | 502 | 503 | 504:
-            return Unavailable(f"{where}: the server can't do it now: it answered {answer.status}{because}")
+            return Unavailable(f"{where}: the server can't do it now: status {head.status}{because}")
         case status:
-            return Corrupt(f"{where}: the server answered {status}{because}, which is no answer to that request")
+            return Corrupt(
+                f"{where}: the server sent status {status}{because}, which is unexpected for that request"
+            )
 
 
 def short(where: str, offset: int, end: int, total: int | None = None) -> Corrupt:
-    """The error for an object that ends before what is read of it."""
+    """Return the error for an object that ends before the requested range does."""
     length = "is shorter" if total is None else f"has only {total}"
     return Corrupt(f"{where}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 
 
-class Sink:
-    """Buffers that are filled one after the other; `size` bytes in `count` buffers, `left` to come."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        views = [view for view in (memoryview(b).cast("B") for b in buffers) if len(view)]
-        self.size = self.left = sum(map(len, views))
-        self.count = len(views)
-        self._rest = iter(views)
-        self.room = next(self._rest, memoryview(b""))
-        """What of the next buffer is not filled yet; it is empty when all are."""
-
-    @property
-    def full(self) -> bool:
-        """Whether every buffer is filled."""
-        return not self.room
-
-    def filled(self, size: int) -> None:
-        """So many bytes, at least one, have been put into `room`."""
-        self.left -= size
-        self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
-
-    def take(self, block: bytes | memoryview) -> bool:
-        """Puts the bytes where they belong; False where some are left over."""
-        rest = memoryview(block)
-        while rest and self.room:
-            size = min(len(rest), len(self.room))
-            self.room[:size] = rest[:size]
-            rest = rest[size:]
-            self.filled(size)
-        return not len(rest)
+def another(where: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
+    """Return the error for a response with another range than the requested one."""
+    got = f"{start} to {stop}" if stop is not None else f"{start} and on, beyond them"
+    return Corrupt(
+        f"{where}: bytes {offset} to {end} were requested, the server sent {got}; check what serves the store"
+    )

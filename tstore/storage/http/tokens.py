@@ -1,10 +1,10 @@
 """Bearer tokens, each bound to the one server that may see it.
 
-A token is looked for in this order:
+A token is searched for in this order:
 
-1. `storage_options={"token": …}`: of the server of the URL that it was passed with.
-2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, which is for every port of the host. The name is the
-   host in capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
+1. `storage_options={"token": …}`: for the server of that URL.
+2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
+   capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
    address, an underscore), and the host named "file", have no variable.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server, of which the
@@ -44,7 +44,7 @@ _warned: set[str] = set()
 
 
 class _Place(NamedTuple):
-    """A server as a token names it; without a port, all of a host."""
+    """The server of a token; without a port, every port of a host."""
 
     host: str
     port: int | None
@@ -58,9 +58,9 @@ class Token:
     def __init__(self, text: str, shown: bool) -> None:
         self._text = text.strip()
         self.shown = shown
-        """Whether the server gets it with every request; else from the first one on that asks for a token."""
+        """Whether every request carries it; else only those after the server has asked for a token."""
         if not self._text or not all("!" <= c <= "~" for c in self._text):
-            raise InvalidArgument("the token is empty, or has characters that no token has (spaces, line breaks)")
+            raise InvalidArgument("the token is empty, or has invalid characters (spaces, line breaks)")
 
     @property
     def header(self) -> str:
@@ -68,7 +68,7 @@ class Token:
         return f"Bearer {self._text}"
 
     def hide(self, text: str) -> str:
-        """Return the text without the token, should a server have sent it back."""
+        """Return the text without the token, in case a server sent it back."""
         return text.replace(self._text, "…")
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ def find_token(home: URL, given: str | None) -> Token | None:
 
 
 def token_advice(home: URL) -> str:
-    """Return how to pass a token for a server, for the error that tells that it wants one."""
+    """Return how to pass a token for a server, for the error that it wants one."""
     host = _host(home)
     line = f"[{host}]:{home.port}" if ":" in host else f"{host}:{home.port}"
     names = _variables(home)
@@ -110,7 +110,7 @@ def token_advice(home: URL) -> str:
 
 
 def warn_in_clear(url: URL) -> None:
-    """Warn, once for each host, where a token goes over http to another machine."""
+    """Warn, once per host, if a token goes over http to another machine."""
     host = _host(url)
     if url.scheme != "http" or host in _warned or _is_loopback(host):
         return
@@ -124,7 +124,7 @@ def warn_in_clear(url: URL) -> None:
 
 
 def _host(url: URL) -> str:
-    """The host of a URL in its one spelling."""
+    """Return the host of a URL in its canonical form."""
     host = (url.raw_host or "").lower()
     try:
         return ipaddress.ip_address(host).compressed
@@ -140,7 +140,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _variables(home: URL) -> list[str]:
-    """The variables in which a token for a server may be, the one with its port first; none for odd hosts."""
+    """Return the variables that may contain a token for a server, the one with its port first."""
     host = _host(home)
     last = host.rpartition(".")[2]
     if not _NAME.fullmatch(host) or (last.isdecimal() and host.count(".") != 3):  # 1.2.3 with port 4 is no 1.2.3.4
@@ -150,7 +150,7 @@ def _variables(home: URL) -> list[str]:
 
 
 def _read(path: str) -> dict[_Place, Token]:
-    """The tokens of a file; errors name the line and never what stands there."""
+    """Return the tokens of a file; errors name the line, never its contents."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
         with open(fd, "rb") as file:

@@ -1,18 +1,17 @@
-"""A local file that appears whole or not at all, and never in place of another.
+"""A local file that appears whole or not at all, and never replaces another.
 
-1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made
-   durable (fsync). What may take one of several names (`StagedFile`) does this once.
-2. link(2) gives it its name, and fails if the name exists, whoever made it. If it reports "exists" but the
-   temporary file has two links, the reply of our own link was lost (NFS): created. Where links are not
-   supported, renameat2(RENAME_NOREPLACE) takes the place of steps 2 and 3.
+1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made durable
+   (fsync). A file that tries several names (`StagedFile`) does this once.
+2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
+   links, the reply to our link was lost (NFS): created. If links are not supported, renameat2(RENAME_NOREPLACE)
+   replaces steps 2 and 3.
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before 2 leaves the temporary file, after it the whole new one. A long one (`NewFile`, or what a
-server receives) is locked with flock(2) while its writer lives, and the next writer of the same object, or the
-next server, removes those that are not. Where nothing can be locked, as on some network mounts, it removes what
-was not written to for an hour.
-"""
+A process killed before 2 leaves the temporary file, after it the whole new one. A long temporary file (of
+`NewFile`, or of an upload to a server) is locked with flock(2) while its writer lives; the next writer of the same
+object, or the next server, removes those that are not locked. If files can't be locked, as on some network mounts,
+it removes those without a write for an hour."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
-from tstore.storage.base import Buffers, BufferStream, Durability
+from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
@@ -55,35 +54,35 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 IOV_MAX = 1024
-"""The most buffers that one system call takes."""
+"""The most buffers of one system call."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _GIVEN_UP = 3600  # seconds
 
 
 @contextlib.contextmanager
 def explained(action: str, path: str) -> Iterator[None]:
-    """Turns an OSError into the error of tstore that says what to do."""
+    """Turn an OSError into the error of tstore that says what to do."""
     try:
         yield
     except OSError as error:
         what = f"can't {action} {path}: {error.strerror or error}"
         match error.errno:
             case errno.ENOTDIR:
-                raise NotFound(f"{what}: what stands there, or above it, is a file; give another path") from error
+                raise NotFound(
+                    f"{what}: a file is there, or in place of a folder above it; give another path"
+                ) from error
             case errno.ENOENT if action in ("create", "write"):
                 raise NotFound(f"{what}; give a path in a folder that exists") from error
             case errno.ENOENT:
                 raise NotFound(f"{what}; give the path of something that exists") from error
             case errno.EEXIST:
-                raise AlreadyExists(f"{what}; it was left as it is, choose another name") from error
+                raise AlreadyExists(f"{what}; choose another name") from error
             case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
                 raise InvalidArgument(f"{what}; give another path") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
                 raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFull(
-                    f"{what}; make room or raise the limit, then repeat: nothing committed was harmed"
-                ) from error
+                raise StorageFull(f"{what}; make room or raise the limit, then repeat") from error
             case errno.EMFILE | errno.ENFILE:
                 raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
             case _:
@@ -101,14 +100,14 @@ class StagedFile:
         self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def force(self) -> None:
-        """Makes its bytes durable, if that was asked for."""
+        """Make its bytes durable, if asked."""
         if self._durability is Durability.FSYNC:
             os.fsync(self.fd)
 
     def publish(self, path: str) -> None:
-        """Gives it its name, in a folder of the same file system, after `force`.
+        """Give it its name, in a folder of the same file system, after `force`.
 
-        FileExistsError where the name is taken; then another can be tried.
+        Raise FileExistsError if the name is taken; then another can be tried.
         """
         _link(self._temporary, path)
         self.close()
@@ -116,7 +115,7 @@ class StagedFile:
             fsync_folder(os.path.dirname(os.path.abspath(path)))
 
     def close(self) -> None:
-        """Removes the temporary name; any number of times."""
+        """Remove the temporary name; any number of times."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -124,7 +123,7 @@ class StagedFile:
                 os.unlink(self._temporary)
 
     def remove_abandoned(self) -> None:
-        """Remove the files of the same mark whose writers, which lock theirs as this one does, have ended."""
+        """Remove the temporary files of the same mark whose writers have ended."""
         locks = _lock(self.fd) is not None
         now = os.fstat(self.fd).st_mtime  # by the clock of the file system
         remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _GIVEN_UP)
@@ -132,9 +131,9 @@ class StagedFile:
 
 @contextlib.contextmanager
 def new_file(path: str, durability: Durability) -> Iterator[int]:
-    """The descriptor of a file that appears under `path` when the block ends without an exception.
+    """Yield the descriptor of a file that appears at `path` if the block ends without an exception.
 
-    Raises OSError (FileExistsError where the name is taken by then); whatever is raised, no new name is left.
+    Raise OSError (FileExistsError if the name is taken by then); no error leaves a new name.
     """
     draft = StagedFile(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
     try:
@@ -146,7 +145,7 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
 
 
 def locked_draft(folder: str, mark: str, durability: Durability) -> StagedFile:
-    """Return a draft that is locked, where that can be, as long as this process holds it open."""
+    """Return a staged file that is locked, if possible, as long as this process has it open."""
     while True:
         draft = StagedFile(folder, mark, durability)
         try:
@@ -155,11 +154,11 @@ def locked_draft(folder: str, mark: str, durability: Durability) -> StagedFile:
         except BaseException:
             draft.close()
             raise
-        draft.close()  # another process took it for unfinished before it was locked
+        draft.close()  # another process removed it before it was locked
 
 
 def _lock(fd: int) -> bool | None:
-    """Whether the file is locked now; not where another holds it, None where files can't be locked."""
+    """Lock a file; return False if another process has locked it, None if files can't be locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,7 +171,7 @@ def _lock(fd: int) -> bool | None:
 
 
 def remove_unfinished(folder: str, begin: str, before: float) -> None:
-    """Removes the temporary files that begin so, were not written to since that time, and are not locked."""
+    """Remove the unlocked temporary files whose names start with `begin`, without a write since `before`."""
     try:
         with os.scandir(folder) as entries:
             left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
@@ -205,7 +204,7 @@ def write_all(fd: int, buffers: BufferStream, offset: int) -> int:
 
 
 def rest_of(buffers: Buffers, done: int) -> Buffers:
-    """What is left of the buffers behind their first `done` bytes."""
+    """Return the buffers without their first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [memoryview(buffer)[done:], *buffers[i + 1 :]]
@@ -214,7 +213,7 @@ def rest_of(buffers: Buffers, done: int) -> Buffers:
 
 
 def fsync_folder(folder: str) -> None:
-    """Makes the names in a folder durable."""
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -223,7 +222,7 @@ def fsync_folder(folder: str) -> None:
 
 
 def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Asks the system to begin writing these bytes to the disk, without waiting; where it can't, nothing."""
+    """Ask the system to begin writing these bytes to the disk, if it can, without waiting."""
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
@@ -232,7 +231,7 @@ def start_writeback(fd: int, offset: int, size: int) -> None:
 class NewFile:
     """A `PackWriter` of a file that has its name only once it is finished.
 
-    It removes what earlier ones of the same name left that never ended, and leaves those that are being written.
+    It removes the temporary files of earlier writers of the same name that were killed.
     """
 
     def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
@@ -243,20 +242,10 @@ class NewFile:
         self._fd = self._draft.fd
         try:
             self._draft.remove_abandoned()
-            self.reserve(size)
+            self._allocate(size)
         except BaseException:
             self.discard()
             raise
-
-    def reserve(self, size: int) -> None:
-        """See `PackWriter.reserve`."""
-        with explained("write", self._path):
-            try:
-                os.posix_fallocate(self._fd, self._end, max(1, size))
-                os.ftruncate(self._fd, self._end + size)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
 
     def append(self, buffers: BufferStream, size: int) -> int:
         """See `PackWriter.append`."""
@@ -274,8 +263,8 @@ class NewFile:
                 self._draft.publish(self._path)
             except FileNotFoundError as error:
                 raise Unavailable(
-                    f"{self._path} could not be created: its unfinished file was removed, as by another copy on a "
-                    "file system that can't lock it; let one copy run at a time"
+                    f"{self._path} could not be created: its temporary file was removed, as by another copy on a "
+                    "file system that can't lock it; run one copy at a time"
                 ) from error
             finally:
                 self._draft.close()
@@ -284,9 +273,18 @@ class NewFile:
         """See `PackWriter.discard`."""
         self._draft.close()
 
+    def _allocate(self, size: int) -> None:
+        with explained("write", self._path):
+            try:
+                os.posix_fallocate(self._fd, 0, max(1, size))
+                os.ftruncate(self._fd, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+
 
 def _mark(path: str) -> str:
-    """What the temporary names of a file begin with; no longer than any name may be."""
+    """Return the beginning of the temporary names of a file, of bounded length."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 
@@ -312,7 +310,7 @@ def _rename_no_replace(temporary: str, path: str) -> None:
         number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise Denied(
-            f"{path}: the file system can neither link(2) nor rename without replacing, so a file could not "
-            "appear at once or would replace another; use another file system"
+            f"{path}: the file system can neither link(2) nor rename without replacing, so files can't "
+            "be created atomically; use another file system"
         )
     raise OSError(number, os.strerror(number), path)

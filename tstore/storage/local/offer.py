@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from tstore.runtime.pool import run
-from tstore.storage.base import Durability
 from tstore.storage.local.atomic_file import StagedFile, explained, write_all
+from tstore.storage.objects import Durability
 
 __all__ = ["LocalOffer"]
 

@@ -1,4 +1,4 @@
-"""Packs as local files: preallocated, written at increasing offsets, read by positioned reads."""
+"""Packs as local files: preallocated, written at increasing offsets, read at any offset."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 
 from tstore.errors import Corrupt, StorageFull
-from tstore.storage.base import Buffers, BufferStream, Durability
 from tstore.storage.local.atomic_file import IOV_MAX, explained, rest_of, start_writeback, write_all
+from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = ["LocalPack", "LocalReader"]
 
@@ -18,9 +18,9 @@ _SEND = 4 << 20
 
 
 class LocalPack:
-    """A `PackWriter` in place, under a name that nobody else uses.
+    """A `PackWriter` of a file with a name that nobody else uses.
 
-    `discarded` is called with its key once the file is deleted.
+    `discarded` is called with the key once the file is deleted.
     """
 
     def __init__(self, key: str, path: str, durability: Durability, discarded: Callable[[str], object]) -> None:
@@ -33,28 +33,14 @@ class LocalPack:
         self._reserved = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def reserve(self, size: int) -> None:
-        """See `PackWriter.reserve`."""
-        if self._end + size <= self._reserved:
-            return
-        until = self._end + size
-        with explained("write", self._path):
-            try:
-                os.posix_fallocate(self._fd, self._reserved, until - self._reserved)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    os.ftruncate(self._fd, self._reserved)  # gives back a part that was allocated
-                    raise
-        self._reserved = until
-
     def append(self, buffers: BufferStream, size: int) -> int:
         """See `PackWriter.append`."""
         offset = self._end
         if offset + size > self._reserved:
             try:
-                self.reserve(max(size, _EXTENT))
+                self._reserve(max(size, _EXTENT))
             except StorageFull:
-                self.reserve(size)  # the last room on a disk
+                self._reserve(size)  # the last room on a disk
         with explained("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
         if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
@@ -80,6 +66,20 @@ class LocalPack:
         with explained("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         self._discarded(self.key)
+
+    def _reserve(self, size: int) -> None:
+        """Preallocate room for `size` more bytes; raise `StorageFull`."""
+        if self._end + size <= self._reserved:
+            return
+        end = self._end + size
+        with explained("write", self._path):
+            try:
+                os.posix_fallocate(self._fd, self._reserved, end - self._reserved)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    os.ftruncate(self._fd, self._reserved)  # releases a part that was allocated
+                    raise
+        self._reserved = end
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -1,8 +1,7 @@
-"""The HTTP session of botocore, which takes no more of an answer than an answer has.
+"""An HTTP session for botocore with bounded responses.
 
-Objects are streamed, and whoever reads them says how long they may be. Any other answer is read whole by botocore:
-a list, or a refusal. Where reading or parsing a response fails, botocore leaves its connection open;
-`closing_responses` closes it.
+Objects are streamed, and their readers bound them. botocore reads any other response whole: a list, or a refusal.
+If reading or parsing a response fails, botocore leaves its connection open; `closing_responses` closes it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tstore.errors import Corrupt
 
 __all__ = ["BoundedSession", "closing_responses"]
 
-_LONGEST = 4 << 20  # bytes of a list of a thousand names, of 1024 bytes each, and all of them escaped
+_LONGEST = 4 << 20  # bytes of a list: a thousand names of 1024 bytes each, all of them escaped
 _LONGEST_REFUSAL = 64 << 10
 
 _received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_kv_s3_received", default=None)
@@ -41,11 +40,11 @@ def closing_responses() -> Iterator[None]:
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """The session, with answers that are bounded in memory."""
+    """The session, with responses that are bounded in memory."""
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
-        session._response_class = _Bounded  # which a session takes only when it is made
+        session._response_class = _Bounded  # which a session accepts only when it is made
         return session
 
 
@@ -58,16 +57,16 @@ class _Bounded(aiohttp.ClientResponse):
         return self
 
     async def read(self) -> bytes:
-        """The whole body, or the beginning of one that tells why a request was refused."""
+        """Return the whole body, or the beginning of one that explains a refusal."""
         if self._body is None:
-            found = bytearray()
+            body = bytearray()
             async for block in self.content.iter_any():
-                found += block
-                if self.status >= 300 and len(found) > _LONGEST_REFUSAL:
+                body += block
+                if self.status >= 300 and len(body) > _LONGEST_REFUSAL:
                     self.close()
                     break
-                if len(found) > _LONGEST:
+                if len(body) > _LONGEST:
                     self.close()
-                    raise Corrupt(f"the server answered with more than {_LONGEST} bytes; check endpoint_url")
-            self._body = bytes(found)
+                    raise Corrupt(f"the server sent more than {_LONGEST} bytes; check endpoint_url")
+            self._body = bytes(body)
         return self._body

@@ -1,0 +1,154 @@
+"""Listings of a local folder, in key order and in pages; long folders are cached between pages.
+
+The cached names of a folder are valid while its modification time is the same. That time advances in ticks (of
+some milliseconds, on some file systems of two seconds), so names are cached only if the folder had been left alone
+for longer than a tick when it was read: any later change gives it another time."""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tstore.errors import NotFound
+from tstore.storage.local.atomic_file import explained
+from tstore.storage.objects import Entry, Keys, Page
+
+__all__ = ["Listing"]
+
+_LONG = 1000  # names; fewer are read again in no time
+_MOST = 500_000  # cached names of all folders
+_TICK = 3_000_000_000  # nanoseconds
+
+
+class _Cached(NamedTuple):
+    changed: int
+    names: list[str]
+
+
+class Listing:
+    """The names below the folder `root`; `path_in` gives the path of a key there. Blocking, from any thread."""
+
+    def __init__(self, root: str, path_in: Callable[[str, str], str]) -> None:
+        self._root = root
+        self._path_in = path_in
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keys(self, prefix: str) -> Keys:
+        """Return the keys that start with the prefix, sorted."""
+        top = self._path_in(self._root, prefix.rpartition("/")[0]) if "/" in prefix else self._root
+        keys = []
+        with explained("list", top):
+            for folder, folders, names in os.walk(top, onerror=_raise_unless_missing):
+                base = os.path.relpath(folder, self._root).replace(os.sep, "/")
+                base = "" if base == "." else f"{base}/"
+                keys += [f"{base}{n}" for n in names if not n.startswith(".")]
+                folders[:] = [n for n in folders if f"{base}{n}/".startswith(prefix[: len(f"{base}{n}/")])]
+        return sorted(k for k in keys if k.startswith(prefix))
+
+    def folders(self, prefix: str) -> Keys:
+        """Return the rests of the names of folders that start with the prefix, sorted."""
+        top, _, begin = prefix.rpartition("/")
+        path = self._path_in(self._root, top) if top else self._root
+        with explained("list", path):
+            try:
+                with os.scandir(path) as entries:
+                    names = [e.name for e in entries if e.name.startswith(begin) and e.is_dir()]
+            except FileNotFoundError:
+                return []
+        return sorted(n[len(begin) :] for n in names if not n.startswith("."))
+
+    def empty(self) -> bool:
+        """Return whether the folder is missing or has no file but temporary ones."""
+        try:
+            with explained("list", self._root), os.scandir(self._root) as entries:
+                return all(e.name.startswith(".") and e.name.endswith(".tmp") for e in entries)
+        except NotFound:
+            if os.path.lexists(self._root) and not os.path.isdir(self._root):
+                raise  # a file is at the path of the folder
+            return True  # also if another host has made the folder since
+
+    def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
+        """Return up to `limit` names after `after`, and the last of them if more follow."""
+        page, last = Page([], []), ""
+        for name in self._walk(prefix.rpartition("/")[0], prefix, delimiter, after):
+            is_folder = name.endswith("/")
+            entry = None if is_folder else self._entry(name)
+            if entry is None and not is_folder:
+                continue
+            if len(page.entries) + len(page.folders) == limit:
+                return page, last
+            last = name
+            if entry is None:
+                page.folders.append(name)
+            else:
+                page.entries.append(entry)
+        return page, None
+
+    def _entry(self, name: str) -> Entry | None:
+        """Return the entry of a file; None if it is no file, or was removed meanwhile."""
+        try:
+            status = os.lstat(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return Entry(name, status.st_size, max(0.0, time.time() - status.st_mtime))
+
+    def _walk(self, folder: str, prefix: str, delimiter: str, after: str) -> Iterator[str]:
+        """Yield the names with the prefix after `after`, in order; those of folders end in "/"."""
+        base = f"{folder}/" if folder else ""
+        try:
+            path = self._path_in(self._root, f"{base}x")[:-2]
+            with explained("list", path):
+                names = self._names(path)
+        except NotFound:
+            return
+        at = bisect.bisect_left(names, max(prefix, after), key=lambda name: f"{base}{name}")
+        if at and not delimiter and names[at - 1].endswith("/") and after.startswith(f"{base}{names[at - 1]}"):
+            at -= 1  # the folder that contains `after`
+        for name in (f"{base}{names[i]}" for i in range(at, len(names))):
+            if not name.startswith(prefix):
+                break
+            if not name.endswith("/"):
+                if name != after:
+                    yield name
+            elif not delimiter:
+                yield from self._walk(name[:-1], prefix, delimiter, after)
+            elif name != after and any(map(self._entry, self._walk(name[:-1], name, "", ""))):
+                yield name  # a folder without an object does not count
+
+    def _names(self, folder: str) -> list[str]:
+        """Return the names in a folder in order, without hidden ones; those of folders end in "/"."""
+        changed = os.stat(folder).st_mtime_ns
+        with self._lock:
+            cached = self._cached.get(folder)
+            if cached is not None and cached.changed == changed:
+                self._cached.move_to_end(folder)
+                return cached.names
+        quiet = time.time_ns() - changed > _TICK
+        with os.scandir(folder) as entries:
+            names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
+        names = sorted(name for name in names if not name.startswith("."))
+        if quiet and len(names) >= _LONG:
+            self._keep(folder, _Cached(changed, names))
+        return names
+
+    def _keep(self, folder: str, cached: _Cached) -> None:
+        with self._lock:
+            self._cached[folder] = cached
+            self._cached.move_to_end(folder)
+            while sum(len(kept.names) for kept in self._cached.values()) > _MOST:
+                self._cached.popitem(last=False)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if error.errno != errno.ENOENT:
+        raise error

@@ -1,0 +1,286 @@
+"""Packs of a storage that takes whole objects: filled in memory, uploaded in the background.
+
+1. A pack is full when the next chunks would make it longer than `PACK`: its upload begins in the background, as
+   one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
+   never waits for a server unless memory is short.
+2. The bytes of packs draw on the byte budget until they are uploaded. A thread that finds none left waits; if few
+   uploads are in progress, it first starts the upload of the fullest pack of the process.
+3. `flush` waits for the uploads in a folder and raises their errors; only then may a record refer to them.
+4. Packs are put with `PutMode.CREATE`: their names are never reused, so a put can only meet itself after a lost
+   response (`retry` then reads back), and a server need not let anybody replace anything.
+5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
+
+A pack that is discarded after its upload began may still appear, as garbage of its transaction (`collect`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
+from tstore.runtime.budget import acquire, on_shortage, release
+from tstore.runtime.io_loop import IoCall, start_io, wait_io
+from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
+
+__all__ = ["PACK", "Packs"]
+
+PACK = 16 << 20
+"""Bytes of a full pack; a longer batch of chunks is a pack by itself."""
+
+_BLOCK = 1 << 20
+_FEW_UPLOADS = 4
+
+
+class _Target(Protocol):
+    """The methods of a storage that packs use."""
+
+    url: str
+
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None: ...
+
+    async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None: ...
+
+    async def delete(self, key: str) -> None: ...
+
+
+class Packs:
+    """The packs of one storage that are not uploaded yet."""
+
+    def __init__(self) -> None:
+        self._unfinished: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
+        self._failed: dict[str, _BufferedPack] = {}  # kept for `flush`, which must raise their errors
+        self._lock = threading.Lock()
+
+    def writer(self, target: _Target, key: str) -> _BufferedPack:
+        """Return a writer of a new pack; raise `AlreadyExists` while one of the same key is in memory."""
+        pack = _BufferedPack(self, target, key)
+        with self._lock:
+            if self._unfinished.setdefault(key, pack) is not pack:
+                raise AlreadyExists(f"{target.url}: {key} is being written already")
+        return pack
+
+    def reader(self, target: _Target, key: str) -> _BufferedReader:
+        """Return a reader of a pack, in memory or uploaded."""
+        return _BufferedReader(self, target, key)
+
+    async def flush(self, prefix: str) -> None:
+        """Wait for the uploads in a folder; raise the first error."""
+        with self._lock:
+            packs = [p for key, p in self._unfinished.items() if key.startswith(f"{prefix}/")]
+        uploads = [asyncio.wrap_future(call.ended) for p in packs if (call := p.upload) is not None]
+        for ended in uploads:
+            ended.add_done_callback(asyncio.Future.exception)  # retrieved even if nobody waits any more
+        if uploads:
+            await asyncio.wait(uploads)  # which leaves them alone if it is cancelled
+        for ended in uploads:
+            if isinstance(error := ended.exception(), Exception):  # a discarded pack was cancelled instead
+                raise error
+
+    def unfinished(self, key: str) -> _BufferedPack | None:
+        """Return the pack of that key while it is in memory."""
+        return self._unfinished.get(key)
+
+    def forget(self, key: str) -> None:
+        """Drop a pack that is uploaded or discarded."""
+        with self._lock:
+            self._unfinished.pop(key, None)
+            self._failed.pop(key, None)
+
+    def keep_failed(self, pack: _BufferedPack) -> None:
+        """Keep a pack whose upload failed for `flush`."""
+        with self._lock:
+            if self._unfinished.get(pack.key) is pack:
+                self._failed[pack.key] = pack
+
+
+class _BufferedPack:
+    """A `PackWriter` in memory. One thread appends; any thread may start the upload or read."""
+
+    def __init__(self, packs: Packs, target: _Target, key: str) -> None:
+        self.key = key
+        self.size = 0
+        self.upload: IoCall[None] | None = None
+        self._packs = packs
+        self._target = target
+        self._blocks: list[npt.NDArray[np.uint8]] = []
+        self._used = 0  # bytes of the last block
+        self._held = 0  # bytes drawn from the budget
+        self._discarded = False
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def append(self, buffers: BufferStream, size: int) -> int | None:
+        """See `PackWriter.append`."""
+        if self.upload is not None or (self.size and self.size + size > PACK):
+            return None
+        more = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
+        if more:
+            acquire(more)  # meanwhile another thread, short of memory too, may start the upload of this pack
+        with self._lock:
+            if self.upload is not None or self._discarded:
+                if more:
+                    release(more)
+                if self._discarded:
+                    raise Misuse(f"{self._target.url}: {self.key} was discarded; nothing can be appended to it")
+                return None
+            if more:
+                self._trim()
+                self._blocks.append(np.empty(more, np.uint8))
+                self._used, self._held = 0, self._held + more
+            block, offset = self._blocks[-1], self.size
+            for buffer in buffers:
+                data = np.frombuffer(buffer, np.uint8)
+                block[self._used : self._used + len(data)] = data
+                self._used += len(data)
+            self.size += size
+        _filling.add(self)
+        return offset
+
+    def finish(self) -> None:
+        """Start the upload; `flush` waits for its end."""
+        with self._lock:
+            if self.upload is not None or self._discarded or self._process != os.getpid():
+                return
+            self._trim()
+            blocks = [block.data for block in self._blocks]
+            self.upload = start_io(self._target.put(self.key, blocks, PutMode.CREATE))
+        _filling.began(self)
+        self.upload.ended.add_done_callback(lambda ended: self._uploaded(ended.exception()))
+
+    def discard(self) -> None:
+        """See `PackWriter.discard`."""
+        with self._lock:
+            self._discarded = True
+            upload = self.upload
+        if upload is not None:
+            upload.cancel()
+            with contextlib.suppress(TStoreError, asyncio.CancelledError):
+                upload.ended.result()
+            with contextlib.suppress(TStoreError):  # a gc removes it, as it does if deleting is not permitted
+                wait_io(self._target.delete(self.key))
+        _filling.ended(self)
+        self._release()
+        self._packs.forget(self.key)
+
+    def read_into(self, offset: int, buffers: Buffers, size: int) -> bool:
+        """Fill the buffers from memory; return False if the pack has been uploaded."""
+        with self._lock:
+            blocks = list(self._blocks)
+            if not blocks and self.size:
+                if self.upload is not None and (error := self.upload.ended.exception()) is not None:
+                    raise error
+                return False
+            if offset + size > self.size:
+                raise Corrupt(
+                    f"{self._target.url}: {self.key}: {size} bytes expected at {offset}, "
+                    f"the pack has only {self.size}"
+                )
+        for buffer in buffers:
+            target = np.frombuffer(buffer, np.uint8)
+            at, done = offset, 0  # `at` counts from the start of the block
+            for block in blocks:
+                if at < len(block) and done < len(target):
+                    part = block[at : at + len(target) - done]
+                    target[done : done + len(part)] = part
+                    done, at = done + len(part), at + len(part)
+                at -= len(block)
+            offset += len(target)
+        return True
+
+    def _trim(self) -> None:
+        """Cut the last block to its used bytes."""
+        if self._blocks:
+            self._blocks[-1] = self._blocks[-1][: self._used]
+
+    def _uploaded(self, error: BaseException | None) -> None:
+        _filling.ended(self)
+        self._release()
+        if error is None:
+            self._packs.forget(self.key)
+        else:
+            self._packs.keep_failed(self)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._blocks, held, self._held = [], self._held, 0
+        if held and self._process == os.getpid():
+            release(held)
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class _BufferedReader:
+    """A `PackReader` of a pack in memory or uploaded."""
+
+    def __init__(self, packs: Packs, target: _Target, key: str) -> None:
+        self._packs = packs
+        self._target = target
+        self._key = key
+
+    def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
+        """See `PackReader.read_into`."""
+        pack = self._packs.unfinished(self._key)
+        if pack is None or not pack.read_into(offset, buffers, size):
+            wait_io(self._target.read(self._key, offset, buffers, size))
+
+
+class _Filling:
+    """The packs of this process that are being filled or uploaded."""
+
+    def __init__(self) -> None:
+        self._packs: weakref.WeakSet[_BufferedPack] = weakref.WeakSet()
+        self._uploading: set[_BufferedPack] = set()
+        self._lock = threading.Lock()
+
+    def add(self, pack: _BufferedPack) -> None:
+        with self._lock:
+            if pack.upload is None:
+                self._packs.add(pack)
+
+    def began(self, pack: _BufferedPack) -> None:
+        with self._lock:
+            self._packs.discard(pack)
+            self._uploading.add(pack)
+
+    def ended(self, pack: _BufferedPack) -> None:
+        with self._lock:
+            self._packs.discard(pack)
+            self._uploading.discard(pack)
+
+    def relieve(self) -> None:
+        """Start the upload of the fullest pack if few are in progress."""
+        with self._lock:
+            fullest = max(self._packs, key=lambda pack: pack.size, default=None)
+            if fullest is None or len(self._uploading) >= _FEW_UPLOADS:
+                return
+        fullest.finish()
+
+
+_filling = _Filling()
+
+
+def _relieve() -> None:
+    _filling.relieve()
+
+
+on_shortage(_relieve)
+
+
+def _after_fork() -> None:
+    global _filling  # noqa: PLW0603 - the parent uploads its packs
+    _filling = _Filling()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
