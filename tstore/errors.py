@@ -1,28 +1,28 @@
-"""The errors of tstore, grouped by what the handler does about them.
+"""The errors of tstore, classified by how to handle them.
 
 Every message says what failed, where (URL, path, chunk), what was expected, and what to do.
 
     TStoreError
-    ├── InvalidArgument      mend the call                       (also a ValueError)
-    │   ├── StructureMismatch    the target does not fit the checkpoint; lists every path
-    │   └── NotFinite            NaN or infinity where a finite value is needed
-    ├── Misuse               mend the program's order of calls   (also a RuntimeError)
-    ├── NotFound             look elsewhere                      (also a LookupError)
-    │   ├── NotAStore            nothing of tstore's is at that URL
-    │   └── SnapshotExpired      the version was collected; open a newer one
+    ├── InvalidArgument      fix the call                        (also a ValueError)
+    │   ├── StructureMismatch    the target does not match the checkpoint; lists every path
+    │   └── NotFinite            NaN or infinity in values that must be finite
+    ├── Misuse               fix the order of calls              (also a RuntimeError)
+    ├── NotFound             check the name                      (also a LookupError)
+    │   ├── NotAStore            there is no store at the URL
+    │   └── SnapshotExpired      garbage collection removed the version; open a newer one
     ├── AlreadyExists        choose another name
     ├── Conflict             read again, decide again, retry     (lists the paths)
-    │   └── SourceCondemned      a gc took chunks that were re-used; repeat, and write them anew
-    ├── Inconsistent         the hosts of a group disagree; mend the job
+    │   └── SourceCondemned      garbage collection removed re-used chunks; retry and write them again
+    ├── Inconsistent         the hosts of a job disagree; fix the job
     ├── Corrupt              restore from a copy                 (names path and chunk)
-    ├── TimelineChanged      open the store anew; another history stands at its URL
+    ├── TimelineChanged      open the store again; it was replaced by one with another history
     ├── UnsupportedFormat    install a newer tstore
-    ├── Denied               mend permissions
-    ├── StorageFull          make room, then repeat; nothing committed was harmed
-    ├── Unavailable          try again later
-    │   ├── Unreachable          check the address, and that the server runs
-    │   ├── Throttled            after `retry_after` seconds, where the server said so
-    │   └── DeadlineExceeded     a wait ran out; names the absent hosts   (also a TimeoutError)
+    ├── Denied               fix the permissions
+    ├── StorageFull          free space, then retry; committed data is not affected
+    ├── Unavailable          retry later
+    │   ├── Unreachable          check the address, and that the server is running
+    │   ├── Throttled            retry after `retry_after` seconds, if given
+    │   └── DeadlineExceeded     a timeout; names the absent hosts        (also a TimeoutError)
     └── CommitOutcomeUnknown ask `store.outcome(txn)` later
 """
 
@@ -59,87 +59,87 @@ __all__ = [
     "parsing",
 ]
 
-_LISTED = 20
-_IN_A_LINE = 10
+_MAX_LINES = 20
+_MAX_INLINE = 10
 
 
 def inventory(noun: str, names: Sequence[str] | Sequence[int]) -> str:
     """Return "its <noun> are: …" with all of the names, or with the last ten of many."""
-    which = f"its {noun}" if len(names) <= _IN_A_LINE else f"the last of its {len(names):,} {noun}"
-    return f"{which} are: {', '.join(map(str, names[-_IN_A_LINE:])) or 'none'}"
+    subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
+    return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"
 
 
 def listed(lines: Sequence[str]) -> str:
-    """The lines, one per row and indented, cut after twenty with a count of the rest."""
-    shown = [f"\n  {line}" for line in lines[:_LISTED]]
-    if len(lines) > _LISTED:
-        shown.append(f"\n  … and {len(lines) - _LISTED} more")
+    """Format lines as an indented list, with a count in place of those after the first twenty."""
+    shown = [f"\n  {line}" for line in lines[:_MAX_LINES]]
+    if len(lines) > _MAX_LINES:
+        shown.append(f"\n  … and {len(lines) - _MAX_LINES} more")
     return "".join(shown)
 
 
 @contextlib.contextmanager
-def parsing(what: str) -> Iterator[None]:
-    """Make `Corrupt` of what the block raises where a stored document is not of the form that tstore writes."""
+def parsing(document: str) -> Iterator[None]:
+    """Raise `Corrupt`, naming the document, if the block fails to parse it."""
     try:
         yield
     except TStoreError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise Corrupt(f"{what} is not of the form that tstore writes: {error!r:.200}") from error
+        raise Corrupt(f"{document} does not have the form that tstore writes: {error!r:.200}") from error
 
 
 class TStoreError(Exception):
-    """The root of all errors that tstore raises on purpose."""
+    """The base class of all errors that tstore raises deliberately."""
 
 
 class InvalidArgument(TStoreError, ValueError):
-    """An argument is outside what the call accepts; nothing was changed."""
+    """An argument is invalid; nothing was changed."""
 
 
 class StructureMismatch(InvalidArgument):
-    """The target of a restore does not fit the checkpoint.
+    """The target of a restore does not match the checkpoint.
 
-    `missing`, `unexpected` and `mismatched` list every path concerned, not only the first.
+    `missing`, `unexpected` and `mismatched` list all of these paths, not only the first.
     """
 
     def __init__(
-        self, where: str, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+        self, checkpoint: str, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
     ) -> None:
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.mismatched = list(mismatched)
         lines = [f"missing in the checkpoint: {p}" for p in missing]
         lines += [f"unexpected, not in the target: {p}" for p in unexpected]
-        lines += [f"does not fit: {m}" for m in mismatched]
+        lines += [f"does not match: {m}" for m in mismatched]
         super().__init__(
-            f"the target does not fit {where}: {len(missing)} missing, {len(unexpected)} unexpected, "
-            f"{len(mismatched)} of another shape or dtype; restore with a fitting target, without one, "
+            f"the target does not match {checkpoint}: {len(missing)} missing, {len(unexpected)} unexpected, "
+            f"{len(mismatched)} of another shape or dtype; restore with a matching target, without one, "
             f"or with only=…:{listed(lines)}"
         )
 
 
 class NotFinite(InvalidArgument):
-    """NaN or infinity stands where only finite values can be encoded."""
+    """Values to be encoded contain NaN or infinity, but the format has only finite values."""
 
 
 class Misuse(TStoreError, RuntimeError):
-    """A call came at the wrong moment, as a write to a snapshot or to a closed transaction."""
+    """A call is not permitted in this state, such as a write to a snapshot or to a closed transaction."""
 
 
 class NotFound(TStoreError, LookupError):
-    """A version, tag, array, chunk or object is not there."""
+    """A version, tag, array, chunk or object does not exist."""
 
 
 class NotAStore(NotFound):
-    """The URL holds no tstore store."""
+    """There is no store at the URL."""
 
 
 class SnapshotExpired(NotFound):
-    """The version was removed by retention while it was being read."""
+    """Garbage collection removed the version, possibly while it was being read."""
 
 
 class AlreadyExists(TStoreError):
-    """The name to be created is taken; what stands there was left as it is."""
+    """The name to be created exists already; it was not changed."""
 
 
 class Conflict(TStoreError):
@@ -154,13 +154,13 @@ class Conflict(TStoreError):
 
 
 class SourceCondemned(Conflict):
-    """A gc condemned chunks of an older version that this transaction re-uses; `paths` are their packs."""
+    """Garbage collection condemned chunks that this transaction re-uses; `paths` lists their packs."""
 
 
 class Inconsistent(TStoreError):
-    """Fragments of one cooperative transaction contradict each other, or leave chunks out.
+    """The fragments of a cooperative transaction contradict each other or lack chunks.
 
-    `paths` lists what they contradict each other on. Nothing of the transaction is visible.
+    `paths` lists the arrays or tags concerned. Nothing of this transaction is visible.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:
@@ -173,10 +173,7 @@ class Corrupt(TStoreError):
 
 
 class TimelineChanged(TStoreError):
-    """The store at the URL was replaced while it was open, as by restoring a backup: what is known of it is void.
-
-    Open it anew.
-    """
+    """The store was replaced while it was open, as by restoring a backup; open it again."""
 
 
 class UnsupportedFormat(TStoreError):
@@ -184,15 +181,15 @@ class UnsupportedFormat(TStoreError):
 
 
 class Denied(TStoreError):
-    """The backend refused: permissions, a read-only folder, or a store opened with mode="r"."""
+    """The operation is not permitted: permissions, a read-only folder, or a store opened with mode="r"."""
 
 
 class StorageFull(TStoreError):
-    """The disk, quota or file-size limit is exhausted; nothing already committed was lost."""
+    """The disk, quota or file-size limit is exhausted; committed data is not affected."""
 
 
 class Unavailable(TStoreError):
-    """The backend did not answer, or answered that it can't just now."""
+    """The storage did not respond, or reported a temporary failure."""
 
 
 class Unreachable(Unavailable):
@@ -200,7 +197,7 @@ class Unreachable(Unavailable):
 
 
 class Throttled(Unavailable):
-    """The backend refuses for now, because of too many requests. `retry_after`: the seconds it named, if any."""
+    """The storage limits the rate of requests; `retry_after` is the delay in seconds that it asked for, if any."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         self.retry_after = retry_after
@@ -208,7 +205,7 @@ class Throttled(Unavailable):
 
 
 class DeadlineExceeded(Unavailable, TimeoutError):
-    """A wait ran out of time. `absent` lists the hosts that had not delivered their fragment."""
+    """A wait timed out; `absent` lists the hosts that had not delivered their fragments."""
 
     def __init__(self, message: str, absent: Sequence[int] = ()) -> None:
         self.absent = list(absent)
@@ -216,9 +213,9 @@ class DeadlineExceeded(Unavailable, TimeoutError):
 
 
 class CommitOutcomeUnknown(TStoreError):
-    """Whether the commit landed could not be learned; nothing was deleted.
+    """It is unknown whether the commit took effect; nothing was deleted.
 
-    `transaction` is the id to pass to `store.outcome(…)` once the backend answers again.
+    `transaction` is the id to pass to `store.outcome(…)` once the storage responds again.
     """
 
     def __init__(self, message: str, transaction: str) -> None:

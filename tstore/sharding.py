@@ -1,12 +1,12 @@
-"""Shardings as arithmetic: a mesh of devices and a partition spec give the slices each device holds.
+"""Sharding arithmetic: the slice of an array on each device, given a device mesh and a partition spec.
 
 The semantics are those of JAX's NamedSharding (GSPMD):
 
-* Devices are numbered row-major over the axes of the mesh, in the order in which they were given.
-* A dimension of length n that is sharded over k devices is cut into pieces of ceil(n / k); the last
-  pieces may be shorter or empty. Over a tuple of axes, the first of them is the slowest.
-* Devices that differ only along axes that the spec does not use hold the same piece. They are numbered
-  in device order; replica 0 is the one that writes.
+* Devices are numbered in row-major order over the axes of the mesh.
+* A dimension of length n sharded over k devices is split into shards of ceil(n / k); the last ones may be shorter
+  or empty. Over a tuple of axes, the first axis varies slowest.
+* Devices that differ only along axes that the spec does not use hold replicas of the same shard, numbered in
+  device order; replica 0 writes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 class P(tuple[Part, ...]):
-    """A partition spec: for each leading dimension None (not sharded), an axis name, or a tuple of them.
+    """A partition spec: for each leading dimension None (not sharded), an axis name, or a tuple of axis names.
 
-    Dimensions beyond its length are not sharded. `("data",)` is the same as `"data"`, and `()` as None.
-    Raises InvalidArgument for a part of another kind or an axis that is used twice.
+    Further dimensions are not sharded. `("data",)` is the same as `"data"`, and `()` the same as None.
+    Raise `InvalidArgument` for a part of another type, or an axis that is used twice.
     """
 
     __slots__ = ()
 
     def __new__(cls, *parts: Part) -> P:
-        """The spec with those parts, normalised."""
+        """Create the spec from normalized parts."""
         used: set[str] = set()
         for part in parts:
             for axis in _axes_of(part):
                 if axis in used:
                     raise InvalidArgument(
-                        f"partition spec {parts!r} uses axis {axis!r} twice; an axis can shard one dimension "
-                        f"only, so take it out of the other"
+                        f"partition spec {parts!r} uses axis {axis!r} twice; an axis can shard only one "
+                        "dimension, remove it from the other"
                     )
                 used.add(axis)
-        return super().__new__(cls, (_normal(part) for part in parts))
+        return super().__new__(cls, (_normalized(part) for part in parts))
 
     def __getnewargs__(self) -> tuple[Part, ...]:
         return tuple(self)
@@ -54,20 +54,20 @@ class P(tuple[Part, ...]):
 
 
 class Shard(NamedTuple):
-    """What one device holds of an array: `index`, a slice (start and stop concrete) for each dimension."""
+    """The part of an array on one device: `index` has a slice (start and stop are integers) for each dimension."""
 
     device: int
     host: int
-    index: Index  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a shard
+    index: Index  # type: ignore[assignment]  # hides tuple.index
     replica: int
 
 
 class Mesh:
-    """A grid of devices with named axes, shared out to hosts in runs of `devices_per_host`.
+    """A grid of devices with named axes; each host holds `devices_per_host` consecutive devices.
 
-    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` is 8 devices on 2 hosts. Meshes with the same axes,
-    in the same order, and the same hosts are equal. Raises InvalidArgument for an axis of size below 1 or
-    hosts that do not come out even.
+    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts. Meshes with the same axes in the
+    same order and the same hosts are equal. Raise `InvalidArgument` for an axis of size below 1, or if
+    `devices_per_host` does not divide the number of devices.
     """
 
     __slots__ = ("_sizes", "_strides", "axes", "devices", "devices_per_host", "hosts")
@@ -85,17 +85,17 @@ class Mesh:
         sizes: dict[str, int] = {}
         for axis, size in shape.items():
             if not isinstance(axis, str) or not axis:
-                raise InvalidArgument(f"a mesh axis is named by a non-empty string, not {axis!r}; rename it")
-            sizes[axis] = _whole(size, f"the size of mesh axis {axis!r}", 1)
+                raise InvalidArgument(f"the name of a mesh axis must be a non-empty string, not {axis!r}")
+            sizes[axis] = _checked_int(size, f"the size of mesh axis {axis!r}", 1)
         self._sizes = sizes
         self.axes = tuple(sizes)
         self.devices = math.prod(sizes.values())
-        self.devices_per_host = _whole(devices_per_host, "devices_per_host", 1)
-        self.hosts, rest = divmod(self.devices, self.devices_per_host)
-        if rest:
+        self.devices_per_host = _checked_int(devices_per_host, "devices_per_host", 1)
+        self.hosts, remainder = divmod(self.devices, self.devices_per_host)
+        if remainder:
             raise InvalidArgument(
-                f"mesh {sizes} has {self.devices} devices, which is no multiple of devices_per_host="
-                f"{self.devices_per_host}; give a number that divides {self.devices}"
+                f"mesh {sizes} has {self.devices} devices, which is not a multiple of devices_per_host="
+                f"{self.devices_per_host}; pass a divisor of {self.devices}"
             )
         strides, stride = {}, self.devices
         for axis, size in sizes.items():
@@ -105,64 +105,65 @@ class Mesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The size of each axis by its name, slowest first."""
+        """The size of each axis by name, slowest first."""
         return dict(self._sizes)
 
     def shards(self, shape: Sequence[int], spec: P) -> list[Shard]:
-        """What every device holds of an array of that shape, in device order.
+        """Return the shard of every device for an array of this shape, in device order.
 
-        The replicas 0 cut the array into pieces that cover it exactly, without overlap; every piece has the
-        same number of replicas. Raises InvalidArgument for an unknown axis or a spec longer than the shape.
+        The shards with replica 0 cover the array exactly, without overlap; every shard has the same number of
+        replicas. Raise `InvalidArgument` for an unknown axis or a spec longer than the shape.
         """
-        cut = self._cut(shape, spec)
-        return [cut.shard(device) for device in range(self.devices)]
+        layout = self._layout(shape, spec)
+        return [layout.shard(device) for device in range(self.devices)]
 
     def shard_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
-        """The shape of a full (interior) shard: ceil(n / k) along each dimension.
+        """Return the shape of a full (interior) shard: ceil(n / k) along each dimension.
 
-        It is the same on every host and no shard is larger, so it bounds the chunk shape on which all agree.
-        Raises InvalidArgument as `shards` does.
+        It is the same on every host and no shard is larger, so it bounds the chunk shape on which all hosts agree.
+        Raise `InvalidArgument` as `shards` does.
         """
-        return self._cut(shape, spec).piece
+        return self._layout(shape, spec).shard_shape
 
     def host_shards(self, host: int, shape: Sequence[int], spec: P) -> list[Index]:
-        """The pieces that this host must write: those of which it holds replica 0, without the empty ones.
+        """Return the shards that a host must write: those with replica 0, without empty ones.
 
-        Over all hosts they cover the array exactly, without overlap. Raises InvalidArgument for a host that
-        is not in range(hosts), and as `shards` does.
+        Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` if the host is not in
+        range(hosts), and as `shards` does.
         """
-        if _whole(host, "a host number", 0) >= self.hosts:
+        if _checked_int(host, "a host number", 0) >= self.hosts:
             raise InvalidArgument(
                 f"host {host} is not on this mesh, whose {self.hosts} hosts are numbered "
                 f"0 to {self.hosts - 1}; pass one of those"
             )
-        cut = self._cut(shape, spec)
+        layout = self._layout(shape, spec)
         first = operator.index(host) * self.devices_per_host
-        mine = (cut.shard(device) for device in range(first, first + self.devices_per_host))
-        return [s.index for s in mine if s.replica == 0 and all(i.start < i.stop for i in s.index)]
+        shards = (layout.shard(device) for device in range(first, first + self.devices_per_host))
+        return [s.index for s in shards if s.replica == 0 and all(i.start < i.stop for i in s.index)]
 
-    def _cut(self, shape: Sequence[int], spec: P) -> _Cut:
+    def _layout(self, shape: Sequence[int], spec: P) -> _Layout:
         if not isinstance(spec, P):
-            raise InvalidArgument(f"a partition spec is a P, as P('data', None), not {spec!r}; wrap it in P(…)")
-        lengths = tuple(_whole(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
+            raise InvalidArgument(f"expected a partition spec such as P('data', None), not {spec!r}; use P(…)")
+        lengths = tuple(_checked_int(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
         if len(spec) > len(lengths):
             raise InvalidArgument(
                 f"partition spec {spec!r} names {len(spec)} dimensions, but shape {lengths} has "
                 f"{len(lengths)}; shorten the spec"
             )
-        over = [_axes_of(part) for part in spec] + [()] * (len(lengths) - len(spec))
-        used = {axis for axes in over for axis in axes}
+        axes_by_dimension = [_axes_of(part) for part in spec] + [()] * (len(lengths) - len(spec))
+        used = {axis for axes in axes_by_dimension for axis in axes}
         for axis in used:
             if axis not in self._sizes:
                 raise InvalidArgument(
                     f"partition spec {spec!r} names axis {axis!r}, but the axes of the mesh are "
                     f"{', '.join(map(repr, self.axes)) or 'none'}; use one of those"
                 )
-        piece = tuple(
-            -(-n // math.prod(self._sizes[a] for a in axes)) for n, axes in zip(lengths, over, strict=True)
+        shard_shape = tuple(
+            -(-n // math.prod(self._sizes[a] for a in axes))
+            for n, axes in zip(lengths, axes_by_dimension, strict=True)
         )
-        replicas = tuple(axis for axis in self.axes if axis not in used)
-        return _Cut(self, lengths, piece, tuple(over), replicas)
+        replica_axes = tuple(axis for axis in self.axes if axis not in used)
+        return _Layout(self, lengths, shard_shape, tuple(axes_by_dimension), replica_axes)
 
     def _position(self, device: int, axes: tuple[str, ...]) -> int:
         position = 0
@@ -189,22 +190,22 @@ class Mesh:
         return tuple(self._sizes.items()), self.devices_per_host
 
 
-class _Cut(NamedTuple):
-    """One array laid over a mesh: its lengths, the length of a piece and the axes along each dimension."""
+class _Layout(NamedTuple):
+    """The layout of one array over a mesh: `axes` are the mesh axes along each dimension."""
 
     mesh: Mesh
-    lengths: tuple[int, ...]
-    piece: tuple[int, ...]
-    over: tuple[tuple[str, ...], ...]
-    replicas: tuple[str, ...]
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+    replica_axes: tuple[str, ...]
 
     def shard(self, device: int) -> Shard:
         index = []
-        for length, piece, axes in zip(self.lengths, self.piece, self.over, strict=True):
-            start = min(self.mesh._position(device, axes) * piece, length)
-            index.append(slice(start, min(start + piece, length)))
+        for length, shard_length, axes in zip(self.shape, self.shard_shape, self.axes, strict=True):
+            start = min(self.mesh._position(device, axes) * shard_length, length)
+            index.append(slice(start, min(start + shard_length, length)))
         host = device // self.mesh.devices_per_host
-        return Shard(device, host, tuple(index), self.mesh._position(device, self.replicas))
+        return Shard(device, host, tuple(index), self.mesh._position(device, self.replica_axes))
 
 
 def _axes_of(part: Part) -> tuple[str, ...]:
@@ -213,23 +214,23 @@ def _axes_of(part: Part) -> tuple[str, ...]:
     axes = (part,) if isinstance(part, str) else part
     if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
         raise InvalidArgument(
-            f"a part of a partition spec is None, an axis name or a tuple of axis names, not {part!r}; mend it"
+            f"expected None, an axis name or a tuple of axis names in a partition spec, not {part!r}"
         )
     return axes
 
 
-def _normal(part: Part) -> Part:
+def _normalized(part: Part) -> Part:
     axes = _axes_of(part)
     if len(axes) > 1:
         return axes
     return axes[0] if axes else None
 
 
-def _whole(value: int, what: str, least: int) -> int:
+def _checked_int(value: int, name: str, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
-        raise InvalidArgument(f"{what} is a whole number from {least} on, not {value!r}; mend it")
+        raise InvalidArgument(f"{name} must be an integer of at least {least}, not {value!r}")
     return number

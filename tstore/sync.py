@@ -1,12 +1,12 @@
-"""The names of `tstore`, blocking: `import tstore.sync as tstore`.
+"""The blocking API: the names of `tstore` without `await`, by `import tstore.sync as tstore`.
 
-One event loop in one daemon thread serves all calls of a process, so they also work under a running loop, as in
-a notebook, and from many threads. A forked child gets a loop of its own. Ctrl-C cancels the call and waits until
-it has ended, so that nothing writes behind the caller's back; the outcome of a commit is always learned. A process
-that ends waits for the calls that its threads have begun.
+One event loop in one daemon thread runs all calls of a process, so they also work under a running event loop, as
+in a notebook, and from many threads. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
+has ended, so that nothing is written after it returns; the outcome of a commit is always determined. At exit the
+process waits for calls that its threads have begun.
 
-The types are in `sync.pyi`, which `python -m tests.support.sync_stub` writes from the signatures of `tstore`:
-Python's types can't express "the same parameters, with a blocking store in place of an awaited one".
+The types are in `sync.pyi`, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
+Python's type system can't express "the same parameters, with a blocking store in place of an async one".
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ __all__ = [
 _loop = BackgroundLoop()
 
 _iterations: set[AsyncIterator[Any]] = set()
-"""Those under way, held so that a cyclic garbage collection does not close one together with those inside it."""
+"""Iterations under way, kept alive or Python's cycle collector could close one with its inner generators."""
 
 
 class _Twin:
-    """A blocking object in front of the awaited one that does the work."""
+    """The blocking counterpart of an async object, to which it delegates."""
 
-    def __init__(self, awaited: Any) -> None:
-        self._awaited = awaited
+    def __init__(self, wrapped: Any) -> None:
+        self._async = wrapped
 
     def __repr__(self) -> str:
-        return repr(self._awaited).replace("<tstore.", "<tstore.sync.", 1)
+        return repr(self._async).replace("<tstore.", "<tstore.sync.", 1)
 
 
 def _blocking(call: Any) -> Any:
-    """Return the same function, method or property, blocking, which takes and returns blocking objects."""
+    """Return the blocking version of a function, method or property, which takes and returns blocking objects."""
     if isinstance(call, property):
         return property(_blocking(call.fget))
 
@@ -105,16 +105,16 @@ def _blocking(call: Any) -> Any:
 
 
 def _unwrapped(value: Any) -> Any:
-    return value._awaited if isinstance(value, _Twin) else value
+    return value._async if isinstance(value, _Twin) else value
 
 
 class Array(_Twin):
-    """A chunked array, or a view of one: indexing gives a view and does no I/O."""
+    """A chunked array, or a view of one: indexing returns a view without I/O."""
 
     @property
     def path(self) -> str:
-        """Where the array stands in its tree."""
-        return self._awaited.path
+        """The path of the array in its tree."""
+        return self._async.path
 
     shape = _blocking(_async.Array.shape)
     ndim = _blocking(_async.Array.ndim)
@@ -135,15 +135,15 @@ class Array(_Twin):
     __iter__ = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return the values that `read` returns, for `np.asarray(array)`."""
+        """Return the values as `read` does, for `np.asarray(array)`."""
         if copy is False:
-            raise ValueError(f"{self.path}: its values are read into new memory; leave out copy=False")
-        values: np.ndarray[Any, Any] = _loop.run(self._awaited.read())
+            raise ValueError(f"{self.path}: values are always read into new memory; omit copy=False")
+        values: np.ndarray[Any, Any] = _loop.run(self._async.read())
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
 class Snapshot(_Twin):
-    """What a store holds as of one version."""
+    """The tree of groups and arrays as of one version; it never changes."""
 
     version = _blocking(_async.Snapshot.version)
     tags = _blocking(_async.Snapshot.tags)
@@ -158,18 +158,18 @@ class Transaction(_Twin):
 
     @property
     def id(self) -> str:
-        """Its id in the log."""
-        return self._awaited.id
+        """The id of the transaction in the log."""
+        return self._async.id
 
     @property
     def version(self) -> int | None:
-        """The version it became, None before."""
-        return self._awaited.version
+        """The committed version, None before the commit."""
+        return self._async.version
 
     @property
     def retries(self) -> list[Retry]:
-        """What came in the way of the commit and was overcome."""
-        return self._awaited.retries
+        """The conflicts that the commit overcame by retrying."""
+        return self._async.retries
 
     create_array = _blocking(_async.Transaction.create_array)
     create_group = _blocking(_async.Transaction.create_group)
@@ -180,24 +180,24 @@ class Transaction(_Twin):
     abort = _blocking(_async.Transaction.abort)
 
     def __enter__(self) -> Transaction:
-        _loop.run(self._awaited.__aenter__())
+        _loop.run(self._async.__aenter__())
         return self
 
     __exit__ = _blocking(_async.Transaction.__aexit__)
 
 
 class Store(_Twin):
-    """Everything under one URL. Readers never block; writers meet only in the commit."""
+    """Everything under one URL. Readers never block; writers meet only at commit."""
 
     @property
     def mode(self) -> Mode:
-        """How the store was opened."""
-        return self._awaited.mode
+        """The mode in which the store was opened."""
+        return self._async.mode
 
     @property
     def uuid(self) -> str:
-        """The identity of the store, drawn when it was created."""
-        return self._awaited.uuid
+        """The identity of the store, chosen at random at its creation."""
+        return self._async.uuid
 
     url = _blocking(_async.Store.url)
     traffic = _blocking(_async.Store.traffic)
@@ -215,10 +215,10 @@ class Store(_Twin):
     close = _blocking(_async.Store.close)
 
     @functools.wraps(_async.Store.history)
-    def history(self) -> Iterator[Commit]:  # noqa: D102 - it has the docstring of the one it wraps
-        commits = self._awaited.history()
+    def history(self) -> Iterator[Commit]:  # noqa: D102 - has the docstring of the method it wraps
+        commits = self._async.history()
 
-        async def following() -> Commit | None:  # first run by the loop, which so closes an iteration left early
+        async def following() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
             commit: Commit | None = await anext(commits, None)
             return commit
 

@@ -71,11 +71,11 @@ __all__ = [
 ]
 
 class Array:
-    """A chunked array, or a view of one: indexing gives a view and does no I/O."""
+    """A chunked array, or a view of one: indexing returns a view without I/O."""
 
     @property
     def path(self) -> str:
-        """Where the array stands in its tree."""
+        """The path of the array in its tree."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,10 +143,10 @@ class Array:
     __iter__: None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return the values that `read` returns, for `np.asarray(array)`."""
+        """Return the values as `read` does, for `np.asarray(array)`."""
 
 class Snapshot:
-    """What a store holds as of one version."""
+    """The tree of groups and arrays as of one version; it never changes."""
 
     @property
     def version(self) -> int:
@@ -166,15 +166,15 @@ class Snapshot:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
 
 class Store:
-    """Everything under one URL. Readers never block; writers meet only in the commit."""
+    """Everything under one URL. Readers never block; writers meet only at commit."""
 
     @property
     def mode(self) -> Mode:
-        """How the store was opened."""
+        """The mode in which the store was opened."""
 
     @property
     def uuid(self) -> str:
-        """The identity of the store, drawn when it was created."""
+        """The identity of the store, chosen at random at its creation."""
 
     @property
     def url(self) -> str:
@@ -297,15 +297,15 @@ class Transaction:
 
     @property
     def id(self) -> str:
-        """Its id in the log."""
+        """The id of the transaction in the log."""
 
     @property
     def version(self) -> int | None:
-        """The version it became, None before."""
+        """The committed version, None before the commit."""
 
     @property
     def retries(self) -> list[Retry]:
-        """What came in the way of the commit and was overcome."""
+        """The conflicts that the commit overcame by retrying."""
 
     def create_array(
         self,
@@ -371,7 +371,7 @@ def copy(
 
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
     of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
-    Raises `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
+    Raise `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
     commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
     `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`."""
 

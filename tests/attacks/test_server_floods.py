@@ -118,7 +118,7 @@ async def test_a_body_needs_an_average_pace(place: str) -> None:
                 await asyncio.sleep(0.05)
             status, body = await answering
             assert status in (0, 408)
-            assert status == 0 or "1048576 bytes a second" in json.loads(body)["error"]
+            assert status == 0 or "1048576 bytes/s" in json.loads(body)["error"]
         async with client_of(server, WRITE) as client:
             assert (await client.create(PACK, b"x" * (5 << 20))).status == 201
 
@@ -189,7 +189,7 @@ async def test_shares_go_to_who_has_least() -> None:
         async with shares.claim("anybody", 10):  # nothing was lost
             with pytest.raises(Refused, match="a turn") as refused:
                 await claim("other", 1)
-        assert (refused.value.status, refused.value.more["Retry-After"]) == (503, "5")
+        assert (refused.value.status, refused.value.headers["Retry-After"]) == (503, "5")
         await claim("other", 10)
 
 

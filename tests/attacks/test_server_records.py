@@ -418,7 +418,7 @@ async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
             assert framed(other) != true
             answer = await client.create(f"/{root_key(ROOT_EVERY)}", framed(other))
             assert answer.status == 422
-            assert "not what the records up to version 64 make" in json.loads(answer.body)["error"]
+            assert "differs from the records up to version 64" in json.loads(answer.body)["error"]
         assert (await client.create(f"/{root_key(ROOT_EVERY)}", true)).status == 201
 
 
@@ -467,7 +467,7 @@ async def test_the_manifest_of_a_group_that_somebody_else_wrote_first(place: Pla
 
 async def test_the_tree_that_a_server_keeps_has_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is overwritten does not count."""
-    monkeypatch.setattr(admission, "_HEAVIEST", 64 << 10)
+    monkeypatch.setattr(admission, "_MAX_WEIGHT", 64 << 10)
     async with await opened(place.server) as store:
         async with store.transaction() as tx:
             array = await tx.create_array("small", (2000,), "u1", (2000,))
@@ -486,7 +486,7 @@ async def test_the_tree_that_a_server_keeps_has_a_bound(place: Place, monkeypatc
 
 
 async def test_what_is_read_for_one_record_has_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_MOST_READ", 1000)
+    monkeypatch.setattr(admission, "_MAX_READ", 1000)
     async with await opened(place.server) as store:
         with pytest.raises(
             InvalidArgument, match=r"its manifests have .*choose larger chunks, or write to its storage"
@@ -513,7 +513,7 @@ async def test_a_record_behind_a_version_that_can_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """It can't be compared with that; once what was missing is there again, it can."""
-    monkeypatch.setattr(admission, "_AGAIN", 0.0)
+    monkeypatch.setattr(admission, "_RECHECK", 0.0)
     folder = tmp_path / "store"
     async with await tstore.open(folder) as local:
         await filled(local)
@@ -525,7 +525,7 @@ async def test_a_record_behind_a_version_that_can_not_be_read(
         missing.unlink()
         answer = await client.create(f"/{commit_key(NEXT + 1)}", record)
         assert answer.status == 422
-        assert "version 5 can't be read here" in json.loads(answer.body)["error"]
+        assert "version 5 can't be read on the server" in json.loads(answer.body)["error"]
         missing.write_bytes(data)
         assert (await client.create(f"/{commit_key(NEXT + 1)}", record)).status == 201
         async with await opened(server) as store:

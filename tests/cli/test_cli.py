@@ -230,7 +230,7 @@ def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
     assert (code, err) == (0, "")
     assert out.splitlines()[-1].startswith("version 2 (step/4/e4m3), from version 1: ")
     [ids] = [line.split() for line in out.splitlines() if line.startswith("ids ")]
-    assert ids[1:] == ["kept", "16.0", "kB", "16.0", "kB", "64.00"]
+    assert ids[1:] == ["unchanged", "16.0", "kB", "16.0", "kB", "64.00"]
     code, out, err = call("quantize", store, "--format", "e3m2", "--at", 1, "--tag", "small", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -357,7 +357,7 @@ def test_no_report(store: Path, call: Call) -> None:
 def test_verify(store: Path, call: Call) -> None:
     code, out, err = call("verify", store)
     assert (code, err) == (0, "")
-    assert out == f"{store} is intact: 1 version, 3 arrays, 3 chunks, 42.0 kB read and checked\n"
+    assert out == f"{store} is intact: 1 version, 3 arrays, 3 chunks, 42.0 kB read and verified\n"
     code, out, err = call("verify", store, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) | {"store": ""} == {
@@ -375,7 +375,7 @@ def test_verify(store: Path, call: Call) -> None:
     code, out, err = call("verify", store)
     assert (code, err, len(out.splitlines())) == (0, "", 2)
     shown = ", ".join(f"foreign{number}" for number in range(5))
-    assert out.startswith(f"{store} holds files that are not tstore's, which nothing reads: {shown} and 2 more\n")
+    assert out.startswith(f"{store} contains files that do not belong to the store: {shown} and 2 more\n")
 
 
 def test_gc(store: Path, file: Path, call: Call) -> None:
@@ -555,7 +555,7 @@ def test_a_folder_of_other_files_is_not_made_a_store(tmp_path: Path, file: Path,
 def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call: Call) -> None:
     failed(call("ls", store, "--at", "big"), "no tag 'big'", "step/4")
     failed(call("ls", store, "--at", 7), "no version 7", "newest is 1")
-    failed(call("ls", store, "layer"), "nothing at 'layer'", "layer.w")
+    failed(call("ls", store, "layer"), "no array or group 'layer'", "layer.w")
     failed(call("export", store, tmp_path / "out", "--step", 5), "no step 5; its steps are: 4")
     failed(call("export", store, tmp_path / "out", "--at", "big"), "no tag 'big'")
     failed(call("quantize", store, "--format", "e4m3", "--at", 9), "no version 9")
@@ -587,7 +587,7 @@ def test_nan_is_not_quantized(tmp_path: Path, call: Call) -> None:
     )
     code, out, err = call("quantize", tmp_path / "store", "--format", "e4m3")
     assert (code, err) == (0, "")
-    assert "\nkept as stored (2000 of 3000 values are NaN or infinite): w\n" in out
+    assert "\nnot quantized (2000 of 3000 values are NaN or infinite): w\n" in out
 
 
 def test_errors_as_json(tmp_path: Path, call: Call) -> None:
@@ -678,7 +678,7 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     found = run("probe", tmp_path / "probed", **limit)
     assert (found.returncode, found.stderr) == (1, "")
     assert "fails" not in found.stdout
-    assert "unknown: 2; make room there" in found.stdout.splitlines()[-1]
+    assert "unknown: 2; free space" in found.stdout.splitlines()[-1]
 
 
 # ---- where the output goes

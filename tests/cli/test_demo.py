@@ -192,7 +192,7 @@ def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: in
     if stop != signal.SIGKILL:
         what, code = ("interrupted", 130) if stop == signal.SIGINT else ("terminated", 143)
         assert process.returncode == code
-        assert err.splitlines() == [f"tstore: {what}; earlier commits are kept and no commit is half done"]
+        assert err.splitlines() == [f"tstore: {what}; every commit is complete or absent"]
         assert os.listdir(temporary) == []
 
 
@@ -213,7 +213,7 @@ def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
             process.kill()
     until(lambda: all(gone(pid) for pid in started))
     assert process.returncode == 143
-    assert err.splitlines() == ["tstore: terminated; earlier commits are kept and no commit is half done"]
+    assert err.splitlines() == ["tstore: terminated; every commit is complete or absent"]
     assert os.listdir(temporary) == []
 
 
@@ -222,7 +222,7 @@ def test_bad_input(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "folder" / "file").write_text("x")
     cases = [
         (["--store", tmp_path / "folder"], "other files"),
-        (["--store", "memory://a"], "name a folder"),
+        (["--store", "memory://a"], "pass a folder"),
         (["--model", tmp_path / "none"], "none"),
         (["--model", tmp_path / "folder" / "file"], "safetensors"),
     ]

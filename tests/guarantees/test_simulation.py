@@ -82,7 +82,7 @@ PART = 120
 
 APPEND, READER = "tstore.log.append:Append.", "tstore.log.reader:LogReader."
 COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
-STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:Storage."
+STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
 MERGE = "tstore.transactions.merging:FragmentTree.merged"
 GC, QUEUE, ARRAY = (
     "tstore.maintenance.gc:",
@@ -96,7 +96,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "chunks written by both pass": [Edit(TREE + "overlap", "if len(both):", "if False:")],
     "nodes created by both pass": [Edit(TREE + "overlap", "if mine.fresh or theirs.fresh:", "if False:")],
     "writes below a deletion pass": [
-        Edit(TREE + "overlap", "for p in self.nodes if any(is_below(p, d) for d in other.deleted)", "for p in ()"),
+        Edit(TREE + "overlap", "_at_or_below(self.nodes, other.deleted)", "[]"),
     ],
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
@@ -187,8 +187,10 @@ MUTATIONS: dict[str, list[Edit]] = {
             "tstore.transactions.tags:TagEdits.check", "if tag in existing and tag not in self.moved:", "if False:"
         )
     ],
-    "gc does not spare what came meanwhile": [Edit(GC + "_Plan.meet", "self.ledger.add(version, other)", "pass")],
-    "gc forgets what the next version needs": [Edit(GC + "_give_up", "inherit(heir, given,", "inherit(heir, [],")],
+    "gc does not spare what came meanwhile": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],
+    "gc forgets what the next version needs": [
+        Edit(GC + "_release", "inherit(heir, inherited,", "inherit(heir, [],")
+    ],
     "gc lets the newest version expire": [
         Edit("tstore.format.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
     ],
@@ -212,14 +214,14 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a redelivered fragment is not forced": [
-        Edit(COOPERATIVE + "_deliver", "await self._backend.settle(self.member.folder, self.durability)", "pass")
+        Edit(COOPERATIVE + "_deliver", "await self._backend.flush(self.member.folder, self.durability)", "pass")
     ],
     "an own commit met again is not forced": [Edit(APPEND + "_catch_up", "await self._settle(version)", "pass")],
-    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.backend.flush()", "pass")],
+    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.backend.sync()", "pass")],
     "packs are not forced": [
         Edit(
             "tstore.data.writer:PackSet.flush",
-            "await self._backend.settle(self._folder, self._durability)",
+            "await self._backend.flush(self._folder, self._durability)",
             "pass",
         )
     ],

@@ -104,7 +104,7 @@ async def test_a_damaged_root_stops_no_reader_and_no_commit(
     assert await state(await tstore.open(tmp_path, "r")) == expected(130, 130, 0)
     [fault] = (await (await tstore.open(tmp_path, "r")).verify()).faults
     assert root_key(64) in fault
-    assert "Readers pass over it; delete this object" in fault
+    assert "Readers ignore it; delete this object" in fault
 
 
 async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify
         path.write_bytes(forged(wrong))
         faults = (await (await tstore.open(tmp_path, "r")).verify()).faults
         [fault] = [f for f in faults if root_key(64) in f]
-        assert f"not what the records up to version 64 make, in {names};" in fault
+        assert f"differs from the records up to version 64 in {names};" in fault
     path.write_bytes(forged(right))
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
 

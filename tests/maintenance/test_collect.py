@@ -1038,7 +1038,7 @@ async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
     assert await tstore.steps(store) == [0, 1, 2, 3]
     store, faults = await open_faulty(url)
     faults.fail("delete", nth=3, times=1000, error=error)
-    with pytest.raises(error, match="Version 5, the commit of this gc, stands"):
+    with pytest.raises(error, match="Version 5, the commit of this gc, is durable"):
         await store.collect(Keep(last=1))
     assert await tstore.steps(store) == [3]
     store = await tstore.open(url)

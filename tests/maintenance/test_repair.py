@@ -179,16 +179,16 @@ async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch:
     for i in range(ROOT_EVERY - 4):
         async with store.transaction(tag=f"t{i}", durability="none") as tx:
             await tx.create_group(f"g{i}", {"i": i})
-    tell, made = repair._tell, []
+    commit, made = repair._commit_repair, []
 
-    async def tell_late(*arguments: Any) -> int:
+    async def commit_late(*arguments: Any) -> int:
         for _ in range(3):
             async with store.transaction(durability="none"):
                 pass
         made.append(await store.log.backend.size(root_key(ROOT_EVERY)))
-        return await tell(*arguments)
+        return await commit(*arguments)
 
-    monkeypatch.setattr(repair, "_tell", tell_late)
+    monkeypatch.setattr(repair, "_commit_repair", commit_late)
     await (await tstore.open(store.url)).repair(void_readable=[5])
     assert made != [None]
     assert "t3" not in await (await tstore.open(store.url)).tags()
@@ -322,7 +322,7 @@ async def test_a_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await filled(0)
     monkeypatch.setattr(store.log.backend, "url", "https://example.org/store")
     assert (await store.repair()).ok
-    with pytest.raises(Denied, match="run the repair where the store lies"):
+    with pytest.raises(Denied, match="on the host of the server"):
         await store.repair(void_readable=[1])
 
 
@@ -345,7 +345,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert (document["ok"], document["voided"]) == (True, [2])
     assert Path(url, document["kept"][0]).read_bytes() == b"garbage"
     assert main(["verify", url]) == 0
-    assert "holds files" not in capsys.readouterr().out
+    assert "contains files" not in capsys.readouterr().out
     assert tstore.sync.steps(url) == [0]
 
 
@@ -426,6 +426,6 @@ async def test_a_transaction_of_a_user_may_be_named_like_a_repair() -> None:
     async with await tstore.open("memory://named-like-a-repair") as store:
         async with store.transaction(name="repair-1", host=0, hosts=1, attempt="a") as tx:
             await (await tx.create_array("a", (4,), "f4", (4,))).write(np.ones(4))
-        with pytest.raises(InvalidArgument, match="reads well"):
+        with pytest.raises(InvalidArgument, match="is readable"):
             await store.repair([1])
         assert (await (await store.snapshot()).array("a")).shape == (4,)

@@ -232,5 +232,5 @@ def test_a_save_while_the_interpreter_is_torn_down_is_refused(tmp_path: Path, fi
         process = processes.start(program(WARM if first == "warm" else "", TORN_DOWN), url)
         with processes.running(process):
             _, told = process.communicate(timeout=processes.DEADLINE)
-    assert "Misuse: the process is ending" in told
+    assert "Misuse: the process is exiting" in told
     assert blocking.steps(tmp_path / "s") == [0]

@@ -147,5 +147,5 @@ async def test_only_admin_stores_a_record_that_names_what_is_not_here(scope: str
 async def test_read_only_bounds_every_scope(scope: str, tmp_path: Path) -> None:
     await filled(tmp_path)
     async with Server(tmp_path, mode="r", access=ACCESS) as server, await opened(server, scope) as store:
-        with pytest.raises(TStoreError, match="for reading only"):
+        with pytest.raises(TStoreError, match="served read-only"):
             await tstore.save(store, {"w": np.arange(3.0)}, 7)

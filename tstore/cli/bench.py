@@ -36,7 +36,7 @@ __all__ = ["bench"]
     default=3,
     show_default=True,
     metavar="N",
-    help="How often it is saved and restored.",
+    help="The number of saves and restores.",
 )
 @click.option(
     "--seconds",
@@ -44,21 +44,21 @@ __all__ = ["bench"]
     default=5,
     show_default=True,
     metavar="S",
-    help="How many seconds to make small commits.",
+    help="The duration of the small commits, in seconds.",
 )
 @click.option(
     "--durability",
     type=click.Choice([d.value for d in Durability]),
     default=Durability.FSYNC.value,
     show_default=True,
-    help="Whether a commit is forced to the disk before it is acknowledged.",
+    help="Whether commits are flushed to disk (fsync) before they are acknowledged.",
 )
 @json_option
 def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durability: str, as_json: bool) -> int:
     """Measure save, restore and commit speed.
 
-    Creates a store at URL, where nothing may be yet, and removes it at the end. Several processes save and restore
-    one checkpoint together, then each makes small commits. Needs space for rounds times size. Restores are usually
+    Creates a store at URL, which must be empty, and removes it at the end. Several processes save and restore one
+    checkpoint together, then each makes small commits. Needs space for rounds times size. Restores are usually
     served from the file cache.
     """
     from tstore.hosts.benchmark import bench as measure

@@ -1,6 +1,6 @@
 """Tables in columns that fit the terminal.
 
-Where all columns are too wide together, those that say least are left out first, then long cells wrap at words and
+If the columns are too wide together, the least important are omitted first, then long cells wrap between words and
 at the separators of paths. Output that is piped or redirected has all columns and is never wrapped.
 """
 
@@ -28,25 +28,25 @@ _SEPARATOR = re.compile(r"(?<=[/._:-])")
 class Column(NamedTuple):
     """One column.
 
-    `room` is set for a column whose cells may wrap: the width it should have before other columns are left out
-    for it. `rank` is set for a column that may be left out, the lowest rank first.
+    `min_width` is set for a column whose cells may wrap: others are omitted until it has this width. `rank` is set
+    for a column that may be omitted, the lowest rank first.
     """
 
-    head: str
+    title: str
     right: bool = False
-    room: int | None = None
+    min_width: int | None = None
     rank: int | None = None
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows under their heads."""
+    """Print the rows under the column titles."""
     cells = [[plain(" ".join(cell.split("\n"))) for cell in row] for row in rows]
-    widths = [max(map(cell_len, [c.head, *(row[i] for row in cells)])) for i, c in enumerate(columns)]
+    widths = [max(map(cell_len, [c.title, *(row[i] for row in cells)])) for i, c in enumerate(columns)]
     terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     shown = list(range(len(columns))) if terminal is None else _fitting(columns, widths, terminal)
     if terminal is not None:
         _narrow(columns, widths, shown, terminal)
-    lines = [[columns[i].head for i in shown], ["─" * widths[i] for i in shown]]
+    lines = [[columns[i].title for i in shown], ["─" * widths[i] for i in shown]]
     for row in cells:
         wrapped = [wrap(row[i], widths[i]) for i in shown]
         for number in range(max(map(len, wrapped))):
@@ -54,15 +54,16 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
     for line in lines:
         aligned = [_aligned(text, widths[i], columns[i].right) for i, text in zip(shown, line, strict=True)]
         print((" " * _GAP).join(aligned).rstrip())
-    if left_out := [c.head for i, c in enumerate(columns) if i not in shown]:
-        print(f"(not shown in {terminal} columns: {', '.join(left_out)}; --json has all)")
+    if omitted := [c.title for i, c in enumerate(columns) if i not in shown]:
+        print(f"(not shown in {terminal} columns: {', '.join(omitted)}; --json has all)")
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int], terminal: int) -> list[int]:
-    """Return the columns to show, so that those that wrap have their room."""
+    """Return the columns to show, so that those that wrap have their minimum width."""
     shown = list(range(len(columns)))
     wanted = [
-        w if c.room is None else min(w, max(c.room, len(c.head))) for c, w in zip(columns, widths, strict=True)
+        w if c.min_width is None else min(w, max(c.min_width, len(c.title)))
+        for c, w in zip(columns, widths, strict=True)
     ]
     for i in sorted((i for i in shown if columns[i].rank is not None), key=lambda i: columns[i].rank or 0):
         if _total(wanted, shown) > terminal:
@@ -72,14 +73,14 @@ def _fitting(columns: Sequence[Column], widths: Sequence[int], terminal: int) ->
 
 def _narrow(columns: Sequence[Column], widths: list[int], shown: Sequence[int], terminal: int) -> None:
     """Narrow the columns that wrap until all fit, the widest first."""
-    wrapping = [i for i in shown if columns[i].room is not None]
+    wrapping = [i for i in shown if columns[i].min_width is not None]
     while (excess := _total(widths, shown) - terminal) > 0:
-        wide = [i for i in wrapping if widths[i] > max(_NARROWEST, cell_len(columns[i].head))]
+        wide = [i for i in wrapping if widths[i] > max(_NARROWEST, cell_len(columns[i].title))]
         if not wide:
             return
         widest = max(wide, key=lambda i: widths[i])
         others = [widths[i] for i in wide if i != widest]
-        floor = max([_NARROWEST, cell_len(columns[widest].head), *(w - 1 for w in others)])
+        floor = max([_NARROWEST, cell_len(columns[widest].title), *(w - 1 for w in others)])
         widths[widest] = max(floor, widths[widest] - excess)
 
 
@@ -88,7 +89,7 @@ def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return the lines of a cell of that width, cut between words, and in longer words at separators."""
+    """Wrap text to lines of at most `width` columns, between words, and within longer words at separators."""
     if cell_len(text) <= width:
         return [text]
     lines, line = [], ""
@@ -103,7 +104,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str, width: int) -> Iterator[str]:
-    """Yield the words of a text; of a longer word, as a path is, what lies between its separators."""
+    """Yield the words of a text, longer ones (paths) split at separators."""
     for word in _SPACE.split(text):
         if cell_len(word.rstrip()) <= width:
             yield word

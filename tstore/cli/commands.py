@@ -1,7 +1,7 @@
-"""The group of all commands, the short commands, and `main`, which runs one.
+"""The click group of all commands, the short commands, and `main`, which runs one.
 
-Every command makes one document. With `--json` standard output gets that and nothing else; otherwise it is shown
-as sentences and a table. Progress goes to standard error if that is a terminal.
+Every command produces one document. With `--json` that document alone is printed on standard output; otherwise its
+contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
 "error"); 2 misuse; 130 interrupted by Ctrl-C; 141 if the reader of the output went away.
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         name = context.command_path if context is not None else "tstore"
-        said = error.format_message()
-        see = f" See {name} --help" if said.endswith("?") else f"; see {name} --help"
-        return _fail("Misuse", said.rstrip(".") + see, as_json, MISUSED)
-    except TStoreError as error:  # an argument that only the library can judge
+        message = error.format_message()
+        see = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
+        return _fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
+    except TStoreError as error:  # from the validation of an argument
         return _fail(type(error).__name__, str(error), as_json)
     except click.Abort:
         return _fail("Interrupted", "interrupted", as_json, INTERRUPTED)
@@ -102,15 +102,15 @@ def cli(context: click.Context) -> int:
 )
 @_json
 def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int:
-    """Show a save, a crash and a restore at work.
+    """Demonstrate a save, a crash and a restore.
 
     Eight processes save the shards of a model as one checkpoint. One of them is killed during the next save, which
-    then does not exist. Three processes restore the checkpoint, and it is quantized.
+    therefore does not take effect. Three processes restore the checkpoint, and it is quantized.
     """
-    from tstore.cli.demo import demo  # starts processes and makes models; no other command needs it
+    from tstore.cli.demo import demo  # slow to import; no other command needs it
 
     async def work(progress: Progress) -> Document:
-        report = await demo(store, model=model, size=size * 1_000_000, tell=progress)
+        report = await demo(store, model=model, size=size * 1_000_000, progress=progress)
         document = report._asdict()
         document["killed"] = report.killed._asdict()
         document["restored"] = report.restored._asdict()
@@ -165,10 +165,10 @@ def _export(store: str, out: str, at: int | str | None, step: int | None, as_jso
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")
 
-        def tell(done: int, total: int) -> None:
+        def report_bytes(done: int, total: int) -> None:
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
-        report = await export_safetensors(store, out, at=at, step=step, progress=tell)
+        report = await export_safetensors(store, out, at=at, step=step, progress=report_bytes)
         return {"store": store, "file": out, **report._asdict()}
 
     return _run(work, show_exported, as_json)
@@ -212,7 +212,7 @@ def _log(store: str, as_json: bool) -> int:
 def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
     """List the arrays of a version.
 
-    With PATH, list only the array or group at that path and what is below it.
+    With PATH, list only the array or group at that path and everything below it.
     """
     if pending and (path or at is not None):
         raise click.UsageError("--pending lists no arrays: it takes neither PATH nor --at")
@@ -221,8 +221,8 @@ def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: boo
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             if pending:
-                found = await opened.pending()
-                return {"store": opened.url, "pending": [t._asdict() for t in found]}
+                transactions = await opened.pending()
+                return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
             return {"store": opened.url, **listing(await opened.snapshot(at), path)}
 
     return _run(work, show_pending if pending else show_ls, as_json)
@@ -235,8 +235,8 @@ def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: boo
 def _finish(store: str, transaction: str, as_json: bool) -> int:
     """Commit a transaction whose hosts have died.
 
-    TRANSACTION is the id or name of a cooperative transaction, as `tstore ls STORE --pending` lists them. All
-    of its hosts must have delivered their part.
+    TRANSACTION is the id or name of a cooperative transaction, as listed by `tstore ls STORE --pending`. All of
+    its hosts must have delivered their parts.
     """
 
     async def work(progress: Progress) -> Document:
@@ -260,7 +260,7 @@ def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int
     """Show what changed between two versions.
 
     A and B are version numbers or tags. Shows the arrays and chunks that differ, and for float arrays the largest
-    difference of a value and the SQNR (see `tstore quantize --help`).
+    difference between values and the SQNR (see `tstore quantize --help`).
     """
 
     async def work(progress: Progress) -> Document:
@@ -277,7 +277,7 @@ def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int
 def _verify(store: str, as_json: bool) -> int:
     """Read and check every byte of a store.
 
-    Prints a line for each fault and exits with status 1 if there is any.
+    Prints one line for each fault and exits with status 1 if there are any.
     """
 
     async def work(progress: Progress) -> Document:

@@ -1,4 +1,4 @@
-"""What every command does: work, print one document, and say in one sentence what went wrong."""
+"""Running a command: its arguments, its result on standard output, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ at_step_option = click.option(
 
 
 def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, milestones: bool = False) -> int:
-    """Do the work, print its document unless it is None, and return the exit code."""
+    """Run the work, print its document unless it is None, and return the exit code."""
     terminations: list[int] = []
     tasks: list[asyncio.Task[Any]] = []
 
@@ -97,17 +97,19 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
     except TStoreError as error:
         return fail(type(error).__name__, str(error), as_json)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        what, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
-        said = f"{what}; earlier commits are kept and no commit is half done"
-        return fail("Interrupted", said, as_json, code)
+        cause, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
+        return fail("Interrupted", f"{cause}; every commit is complete or absent", as_json, code)
     except BrokenPipeError:
         _discard_output()
         return PIPE_CLOSED
     except Exception as error:
         if os.environ.get("TSTORE_TRACEBACK"):
             raise
-        said = f"{type(error).__name__}: {error}; this is a bug in tstore: report it with TSTORE_TRACEBACK=1"
-        return fail("InternalError", said, as_json)
+        message = (
+            f"{type(error).__name__}: {error}; this is a bug in tstore: run again with TSTORE_TRACEBACK=1 and "
+            "report the traceback"
+        )
+        return fail("InternalError", message, as_json)
     return FAILED if document.get("ok") is False else 0
 
 
@@ -127,8 +129,8 @@ def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_jso
     except OSError as error:
         _discard_output()
         raise _OutputFailed(
-            f"the command did its work, but its result can't be written to standard output: {error.strerror}; "
-            "send the output to a place with room"
+            f"the command succeeded, but its result can't be written to standard output: {error.strerror}; "
+            "redirect the output elsewhere"
         ) from None
 
 
@@ -138,19 +140,19 @@ def _discard_output() -> None:
 
 
 @contextlib.contextmanager
-def _terminable(came: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
-    """Have SIGTERM end the work as Ctrl-C does, so that its files and processes go too; record it in `came`.
+def _terminable(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C, so that temporary files and processes are removed; record it in `received`.
 
-    Where Ctrl-C is ignored, SIGTERM cancels the `tasks`, of which there is one once the work has begun.
+    If Ctrl-C is ignored, SIGTERM cancels the task in `tasks`, which is empty before the work begins.
     """
     handler = signal.getsignal(signal.SIGINT)
     ignored = handler == signal.SIG_IGN  # as in the background of a script
     if not ignored and handler is not signal.default_int_handler:
-        yield  # the embedding program has its own way to end the work
+        yield  # the embedding program handles signals itself
         return
 
     def end(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         if not ignored:
             signal.raise_signal(signal.SIGINT)
             return
@@ -162,7 +164,7 @@ def _terminable(came: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator
 
     try:
         before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # another thread than the first
+    except ValueError:  # not the main thread
         yield
         return
     try:
@@ -172,7 +174,7 @@ def _terminable(came: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator
 
 
 def fail(kind: str, message: str, as_json: bool, code: int = FAILED) -> int:
-    """Print in one sentence what went wrong and return the exit code."""
+    """Print an error as one sentence and return the exit code."""
     with contextlib.suppress(OSError):
         if as_json:
             print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)

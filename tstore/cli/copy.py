@@ -21,17 +21,17 @@ __all__ = ["copy"]
 def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> int:
     """Copy a store or one of its versions.
 
-    DST is an empty folder or URL, or an older copy of SRC, which is updated. All bytes are checked. After a
-    failure run it again: only what is missing is copied.
+    DST is an empty folder or URL, or an older copy of SRC, which is updated. All bytes are verified. After a
+    failure run it again: it copies only what is missing.
     """
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {source}")
 
-        def tell(done: int, total: int) -> None:
+        def report_bytes(done: int, total: int) -> None:
             progress.doing(f"copying {source}: {sized(done)} of {sized(total)}")
 
-        report = await tstore.copy(source, destination, at, progress=tell)
+        report = await tstore.copy(source, destination, at, progress=report_bytes)
         return {"source": source, "destination": destination, **report._asdict()}
 
     return run(work, show_copied, as_json)

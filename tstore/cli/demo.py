@@ -1,13 +1,13 @@
-"""The main job of tstore, run by real processes for `tstore demo`.
+"""The demonstration of `tstore demo`: save, crash, restart, restore and quantize, with real processes.
 
 1. Eight host processes hold the shards of a model over a mesh {data: 4, model: 2} and save a step as one commit.
 2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
-   it in vain: the step does not exist, and the one before it still restores bit for bit.
-3. The job is started again, eight new processes with a new attempt, and saves the step.
-4. Three other processes restore it, each its third of every array, and compare it with the source bit for bit.
+   it until their deadline: the step does not exist, and the previous one still restores bit for bit.
+3. The job is restarted as eight new processes with a new attempt, and saves the step.
+4. Three other processes restore it, each a third of every array, and compare it with the source bit for bit.
 5. It is quantized to e4m3 and to e3m2, each a new commit.
 
-Nothing is staged but the moment of the kill, which the host itself announces.
+Nothing is simulated; only the moment of the kill is chosen, which the host itself announces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents
 
-__all__ = ["CommitRow", "DemoReport", "Killed", "Restored", "Teller", "demo"]
+__all__ = ["CommitRow", "DemoReport", "Killed", "Listener", "Restored", "demo"]
 
 MESH = {"data": 4, "model": 2}
 HOSTS = 8
@@ -44,24 +44,24 @@ RESTORING = {"hosts": 3}
 VICTIM = 5
 FORMATS = ("e4m3", "e3m2")
 
-_WAIT = 2.0  # seconds that hosts wait for one that was killed
-_PATIENCE = 120.0  # seconds that hosts wait for one that is only slow
+_KILLED_TIMEOUT = 2.0  # seconds that hosts wait for a killed one
+_SAVE_TIMEOUT = 120.0  # seconds that hosts wait for a slow one
 
 Tensors = dict[str, npt.NDArray[Any]]
 
 
-class Teller(Protocol):
-    """Whoever is told how the demo goes."""
+class Listener(Protocol):
+    """The recipient of progress messages."""
 
     def doing(self, what: str) -> None:
-        """Something begins that takes a while."""
+        """Report work under way."""
 
     def done(self, what: str) -> None:
-        """Something was shown."""
+        """Report a milestone."""
 
 
 class Killed(NamedTuple):
-    """What became of the step whose host was killed."""
+    """The outcome of the step whose host was killed."""
 
     step: int
     host: int
@@ -76,7 +76,7 @@ class Killed(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What the restore onto other hosts found."""
+    """The outcome of the restore on another number of hosts."""
 
     step: int
     hosts: int
@@ -89,7 +89,7 @@ class Restored(NamedTuple):
 
 
 class CommitRow(NamedTuple):
-    """One commit: `sqnr` in dB, None where every bit is as it was; `gb_per_s` counts decoded bytes."""
+    """One commit: `sqnr` is in dB, None if it is lossless; `gb_per_s` counts decoded bytes."""
 
     version: int
     tag: str
@@ -102,7 +102,7 @@ class CommitRow(NamedTuple):
 
 
 class DemoReport(NamedTuple):
-    """What the demo showed, all of it measured."""
+    """The measured results of the demo."""
 
     store: str
     temporary: bool
@@ -120,31 +120,31 @@ class DemoReport(NamedTuple):
 
 
 async def demo(
-    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, tell: Teller
+    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, progress: Listener
 ) -> DemoReport:
-    """What the demo showed; the store is kept, a new temporary folder by default.
+    """Run the demo and return its results; the store remains, by default in a new temporary folder.
 
-    `model` is a safetensors file, by default a transformer of `size` bytes is generated. A store that holds
-    steps already gets the next ones. Raises whatever the store, the file or a host raises; then the default
-    folder is removed, and no process or temporary file is left in any case.
+    `model` is a safetensors file; by default a transformer of `size` bytes is generated. A store that has steps
+    already gets the next ones. Errors of the store, the file or a host are raised; then the default folder is
+    removed, and no process or temporary file remains in any case.
     """
     if store is not None and store.startswith("memory:"):
-        raise InvalidArgument(f"{store}: eight processes can't share a store in memory; name a folder")
+        raise InvalidArgument(f"{store}: eight processes can't share a store in memory; pass a folder")
     folder = tempfile.mkdtemp(prefix="tstore-demo-") if store is None else store
     try:
         with tempfile.TemporaryDirectory(prefix="tstore-weights-") as weights:
-            return await _Story(folder, store is None, weights, tell).play(model, size)
+            return await _Demo(folder, store is None, weights, progress).run(model, size)
     except BaseException:
         if store is None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-class _Story:
-    def __init__(self, store: str, temporary: bool, weights: str, tell: Teller) -> None:
+class _Demo:
+    def __init__(self, store: str, temporary: bool, weights: str, progress: Listener) -> None:
         self._store = store
         self._temporary = temporary
-        self._tell = tell
+        self._progress = progress
         self._files = [os.path.join(weights, f"{i}.safetensors") for i in range(2)]
         self._job = secrets.token_hex(4)
         self._starts = 0
@@ -152,32 +152,32 @@ class _Story:
         self._size = 0
         self._rows: list[CommitRow] = []
 
-    async def play(self, model: str | None, size: int) -> DemoReport:
+    async def run(self, model: str | None, size: int) -> DemoReport:
         started = time.perf_counter()
         async with await tstore.open(self._store) as opened:
             step = max(await tstore.steps(opened), default=-1) + 1
-        self._tell.doing("preparing the weights")
+        self._progress.doing("preparing the weights")
         name = await asyncio.to_thread(self._prepare, model, size, step)
         tensors, _ = read_weights(self._files[0])
         self._size = sum(a.nbytes for a in tensors.values())
         mesh = " × ".join(f"{axis}={length}" for axis, length in MESH.items())
         arrays = f"{counted(len(tensors), 'array')}, {sized(self._size)}"
-        self._tell.done(f"{name}: {arrays}, sharded over {HOSTS} hosts by the mesh {mesh}")
+        self._progress.done(f"{name}: {arrays}, sharded over {HOSTS} hosts by the mesh {mesh}")
         async with self._hosts() as job:
             await self._save(job, step, self._files[0])
             killed = await self._kill(job, step + 1, tensors)
-        self._tell.doing(f"starting the job again: {HOSTS} new host processes")
+        self._progress.doing(f"starting the job again: {HOSTS} new host processes")
         async with self._hosts() as job:
             await self._save(job, step + 1, self._files[1])
         restored = await self._restore(step + 1)
         async with await tstore.open(self._store) as opened:
             for format in FORMATS:
                 await self._quantize(opened, step + 1, format)
-            self._tell.doing("verifying every checksum")
+            self._progress.doing("verifying every checksum")
             verified = await opened.verify()
             if not verified.ok:
                 raise Corrupt(f"{self._store} is damaged: {'; '.join(verified.faults[:3])}")
-        self._tell.done(f"verified: {counted(verified.chunks, 'chunk')}, {sized(verified.bytes)}, no fault")
+        self._progress.done(f"verified: {counted(verified.chunks, 'chunk')}, {sized(verified.bytes)}, no fault")
         return DemoReport(
             store=self._store,
             temporary=self._temporary,
@@ -191,15 +191,15 @@ class _Story:
             commits=self._rows,
             chunks_verified=verified.chunks,
             seconds=time.perf_counter() - started,
-            try_next=self._next(step + 1),
+            try_next=self._suggestions(step + 1),
         )
 
     def _prepare(self, model: str | None, size: int, step: int) -> str:
-        """Writes the weights of both steps where every host can map them."""
+        """Write the weights of both steps to files that every host can map, and return the name of the model."""
         if model is not None:
             tensors, _ = open_tensors(model)
             os.symlink(os.path.abspath(model), self._files[0])
-            _write(self._files[1], _moved(tensors, step + 1))
+            _write(self._files[1], _advanced(tensors, step + 1))
             return os.path.basename(model)
         tree = {**transformer(size), "step": np.int64(step)}
         for file, state in zip(self._files, (tree, advance(tree, step + 1)), strict=True):
@@ -209,91 +209,95 @@ class _Story:
 
     @contextlib.asynccontextmanager
     async def _hosts(self) -> AsyncIterator[Job]:
-        """A new incarnation of the job: new processes, which share a new attempt."""
-        self._tell.doing(f"starting {HOSTS} host processes")
+        """Start a new incarnation of the job: new processes, which share a new attempt."""
+        self._progress.doing(f"starting {HOSTS} host processes")
         self._attempt = f"demo-{self._job}.{self._starts}"
         self._starts += 1
         async with Job(HOSTS) as job:
             yield job
 
-    def _save_of(self, step: int, timeout: float) -> dict[str, Any]:
+    def _save_arguments(self, step: int, timeout: float) -> dict[str, Any]:
         return {"store": self._store, "step": step, "attempt": self._attempt, "timeout": timeout}
 
     async def _save(self, job: Job, step: int, weights: str) -> None:
         await job.ask("hold", weights=weights, mesh=MESH)
-        self._tell.doing(f"{HOSTS} hosts save step {step}")
+        self._progress.doing(f"{HOSTS} hosts save step {step}")
         started = time.perf_counter()
-        answers = await job.ask("save", **self._save_of(step, _PATIENCE))
+        replies = await job.ask("save", **self._save_arguments(step, _SAVE_TIMEOUT))
         seconds = time.perf_counter() - started
-        versions = {answer["version"] for answer in answers}
+        versions = {reply["version"] for reply in replies}
         if len(versions) != 1:
             raise Inconsistent(f"the hosts saw several commits of step {step}: versions {sorted(versions)}", [])
         row = await self._row(versions.pop(), None, seconds)
         self._rows.append(row)
-        self._tell.done(f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}")
+        self._progress.done(
+            f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}"
+        )
 
     async def _kill(self, job: Job, step: int, before: Tensors) -> Killed:
-        """Lets the job fail to save a step, and looks at what is left."""
+        """Kill a host during a save, and check that the step does not exist and the previous one restores."""
         await job.ask("hold", weights=self._files[1], mesh=MESH)
-        self._tell.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed half way")
-        asked = self._save_of(step, _WAIT)
+        self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
+        arguments = self._save_arguments(step, _KILLED_TIMEOUT)
 
         async def strike() -> int:
             victim = job.hosts[VICTIM]
-            written = int((await victim.ask("save", **asked, halt=True)).get()["written"])
+            written = int((await victim.ask("save", **arguments, halt=True)).get()["written"])
             await victim.kill()
             return written
 
-        others = [host.ask("save", **asked) for host in job.hosts if host.number != VICTIM]
+        others = [host.ask("save", **arguments) for host in job.hosts if host.number != VICTIM]
         written, *replies = await asyncio.gather(strike(), *others)
         failures = [reply.error for reply in replies if isinstance(reply.error, DeadlineExceeded)]
         if len(failures) != HOSTS - 1:
-            odd = next(r for r in replies if not isinstance(r.error, DeadlineExceeded))
-            raise odd.error or Inconsistent(f"host {odd.host} saved step {step} without host {VICTIM}", [])
-        # a host that gave up early may have missed others that were only slow
+            other = next(r for r in replies if not isinstance(r.error, DeadlineExceeded))
+            raise other.error or Inconsistent(f"host {other.host} saved step {step} without host {VICTIM}", [])
+        # a host with an early deadline may also name hosts that were only slow
         absent = sorted(set.intersection(*[set(e.absent) for e in failures]))
-        self._tell.done(
+        self._progress.done(
             f"host {VICTIM} was killed with SIGKILL after writing {sized(written)} of step {step}; "
-            f"the other {len(failures)} waited {_WAIT:g} s, then failed with {type(failures[0]).__name__}, "
-            f"which names host {', '.join(map(str, absent))}"
+            f"the other {len(failures)} waited {_KILLED_TIMEOUT:g} s, then failed with "
+            f"{type(failures[0]).__name__}, which names host {', '.join(map(str, absent))}"
         )
         steps = await tstore.steps(self._store)
-        self._tell.doing(f"restoring step {step - 1}")
+        self._progress.doing(f"restoring step {step - 1}")
         tree = await tstore.restore(self._store, step - 1)
-        found = flatten(tree)[1]
-        equal = found.keys() == before.keys() and all(same_bits(found[p], before[p]) for p in found)
+        restored = flatten(tree)[1]
+        equal = restored.keys() == before.keys() and all(same_bits(restored[p], before[p]) for p in restored)
         if step in steps or not equal:
-            raise Corrupt(f"{self._store}: the killed save was seen: steps {steps}, step {step - 1} same: {equal}")
-        self._tell.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
-        said = str(failures[0])
+            raise Corrupt(
+                f"{self._store}: the killed save took effect: steps {steps}, step {step - 1} unchanged: {equal}"
+            )
+        self._progress.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
+        message = str(failures[0])
         return Killed(
-            step, VICTIM, written, len(failures), absent, "DeadlineExceeded", said, steps, step - 1, equal
+            step, VICTIM, written, len(failures), absent, "DeadlineExceeded", message, steps, step - 1, equal
         )
 
     async def _restore(self, step: int) -> Restored:
         count = RESTORING["hosts"]
-        self._tell.doing(f"{count} other hosts restore step {step}")
+        self._progress.doing(f"{count} other hosts restore step {step}")
         async with Job(count) as job:
-            await job.ask("ready")  # so that none has the disk to itself
-            asked = {"store": self._store, "step": step, "weights": self._files[1], "mesh": RESTORING}
-            answers = await job.ask("restore", **asked)
-        differing = sorted({path for answer in answers for path in answer["differing"]})
+            await job.ask("ready")  # so that they start together
+            arguments = {"store": self._store, "step": step, "weights": self._files[1], "mesh": RESTORING}
+            replies = await job.ask("restore", **arguments)
+        differing = sorted({path for reply in replies for path in reply["differing"]})
         if differing:
-            raise Corrupt(f"{self._store}: step {step} came back different: {', '.join(differing[:5])}")
-        seconds = max(answer["seconds"] for answer in answers)
-        size = sum(answer["bytes"] for answer in answers)
-        self._tell.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
+            raise Corrupt(f"{self._store}: step {step} was restored with other values: {', '.join(differing[:5])}")
+        seconds = max(reply["seconds"] for reply in replies)
+        size = sum(reply["bytes"] for reply in replies)
+        self._progress.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
         return Restored(
-            step, count, RESTORING, answers[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
+            step, count, RESTORING, replies[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
         )
 
     async def _quantize(self, store: tstore.Store, step: int, format: str) -> None:
-        self._tell.doing(f"quantizing step {step} to {format}")
+        self._progress.doing(f"quantizing step {step} to {format}")
         started = time.perf_counter()
         report = await tstore.quantize(store, format, at=f"step/{step}")
         row = await self._row(report.version, report.sqnr, time.perf_counter() - started)
         self._rows.append(row)
-        self._tell.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits/value")
+        self._progress.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits/value")
 
     async def _row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
         async with await tstore.open(self._store, "r") as store:
@@ -304,14 +308,14 @@ class _Story:
         rate = self._size / seconds / 1e9
         return CommitRow(version, commit.tag or "", commit.bytes_added, stored, bits, sqnr, seconds, rate)
 
-    def _next(self, step: int) -> list[str]:
-        where = shlex.quote(self._store)
+    def _suggestions(self, step: int) -> list[str]:
+        url = shlex.quote(self._store)
         return [
-            f"tstore log {where}",
-            f"tstore ls {where} --at step/{step}/{FORMATS[0]}",
-            f"tstore verify {where}",
-            f"tstore export {where} out.safetensors --at step/{step}/{FORMATS[0]}",
-            *([f"rm -r {where}"] if self._temporary else []),
+            f"tstore log {url}",
+            f"tstore ls {url} --at step/{step}/{FORMATS[0]}",
+            f"tstore verify {url}",
+            f"tstore export {url} out.safetensors --at step/{step}/{FORMATS[0]}",
+            *([f"rm -r {url}"] if self._temporary else []),
         ]
 
 
@@ -321,11 +325,11 @@ def _write(file: str, tensors: Tensors, metadata: dict[str, str] | None = None) 
             out.write(name, array)
 
 
-def _moved(tensors: Tensors, step: int) -> Tensors:
-    """Real weights one step on: the embeddings and what is no float frozen, the others perturbed by about 1 %."""
-    free = {n: a for n, a in tensors.items() if _is_float(a) and "embed" not in n}
-    moved = advance({"params": free}, step)["params"]
-    return {n: moved[n].astype(a.dtype, copy=False) if n in moved else a for n, a in tensors.items()}
+def _advanced(tensors: Tensors, step: int) -> Tensors:
+    """Return the weights of the next step: embeddings and integers unchanged, others perturbed by about 1%."""
+    trainable = {n: a for n, a in tensors.items() if _is_float(a) and "embed" not in n}
+    new = advance({"params": trainable}, step)["params"]
+    return {n: new[n].astype(a.dtype, copy=False) if n in new else a for n, a in tensors.items()}
 
 
 def _is_float(array: npt.NDArray[Any]) -> bool:

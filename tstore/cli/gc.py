@@ -24,7 +24,7 @@ def _best(context: click.Context, parameter: click.Parameter, value: str | None)
     count, _, metric = value.partition(":")
     metric, order = (metric[:-4], metric[-3:]) if metric.endswith((":min", ":max")) else (metric, "min")
     if not (count.isascii() and count.isdigit()) or int(count) == 0 or not metric:
-        raise click.BadParameter(f"{value!r}: expected N:METRIC or N:METRIC:max, as 3:loss")
+        raise click.BadParameter(f"{value!r}: expected N:METRIC or N:METRIC:max, such as 3:loss")
     return int(count), metric, "max" if order == "max" else "min"
 
 
@@ -60,7 +60,7 @@ def _days(context: click.Context, parameter: click.Parameter, value: float | Non
     default=ABANDONED_AFTER.days,
     show_default=True,
     metavar="D",
-    help="Remove the data of transactions that were not written to for D days.",
+    help="Delete the data of uncommitted transactions after D days without a write.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
@@ -77,7 +77,7 @@ def gc(
 ) -> int:
     """Remove old versions and abandoned data.
 
-    Removes the versions that no --keep option names, and the data of abandoned transactions. The newest version
+    Removes the versions that match no --keep option, and the data of abandoned transactions. The newest version
     and the newest step are always kept. Without a --keep option every version is kept.
     """
     rules = (keep_last, keep_every, keep_best, keep_days)

@@ -22,32 +22,32 @@ __all__ = ["probe"]
 @click.argument("url", type=path_or_url)
 @json_option
 def probe(url: str, as_json: bool) -> int:
-    """Test whether storage is fit for a store.
+    """Test whether storage can hold a store.
 
-    A store needs storage that lets exactly one of several racing creates win, that lists what was written, and
-    more. The test makes objects in a new folder below txn/ (some thousand requests, about 50 MB) and removes them;
-    a store at URL is not changed. Exits with status 1 if a promise is broken or could not be tested because the
-    storage was full or did not answer.
+    A store needs storage on which exactly one of several concurrent creates succeeds, listings are complete, and
+    more. The test creates objects in a new folder under txn/ (some thousand requests, about 50 MB) and removes
+    them; a store at URL is not changed. Exits with status 1 if a promise is broken or could not be tested because
+    the storage was full or did not respond.
     """
     from tstore.conformance import Subject, judge
 
     async def work(progress: Progress) -> Document:
-        where = connect(url)
+        backend = connect(url)
         try:
-            if isinstance(where, LocalStorage):
-                await where.empty()  # raises `NotFound` if it is a file
-            await read_marker(where)  # a server that is not there would fail each check, and slowly
+            if isinstance(backend, LocalStorage):
+                await backend.empty()  # raises `NotFound` if it is a file
+            await read_marker(backend)  # fail at once if a server is unreachable, not in every check
         finally:
-            await where.close()
-        made = [folder for folder in _folders(where) if not folder.exists()]
+            await backend.close()
+        created = [folder for folder in _folders(backend) if not folder.exists()]
         findings = await judge(Subject.of(url), tell=lambda name: progress.doing(f"probing {url}: {name}"))
-        with contextlib.suppress(OSError):  # somebody else may write there by now
-            for folder in made:
+        with contextlib.suppress(OSError):  # another process may have written there
+            for folder in created:
                 folder.rmdir()
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
-            "url": where.url,
+            "url": backend.url,
             "ok": not {"fails", "unknown"} & set(outcomes),
             "writable": create.outcome != "skipped",
             **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped", "unknown")},
@@ -58,7 +58,7 @@ def probe(url: str, as_json: bool) -> int:
 
 
 def _folders(backend: Storage) -> list[Path]:
-    """Return the folder of a local store and those above it, innermost first; none for a server."""
+    """Return the folder of a local store and its parents, innermost first; none for remote storage."""
     if not isinstance(backend, LocalStorage):
         return []
     folder = Path(backend.url)

@@ -1,4 +1,4 @@
-"""What a command is doing: on standard error if that is a terminal; milestones on standard output."""
+"""Progress of a command: a status line on standard error if that is a terminal, milestones on standard output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """One line on the terminal that says what is under way; milestones are printed where they were asked for."""
+    """A status line on the terminal; with `milestones` they are printed on standard output."""
 
     def __init__(self, milestones: bool = False) -> None:
         self._milestones = milestones
@@ -24,7 +24,7 @@ class Progress:
         self._status: Status | None = None
 
     def doing(self, what: str) -> None:
-        """Show what is under way from now on."""
+        """Show the current work in the status line."""
         if self._console is None:
             return
         if self._status is None:
@@ -35,13 +35,13 @@ class Progress:
             self._status.update(Text(plain(what)))
 
     def done(self, what: str) -> None:
-        """End what is under way and print it as a milestone."""
+        """Clear the status line and print a milestone."""
         self.stop()
         if self._milestones:
             print("•", plain(what), flush=True)
 
     def stop(self) -> None:
-        """Take the line off the terminal."""
+        """Clear the status line."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -28,7 +28,7 @@ __all__ = ["quantize", "report"]
 
 _POLICY_EXAMPLE = """\b
 An example of a --policy file. The first pattern that
-matches a path counts; null keeps an array as it is:
+matches a path applies; null leaves an array unchanged:
   {"**/embed*": "e4m3", "head": null, "**": "e3m4"}
 Rules for some arrays and a target for all others:
   {"formats": {"head": null}, "bits": 5.5, "block": 64}
@@ -58,7 +58,7 @@ Rules for some arrays and a target for all others:
     "--policy",
     type=click.File("rb"),
     metavar="FILE",
-    help="A JSON file of formats by path pattern; example below.",
+    help="A JSON file of formats by path pattern; see the example below.",
 )
 @click.option("--axis", type=int, metavar="A", help="Use one exponent offset for each index along this axis.")
 @click.option(
@@ -96,21 +96,21 @@ def quantize(
 ) -> int:
     """Store float arrays in fewer bits.
 
-    Makes a new commit in which the float arrays of a version are stored in low-bit formats; the source version
-    stays. An eXmY format has a sign bit, X exponent bits and Y mantissa bits.
+    Creates a commit in which the float arrays of a version are stored in low-bit formats; the source version
+    remains. An eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
-    Without --format, --min-sqnr, --bits and --policy each array gets 8 bits a value: e2m5, in blocks of 128 values
-    that share an exponent offset. Integers, one-dimensional arrays and those with NaN keep all their bits.
+    Without --format, --min-sqnr, --bits and --policy each array is stored in 8 bits per value: e2m5, in blocks of
+    128 values that share an exponent offset. Integers, one-dimensional arrays and those with NaN are unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
-    in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each bit more gains about 6 dB.
+    in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
     """
     wanted: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
     chosen = {name: value for name, value in wanted.items() if value is not None}
     if len(chosen) > 1:
         raise click.UsageError("--format, --min-sqnr, --bits and --policy exclude each other; pass one of them")
     if error is not None and bits is None:
-        raise click.UsageError("--error says what --bits minimizes; pass --bits too")
+        raise click.UsageError("--error selects the error that --bits minimizes; pass --bits too")
     options: dict[str, Any] = {k: v for k, v in (("error", error), ("axis", axis)) if v is not None}
     if block is not None:
         options["block"] = None if block == "none" else int(block)
@@ -144,8 +144,8 @@ def quantize(
 def report(store: str, at: int | str | None, plot: str | None, as_json: bool) -> int:
     """Show the report of a quantized version.
 
-    `tstore quantize` stores what it measured in the commit that it makes. SQNR is the signal-to-quantization-noise
-    ratio in decibels: 20 dB is an error of 10%, 40 dB one of 1%.
+    `tstore quantize` stores its measurements in the commit that it creates. SQNR is the
+    signal-to-quantization-noise ratio in decibels: 20 dB is an error of 10%, 40 dB one of 1%.
     """
 
     async def work(progress: Progress) -> Document:

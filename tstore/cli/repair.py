@@ -19,31 +19,31 @@ __all__ = ["repair"]
     multiple=True,
     type=click.IntRange(1),
     metavar="N",
-    help="Void version N, whose record can't be read; may be repeated.",
+    help="Void version N, whose record is damaged; may be repeated.",
 )
 @click.option(
     "--void-readable",
     multiple=True,
     type=click.IntRange(1),
     metavar="N",
-    help="Void version N though its record reads well, as a forged one may; may be repeated.",
+    help="Void version N even if its record is readable, for example forged; may be repeated.",
 )
 @json_option
 def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as_json: bool) -> int:
     """List damaged versions, or void them.
 
-    Lists the versions whose records can't be read or name what is not there, and changes nothing. With --void N
-    the record of version N is replaced by one that changes nothing: what the version did is gone, and readers,
-    verify, gc and commits work again. Its bytes are kept as damaged/N-<checksum> in the store. Restore the record
-    from a copy instead if there is one. Works at the storage itself, not through tstore serve; a second run
-    finishes what an interrupted one began. Exits with status 1 if a damaged version is left.
+    Lists the versions whose records are damaged or name missing objects, and changes nothing. With --void N the
+    record of version N is replaced by an empty one: the changes of that version are lost, and readers, verify, gc
+    and commits work again. Its bytes are saved as damaged/N-<checksum> in the store. If you have a copy of the
+    record, restore it instead. Needs direct access to the storage, not through tstore serve. After an interruption
+    run it again. Exits with status 1 if a damaged version remains.
     """
 
     async def work(progress: Progress) -> Document:
-        progress.doing(f"looking at the records of {store}")
+        progress.doing(f"checking the records of {store}")
         async with await tstore.open(store, "r+" if void or void_readable else "r") as opened:
             report = await opened.repair(void, void_readable=void_readable)
-        damaged = [found._asdict() for found in report.damaged]
+        damaged = [version._asdict() for version in report.damaged]
         return {"store": opened.url, "ok": report.ok, **report._asdict(), "damaged": damaged}
 
     return run(work, show_repaired, as_json)

@@ -49,15 +49,15 @@ _log = logging.getLogger("tstore.server")
     "--token-file",
     type=path_or_url,
     metavar="FILE",
-    help="A file with a line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
-    f"Without it the environment variable {TOKENS} is used.",
+    help="A file with one line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
+    f"By default the environment variable {TOKENS} is used.",
 )
 @click.option(
     "--anonymous",
     type=click.Choice(["none", "read", "write"]),
-    help="What requests without a token may do: none by default, or write if there are no tokens.",
+    help="The scope of requests without a token: none by default, or write if there are no tokens.",
 )
-@click.option("--create", is_flag=True, help="Let clients create the store if there is none.")
+@click.option("--create", is_flag=True, help="Let clients create the store if it does not exist.")
 @click.option("--read-only", is_flag=True, help="Refuse every change, whatever the token.")
 @click.option("--tls-cert", type=path_or_url, metavar="FILE", help="The certificate (PEM), for https.")
 @click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
@@ -67,7 +67,7 @@ _log = logging.getLogger("tstore.server")
     default=1024,
     show_default=True,
     metavar="N",
-    help="The most connections at once.",
+    help="The maximum number of concurrent connections.",
 )
 @click.option(
     "--requests",
@@ -75,10 +75,15 @@ _log = logging.getLogger("tstore.server")
     default=256,
     show_default=True,
     metavar="N",
-    help="The most requests served at once.",
+    help="The maximum number of concurrent requests.",
 )
 @click.option(
-    "--max-pack", type=click.IntRange(1), default=65536, show_default=True, metavar="MB", help="The largest file."
+    "--max-pack",
+    type=click.IntRange(1),
+    default=65536,
+    show_default=True,
+    metavar="MB",
+    help="The maximum size of an object.",
 )
 @click.option(
     "--drain",
@@ -86,7 +91,7 @@ _log = logging.getLogger("tstore.server")
     default=30,
     show_default=True,
     metavar="S",
-    help="How many seconds to wait for writes at shutdown.",
+    help="The time to wait for writes at shutdown, in seconds.",
 )
 @click.option(
     "--min-rate",
@@ -94,21 +99,21 @@ _log = logging.getLogger("tstore.server")
     default=8,
     show_default=True,
     metavar="KB",
-    help="The average rate, in KB a second, below which an upload or download is ended after three minutes. "
-    "Clients of tstore demand 8 KB themselves.",
+    help="The average rate, in KB per second, below which an upload or download is aborted after three minutes. "
+    "tstore's clients require 8 KB themselves.",
 )
 @click.option(
     "--hostname",
     multiple=True,
     metavar="NAME",
-    help="A name of this server, such as a proxy's. Requests without a token must use one, or an address.",
+    help="A host name of this server or its proxy. Requests without a token must use one, or an IP address.",
 )
 @click.option(
     "--names",
     type=click.Choice(["layout", "any"]),
     default="layout",
     show_default=True,
-    help="Which file names are served: those of a store, or any.",
+    help="Which object names are served: those of a store, or any.",
 )
 @json_option
 def serve(
@@ -132,8 +137,8 @@ def serve(
 ) -> int:
     """Serve a store over HTTP.
 
-    Prints a URL that any tstore can open, and serves it until SIGTERM or Ctrl-C. Logs each request as a line of
-    JSON on standard error. Removing data, as gc does, needs a token of scope admin.
+    Prints a URL that any tstore client can open, and serves it until SIGTERM or Ctrl-C. Logs each request as a
+    line of JSON on standard error. Deleting data, as gc does, needs a token with scope admin.
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
@@ -160,35 +165,35 @@ def serve(
         with _signals(ended):
             async with server:
                 if token_file is not None:
-                    again = functools.partial(_read_again, server, token_file, anonymous)
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, again)
+                    reload = functools.partial(_reload_tokens, server, token_file, anonymous)
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
                 if as_json:
                     print(json.dumps({"store": server.store, "url": server.url}), flush=True)
                 else:
                     print(f"serving {server.store} at {server.url}", flush=True)
                 await ended.wait()
 
-    from tstore.server import written
+    from tstore.server import logging_to
 
-    with written(_STDERR):
+    with logging_to(_STDERR):
         return run(work, lambda document: None, as_json)
 
 
 async def _check_store(store: str) -> None:
-    """Raise `NotAStore` if there is none: a mistyped path must not become an empty store that all jobs save to."""
+    """Raise `NotAStore` if there is none: a mistyped path must not create an empty store that all jobs save to."""
     try:
         async with await tstore.open(store, "r"):
             return
     except NotAStore as error:
-        raise NotAStore(f"{error}, or pass --create to let clients create one there") from None
+        raise NotAStore(f"{error}, or pass --create to let clients create one") from None
 
 
 def _allow_files(count: int) -> None:
-    """Raise the limit of open files of this process as far as that is permitted."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if most == resource.RLIM_INFINITY else min(count, most)
-    if now != resource.RLIM_INFINITY and wanted > now:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    """Raise this process's limit of open files to `count`, as far as permitted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _access(token_file: str | None, anonymous: str | None) -> Access | None:
@@ -196,12 +201,12 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
 
     if token_file is not None:
         return Access.read(token_file, anonymous or "none")
-    if TOKENS in os.environ:  # an empty one too: a secret that did not arrive must not let everybody write
+    if TOKENS in os.environ:  # even if empty: a secret that was not delivered must not let everybody write
         return Access.parse(os.environ[TOKENS], f"the variable {TOKENS}", anonymous or "none")
     return None if anonymous is None else Access(anonymous=anonymous)
 
 
-def _read_again(server: Server, token_file: str, anonymous: str | None) -> None:
+def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> None:
     """Reload the token file; keep the current tokens if it cannot be read."""
     from tstore.server import Access
 
@@ -210,13 +215,13 @@ def _read_again(server: Server, token_file: str, anonymous: str | None) -> None:
     except TStoreError as error:
         _log.warning("the current tokens are kept: %s", error)
     else:
-        server.admit(access)
+        server.set_access(access)
         _log.info("the tokens were reloaded; there are now %d", access.tokens)
 
 
 @contextlib.contextmanager
 def _signals(ended: asyncio.Event) -> Iterator[None]:
-    """Have the first SIGTERM or Ctrl-C end the server gracefully, and a second one at once."""
+    """Shut the server down gracefully on the first SIGTERM or Ctrl-C, and at once on the second."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""The documents that `--json` prints, shown to people as sentences and tables: a function for each command."""
+"""The readable form of each command's JSON document: sentences and tables, one function per command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 Document = Mapping[str, Any]
 
 _VOIDED_AT_ONCE = 20
-_PATH = Column("path", room=40)
+_PATH = Column("path", min_width=40)
 
 
 def show_log(log: Document) -> None:
@@ -39,10 +39,10 @@ def show_log(log: Document) -> None:
     columns = [
         Column("version", right=True),
         Column("base", right=True, rank=1),
-        Column("tag", room=16),
+        Column("tag", min_width=16),
         Column("time"),
         Column("added", right=True, rank=2),
-        Column("message", room=16),
+        Column("message", min_width=16),
     ]
     rows = [
         [
@@ -55,7 +55,7 @@ def show_log(log: Document) -> None:
         ]
         for c in log["commits"]
     ]
-    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # no transaction ran beside another
+    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # no concurrent transactions: bases are obvious
         del columns[1]
         for row in rows:
             del row[1]
@@ -70,20 +70,20 @@ def show_diff(diff: Document) -> None:
     rows = []
     for a in diff["arrays"]:
         before, after = a["before"], a["after"]
-        what = a["change"]
-        if what == "changed":
-            what = ", ".join(_changed(field, before, after) for field in a["fields"]) or "values"
+        change = a["change"]
+        if change == "changed":
+            change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
         else:
             info = before or after
-            what += f": {info['dtype']} {_shape(info['shape'])}, {sized(info['stored_bytes'])}"
-        row = [a["path"], what, f"{a['chunks']:,}"]
+            change += f": {info['dtype']} {_shape(info['shape'])}, {sized(info['stored_bytes'])}"
+        row = [a["path"], change, f"{a['chunks']:,}"]
         if a["values_compared"]:
-            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _ratio(a)]
+            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
         rows.append([*row, *[""] * (5 - len(row))])
     if rows:
         columns = [
             _PATH,
-            Column("change", room=16),
+            Column("change", min_width=16),
             Column("chunks", right=True, rank=1),
             Column("max difference", right=True, rank=2),
             Column("SQNR", right=True),
@@ -116,7 +116,7 @@ def show_ls(listing: Document) -> None:
             Column("dtype", rank=2),
             Column("shape"),
             Column("chunks", rank=1),
-            Column("codec", room=8),
+            Column("codec", min_width=8),
             Column("stored", right=True),
             Column("bits/value", right=True, rank=3),
         ]
@@ -129,7 +129,7 @@ def show_ls(listing: Document) -> None:
 
 
 def show_pending(pending: Document) -> None:
-    """Print the cooperative transactions that are not committed, the hosts they lack, and their last heartbeat."""
+    """Print the uncommitted cooperative transactions with their missing hosts and last heartbeats."""
     rows = [
         [
             t["transaction"],
@@ -143,9 +143,9 @@ def show_pending(pending: Document) -> None:
     if rows:
         columns = [
             Column("transaction"),
-            Column("name", room=8, rank=1),
+            Column("name", min_width=8, rank=1),
             Column("delivered"),
-            Column("missing hosts", room=13),
+            Column("missing hosts", min_width=13),
             Column("last heartbeat", rank=2),
         ]
         print_table(columns, rows)
@@ -153,52 +153,52 @@ def show_pending(pending: Document) -> None:
 
 
 def show_finished(finished: Document) -> None:
-    """Print the version that a transaction became."""
+    """Print the version of a finished transaction."""
     print(plain(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
 
 
 def show_repaired(document: Document) -> None:
-    """Show what `tstore repair` found and did."""
-    for found in document["damaged"]:
-        state = "voided" if found["version"] in document["voided"] else "damaged"
-        print(f"version {found['version']} ({state}): {plain(found['reason'])}")
+    """Print the damaged versions, those that were voided, and how to void the others."""
+    for damage in document["damaged"]:
+        state = "voided" if damage["version"] in document["voided"] else "damaged"
+        print(f"version {damage['version']} ({state}): {plain(damage['reason'])}")
     for key in document["kept"]:
-        print(f"kept: {key}")
-    left = [found for found in document["damaged"] if found["version"] not in document["voided"]]
+        print(f"saved the replaced record as {key}")
+    left = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
     if document["voided"]:
         numbers = ", ".join(map(str, document["voided"]))
-        print(f"voided {numbers}; version {document['version']} tells of it")
+        print(f"voided {numbers}; recorded as version {document['version']}")
     if left:
-        options = " ".join(f"--void{'-readable' * f['readable']} {f['version']}" for f in left[:_VOIDED_AT_ONCE])
+        options = " ".join(f"--void{'-readable' * d['readable']} {d['version']}" for d in left[:_VOIDED_AT_ONCE])
         more = " ..." if len(left) > _VOIDED_AT_ONCE else ""
-        print("restore what is missing or damaged from a copy, or void these versions and lose what they did:")
+        print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
         print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
     elif not document["voided"]:
-        print("every record can be read, and what the living versions name is there")
+        print("no damaged version: every record is readable, and all objects of living versions exist")
 
 
 def show_verified(report: Document) -> None:
-    """Print each fault, the files that are not tstore's, and the totals."""
+    """Print each fault, the files that do not belong to the store, and the totals."""
     for fault in report["faults"]:
         print(plain(" ".join(fault.split())))
     if report["foreign"]:
         names = shortened(report["foreign"], 5)
-        print(plain(f"{report['store']} holds files that are not tstore's, which nothing reads: {names}"))
+        print(plain(f"{report['store']} contains files that do not belong to the store: {names}"))
     counts = ", ".join(counted(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
-    checked = f"{counts}, {sized(report['bytes'])} read and checked"
+    checked = f"{counts}, {sized(report['bytes'])} read and verified"
     verdict = "is intact" if report["ok"] else f"has {counted(len(report['faults']), 'fault')}"
     print(plain(f"{report['store']} {verdict}: {checked}"))
 
 
 def show_collected(report: Document) -> None:
-    """Print what was removed, or would be."""
+    """Print what was removed, or what would be."""
     remove = "would remove" if report["dry_run"] else "removed"
     if report["versions"]:
         noun = "version" if len(report["versions"]) == 1 else "versions"
         tags = f" (tags: {shortened(report['tags'])})" if report["tags"] else ""
         print(plain(f"{remove} {noun} {shortened(ranges(sorted(report['versions'])), 20)}{tags}"))
     if report["abandoned"]:
-        print(plain(f"{remove} what abandoned transactions left: {shortened(report['abandoned'])}"))
+        print(plain(f"{remove} the data of abandoned transactions: {shortened(report['abandoned'])}"))
     by = "" if report["version"] is None else f"; recorded as version {report['version']}"
     versions, objects = counted(len(report["versions"]), "version"), counted(report["objects"], "object")
     print(plain(f"{report['store']}: {remove} {versions}, {objects}, {sized(report['bytes'])}{by}"))
@@ -209,49 +209,49 @@ def show_copied(report: Document) -> None:
     if not report["commits"] and not report["objects"]:
         print(plain(f"{report['destination']} is at version {report['version']} already: nothing to copy"))
         return
-    present = f"; {counted(report['present'], 'object')} already there" if report["present"] else ""
+    present = f"; {counted(report['present'], 'object')} already present" if report["present"] else ""
     counts = f"{counted(report['commits'], 'commit')}, {counted(report['objects'], 'object')}"
     print(
         plain(
-            f"{report['destination']} is at version {report['version']}: copied and checked {counts}, "
+            f"{report['destination']} is at version {report['version']}: copied and verified {counts}, "
             f"{sized(report['bytes'])}{present}"
         )
     )
 
 
 def show_probed(report: Document) -> None:
-    """Print each promise with its outcome, and whether a store can be written there."""
+    """Print each promise with its outcome, and whether the storage is suitable for a store."""
     rows = [[c["outcome"], c["promise"], c["detail"]] for c in report["checks"]]
-    print_table([Column("outcome"), Column("promise", room=24), Column("detail", room=24)], rows)
+    print_table([Column("outcome"), Column("promise", min_width=24), Column("detail", min_width=24)], rows)
     verdict = "no fault found" if report["writable"] else "it can be read but not written"
     if report["unknown"]:
-        verdict = f"unknown: {report['unknown']}; make room there, or wait until it answers, and probe again"
+        verdict = f"unknown: {report['unknown']}; free space or wait until the storage responds, and probe again"
     if report["fails"]:
-        verdict = f"broken promises: {report['fails']}; do not write a store here"
+        verdict = f"broken promises: {report['fails']}; do not use it for a store"
     print(plain(f"{report['url']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
 
 
 def show_benched(report: Document) -> None:
-    """Print what was measured, and whether all of it was read back."""
+    """Print the measurements, and whether all data was read back."""
     rows = []
-    for what in ("save", "restore"):
-        seconds = report[f"{what}_seconds"]
+    for operation in ("save", "restore"):
+        seconds = report[f"{operation}_seconds"]
         median = statistics.median(seconds)
         rate = f"{sized(report['bytes'] / median)}/s"
         spread = f"; {min(seconds):.3g} to {max(seconds):.3g} s" if len(seconds) > 1 else ""
-        rows.append([f"{what} of one checkpoint", f"{median:.3g} s", f"{rate}{spread}"])
+        rows.append([f"{operation} of one checkpoint", f"{median:.3g} s", f"{rate}{spread}"])
     each, slow = (f"{1e3 * report[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
     retries = report["retries"] / max(1, report["commits"])
     spread = f"median {each}, 99th percentile {slow}, {retries:.2f} retries each"
     rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", spread])
     title = f"{counted(report['hosts'], 'host')} × {sized(report['bytes'] / report['hosts'])}"
-    print_table([Column(title), Column("median", right=True), Column("detail", room=24)], rows)
+    print_table([Column(title), Column("median", right=True), Column("detail", min_width=24)], rows)
     lost, differing = counted(report["lost"], "acknowledged commit"), counted(report["differing"], "array")
     verdict = f"{lost} lost, {differing} restored with other values"
     if report["ok"]:
         verdict = f"{counted(report['commits'], 'acknowledged commit')} and every checkpoint were read back"
-    rest = "" if report["removed"] else "; the store could not be removed: delete it there"
-    print(plain(f"{report['url']}, durability {report['durability']}: {verdict}{rest}"))
+    remains = "" if report["removed"] else "; the store could not be removed: delete it by hand"
+    print(plain(f"{report['url']}, durability {report['durability']}: {verdict}{remains}"))
 
 
 def show_imported(report: Document) -> None:
@@ -262,17 +262,17 @@ def show_imported(report: Document) -> None:
 
 
 def show_exported(report: Document) -> None:
-    """Print what was exported, and what the file cannot hold."""
+    """Print what was exported, and the leaves that the file format can't represent."""
     print(plain(f"{report['file']}: exported {_tensors(report)} of version {report['version']}"))
     if report["left_out"]:
         print(plain(f"not exported, because they are not arrays: {shortened(report['left_out'], 20)}"))
 
 
 def show_quantized(report: Document) -> None:
-    """Print a row for each array, the reasons of those that were kept, and the totals."""
+    """Print a row for each array, the reasons why some were not quantized, and the totals."""
     rows = []
     for a in report["arrays"]:
-        row = [a["path"], a["format"] or "kept", a["granularity"]]
+        row = [a["path"], a["format"] or "unchanged", a["granularity"]]
         row += [sized(a["bytes_before"]), sized(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
         if a["format"]:
             row += [_measured(a), _number(a["largest_error"]), _percent(a["clipped"])]
@@ -290,12 +290,12 @@ def show_quantized(report: Document) -> None:
     ]
     if rows:
         print_table(columns, rows)
-    kept: dict[str, list[str]] = {}
+    unchanged: dict[str, list[str]] = {}
     for a in report["arrays"]:
         if a["reason"]:
-            kept.setdefault(a["reason"], []).append(a["path"])
-    for reason, paths in kept.items():
-        print(plain(f"kept as stored ({reason}): {shortened(paths, 3)}"))
+            unchanged.setdefault(a["reason"], []).append(a["path"])
+    for reason, paths in unchanged.items():
+        print(plain(f"not quantized ({reason}): {shortened(paths, 3)}"))
     total = report["total"]
     print(
         plain(
@@ -326,7 +326,7 @@ def show_demo(report: Document) -> None:
     ]
     columns = [
         Column("version", right=True),
-        Column("tag", room=11),
+        Column("tag", min_width=11),
         Column("added", right=True),
         Column("stored", right=True, rank=1),
         Column("bits/value", right=True),
@@ -340,7 +340,7 @@ def show_demo(report: Document) -> None:
         f"restored on {restored['hosts']} hosts: {sized(restored['bytes'])} in {restored['seconds']:.2f} s, "
         f"{restored['gb_per_s']:.2f} GB/s; the whole demo took {report['seconds']:.1f} s"
     )
-    print(plain(f"\nThe store is kept in {report['store']}. Try next:"))
+    print(plain(f"\nThe store remains in {report['store']}. Try next:"))
     for command in report["try_next"]:
         print(plain(f"  {command}"))
 
@@ -354,20 +354,20 @@ def _decibel(sqnr: float | None) -> str:
 
 
 def _measured(row: Document) -> str:
-    """Return the SQNR of a row of a quantization report: JSON has no number for one without error."""
+    """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
     if row["sqnr_db"] is None:
         return "exact" if row["largest_error"] == 0 else "unknown"
     return f"{row['sqnr_db']:.1f} dB"
 
 
-def _ratio(array: Document) -> str:
+def _diff_sqnr(array: Document) -> str:
     if array["largest"] == 0:
         return "exact"
     return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
 
 
-def _changed(field: str, before: Document, after: Document) -> str:
-    """Return how one field of an array's metadata changed."""
+def _field_change(field: str, before: Document, after: Document) -> str:
+    """Describe the change of one metadata field of an array."""
     if field in ("shape", "chunks"):
         return f"{field} {_shape(before[field])} → {_shape(after[field])}"
     if field == "codecs":

@@ -1,6 +1,6 @@
-"""Text for people: safe to print, sizes and counts in words, and characters that the terminal can show.
+"""Formatting of text for terminals: escaped control characters, sizes, counts and ranges.
 
-Whatever comes from a store or a file is printed with its control characters escaped.
+Text from a store or a file is printed with its control characters escaped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "
 
 
 def adapt_streams() -> None:
-    """Have standard output and error replace every character that their encoding lacks.
+    """Make standard output and error replace characters that their encoding lacks.
 
-    A stream that the parent process closed discards what is written to it.
+    A stream closed by the parent process is replaced by one that discards its input.
     """
     codecs.register_error(_FALLBACK, _replaced)
     if sys.stdout is None:
@@ -36,8 +36,8 @@ def adapt_streams() -> None:
 def _replaced(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    lost = error.object[error.start : error.end]
-    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lost), error.end
+    missing = error.object[error.start : error.end]
+    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
 
 
 def plain(text: str) -> str:
@@ -51,18 +51,18 @@ def counted(number: int, noun: str) -> str:
 
 
 def sized(size: float) -> str:
-    """Return a number of bytes in powers of 1000."""
+    """Format a number of bytes with units of powers of 1000."""
     if size < 1000:
         return f"{size:.0f} B"
     for unit in ("kB", "MB", "GB"):
         size /= 1000
-        if size < 999.95:  # more would be rounded to 1000.0
+        if size < 999.95:  # above, rounding would show 1000.0
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} TB"
 
 
 def shortened(names: Sequence[str], most: int = 8) -> str:
-    """Return the names joined by commas, with a count in place of those after the first `most`."""
+    """Join names by commas, with a count in place of those after the first `most`."""
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most:,} more"

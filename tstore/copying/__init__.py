@@ -1,8 +1,8 @@
 """Copying a store between any two backends.
 
-1. `inventory`: what versions are made of, and how each block of a pack is checked.
-2. `source_records`: the records that a copy creates, of one history.
-3. `destination`: what is at the destination already, and how objects are created and replaced there.
-4. `transfer`: packs on their way, checked before they are written.
-5. `copy`: the protocol: what is moved, and in which order it appears.
+1. `inventory`: the manifests and packs that versions need, and the checksum of each block.
+2. `source_records`: the commit records to create, from one unchanged history of the source.
+3. `destination`: the state of the destination, and the objects created and replaced there.
+4. `transfer`: the transfer of packs, which checks every piece before it is written.
+5. `copy`: the protocol: which objects are copied, and the order in which they appear.
 """

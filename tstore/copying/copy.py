@@ -1,39 +1,41 @@
-"""Copying a store between any two backends: what was committed, unchanged, under the same names.
+"""Copying a store between any two backends: the committed objects, unchanged, under the same names.
 
-1. Fix a version: the newest of the source, or the one that was asked for. What is committed later is not copied.
-2. Look at the destination. It is empty; or it has the beginning of such a copy, objects of this store's
-   transactions and no marker; or it is this store, at a version of the same history. Anything else is refused.
-3. Take the inventory of what the versions that live are made of: those that live in the newer one of the two.
-4. Move the packs, then the manifests, that are not there. Each appears whole or not at all, once every checksum
-   that covers it was found right on the way (`shipment`). An object whose size is not the source's is read; where
-   it is damaged it is deleted, but not before its replacement has been read and checked.
-5. Create the records strictly in order, each only if absent. One that is there already must have the same bytes;
-   otherwise the destination has commits of its own, and the copy ends with nothing created behind it.
-6. Create the roots, whose records are there by now. One that the destination refuses, as a server does that can't
-   make the same of its own records, is left out: it only saves time.
-7. Where there was no store, create the marker.
+1. Fix a version: the newest of the source, or the one requested. Later commits are not copied.
+2. Check the destination. It must be empty; or hold the beginning of such a copy (objects of this store's
+   transactions, and no marker); or be this store, at a version of the same history. Anything else is refused.
+3. Take the inventory of the objects that living versions need; living as of the newer of the two stores.
+4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
+   checksum that covers it has been verified on the way (`transfer`). An existing object with another size than the
+   source's is read; if damaged it is deleted, but not before its replacement has been read and checked.
+5. Create the records strictly in order, each only if absent. An existing record must have the same bytes;
+   otherwise the two stores have diverged, and the copy ends without creating any later record.
+6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
+   derive the same one from its own records, it is omitted: it only saves time.
+7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
 
-What a death between any two of these objects leaves, until the copy is repeated and moves what is missing:
+The state of the destination after a copy was killed in one of these steps, until the copy is repeated:
 
-    4      objects that no record refers to; where a damaged one was just deleted, none in its place
-    5      of a new copy: no marker, so no store. Of an older one: a store at an older version of this history. If
-           that is committed to it has commits of its own, and no copy goes on with it
+    step   state
+    4      objects that no record refers to; after the deletion of a damaged object, none in its place
+    5      if new: no marker, so no store. Otherwise: a store at an older version of this history. A commit to it
+           makes the two diverge, and no copy can continue it
     6, 8   the whole copy; opening it takes more reads
     7      no store
 
-A gc of the source has deleted the data of the versions that it expired, so it can't be copied. Where a copy goes
-on from a version below such a gc, the newest version of the destination may be one without data until the record
-of the gc is there: reading it fails with `NotFound`, and works again a moment later. A copy that dies in that
-moment must be repeated before its destination is used; the versions from before can be read by their numbers.
+Versions expired by a garbage collection of the source have no data to copy. If a copy continues from a version
+below such a collection, the newest version of the destination may be one without data until the record of the
+collection is created: reading it fails with `NotFound` until then. A copy killed in that interval must be repeated
+before its destination is used; the earlier versions remain readable by number.
 
-If a gc deletes in the source what is still to be copied, the copy goes on with the newest version instead.
+If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
+version.
 
-A copy is the same store as its source, with its uuid and version numbers, as after `cp -r`. Where both are written
-to, they go apart, and copying from one to the other is refused; a destination that only went on has all that the
-source has. A copy of one version alone (`at`) has the log up
-to it and its data, and behind it the commit of a gc by which all other versions have expired. So it is a store of
-its own: its uuid is made of the source's and the version.
+A copy is the same store as its source, with the same uuid and version numbers, as after `cp -r`. If both are
+written to, they diverge, and copying from one to the other is refused; if only the destination is written to, it
+has everything that the source has. A copy of one version alone (`at`) has the log up to it and its data, followed
+by the commit of a garbage collection that expires all other versions. So it is a separate store, with a uuid
+derived from the source's and the version.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from tstore.copying.destination import Destination
-from tstore.copying.inventory import Inventory, living_as_of, of_all, of_one, place
+from tstore.copying.inventory import Inventory, living_as_of, locate, take_inventory, take_version_inventory
 from tstore.copying.source_records import SourceRecords
-from tstore.copying.transfer import DamagedPack, Shipment, is_sound
+from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_key
@@ -72,14 +74,14 @@ __all__ = ["CopyReport", "copy", "copy_to"]
 
 At = int | str | datetime.datetime | None
 
-_IN_MEMORY = 64 << 20
+_BATCH_BYTES = 64 << 20
 
 
 class CopyReport(NamedTuple):
-    """What a copy did.
+    """The result of a copy.
 
-    `version` is the newest of the destination, `commits` how many were created there. `objects` and `bytes` count
-    what was moved, `present` the packs and manifests that were there already.
+    `version` is the newest version of the destination; `commits`, `objects` and `bytes` count what was created
+    there. `present` counts the packs and manifests that the destination had already.
     """
 
     version: int
@@ -101,7 +103,7 @@ async def copy(
 
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
     of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
-    Raises `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
+    Raise `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
     commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
     `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`.
     """
@@ -118,13 +120,12 @@ async def copy(
 async def copy_to(
     store: Store, target: Storage, at: At = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CopyReport:
-    """The same as `copy`, to a backend."""
+    """Copy an open store to a backend, as `copy` does."""
     if target.url == store.url:
         raise InvalidArgument(f"{store.url} can't be copied to itself; choose another destination")
     while True:
-        source = Store(
-            uncached(store.log.backend), store.uuid, "r"
-        )  # which has read nothing of an earlier history
+        # a fresh Store: `store` may have cached records of an earlier history
+        source = Store(uncached(store.log.backend), store.uuid, "r")
         log = source.log.reader
         marker = await read_marker(log.backend)
         if marker is None:
@@ -140,39 +141,39 @@ async def copy_to(
             return await _copy_all(log, newest, Destination(target, marker), progress)
         except (NotFound, Corrupt):
             if await named_collection(log, await log.newest()) == await named_collection(log, newest):
-                raise  # else a gc deleted meanwhile what was looked for
+                raise  # otherwise a concurrent garbage collection deleted it
 
 
 async def _copy_all(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.backend, version)
-    known = await destination.newest(records)
-    ahead = known is not None and known > version
+    existing = await destination.newest(records)
+    ahead = existing is not None and existing > version
     alive = await (
-        living_as_of(LogReader(destination.backend), known or 0) if ahead else living_as_of(log, version)
+        living_as_of(LogReader(destination.backend), existing or 0) if ahead else living_as_of(log, version)
     )
-    inventory = await records.explaining(of_all(log, version, alive))
-    return await _Copy(log, records, destination, inventory, known, progress).make()
+    inventory = await records.guard(take_inventory(log, version, alive))
+    return await _Copy(log, records, destination, inventory, existing, progress).run()
 
 
 async def _copy_one(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.backend, version)
-    inventory = await records.explaining(of_one(log, version))
+    inventory = await records.guard(take_version_inventory(log, version))
     last = await _expiry_of_others(log, inventory, destination.uuid)
     records = records if last is None else records.followed_by(last)
-    known = await destination.newest(records)
-    if known is not None and known > records.newest:
-        alive = await living_as_of(LogReader(destination.backend), known)
+    existing = await destination.newest(records)
+    if existing is not None and existing > records.newest:
+        alive = await living_as_of(LogReader(destination.backend), existing)
         if not all(v in alive for v in inventory.versions):
             inventory = Inventory(version, (), {}, {})
-    return await _Copy(log, records, destination, inventory, known, progress).make()
+    return await _Copy(log, records, destination, inventory, existing, progress).run()
 
 
 async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUID) -> Record | None:
-    """The record of a gc that leaves one version; None where no other lives."""
+    """Return the record of a garbage collection that leaves one version; None if no other is living."""
     base = inventory.base
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
@@ -186,7 +187,7 @@ async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUI
         f"copy-{name.hex}",
         base,
         (await log.record(base)).time,
-        f"copied version {entry.version} alone; {len(expired)} others stayed behind",
+        f"copied version {entry.version} alone, without {len(expired)} others",
         collected=last,
         collection=Collection(
             (replace(entry, replaces=True, holds=tuple(sorted(others))),),
@@ -199,7 +200,7 @@ async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUI
 
 
 class _Copy:
-    """One copy of one inventory to a destination that is at the version `known`, None for no store."""
+    """One copy of an inventory to a destination; `existing` is its newest version, None if it is not a store."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class _Copy:
         records: SourceRecords,
         destination: Destination,
         inventory: Inventory,
-        known: int | None,
+        existing: int | None,
         progress: Callable[[int, int], None],
     ) -> None:
         self._log = log
@@ -216,28 +217,28 @@ class _Copy:
         self._destination = destination
         self._target = destination.backend
         self._inventory = inventory
-        self._known = known
+        self._existing = existing
         self._progress = progress
         self._present = self._commits = 0
 
-    async def make(self) -> CopyReport:
-        """Make the copy, by the steps at the top of this file."""
-        begun = await self._begun() if self._known is None else None
-        await self._records.explaining(self._move_packs(begun))
-        await self._records.explaining(self._move_manifests(begun))
-        if self._present and self._known is not None:
-            await self._target.sync()  # another copy may have died before what it made there was durable
+    async def run(self) -> CopyReport:
+        """Copy, by the steps at the top of this file."""
+        partial = await self._partial_copy() if self._existing is None else None
+        await self._records.guard(self._copy_packs(partial))
+        await self._records.guard(self._copy_manifests(partial))
+        if self._present and self._existing is not None:
+            await self._target.sync()  # a copy killed earlier may have left objects that are not durable
         await self._create_records()
         await self._create_roots()
-        newest = max(self._records.newest, self._known or 0)
-        if self._known is None:
+        newest = max(self._records.newest, self._existing or 0)
+        if self._existing is None:
             await self._destination.create_marker()
-        if self._known is None or self._commits:
+        if self._existing is None or self._commits:
             await self._target.hint(HINT, str(newest).encode())
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
-    async def _begun(self) -> set[str]:
-        """The keys that an earlier copy has left in the destination, which is no store yet; `AlreadyExists`."""
+    async def _partial_copy(self) -> set[str]:
+        """Return the keys that an earlier copy left in the destination; raise `AlreadyExists` if it has others."""
         if await self._target.empty():
             return set()
         keys = set(await self._target.list(""))
@@ -250,117 +251,116 @@ class _Copy:
         foreign = sorted(k for k in keys if k not in own and not (k[:4] == "txn/" and k.split("/")[1] in owners))
         if foreign:
             raise AlreadyExists(
-                f"{self._target.url} holds other things than the beginning of a copy of {self._source.url}, as "
+                f"{self._target.url} is not empty and not the beginning of a copy of {self._source.url}: it has "
                 f"{foreign[0]}; choose an empty destination"
             )
         return keys
 
-    async def _there(self, keys: Iterable[str], begun: set[str] | None) -> Mapping[str, int]:
-        """The sizes of those objects that are at the destination."""
-        return await self._destination.sizes([key for key in keys if begun is None or key in begun])
+    async def _sizes(self, keys: Iterable[str], partial: set[str] | None) -> Mapping[str, int]:
+        """Return the sizes of the keys that exist at the destination."""
+        return await self._destination.sizes([key for key in keys if partial is None or key in partial])
 
-    async def _move_packs(self, begun: set[str] | None) -> None:
+    async def _copy_packs(self, partial: set[str] | None) -> None:
         packs = self._inventory.packs
         sizes: dict[str, int] = {}
         for key, size in zip(packs, await together(self._source.size, packs), strict=True):
             end = packs[key].end
             if size is None or size < end:
-                lost = "is gone" if size is None else f"is cut short: it has {size} bytes, expected {end}"
+                actual = "is missing" if size is None else f"is truncated to {size} bytes, expected {end}"
                 raise Corrupt(
-                    f"{await self._place(key, end - 1)}: its pack {key} {lost}; restore the file from a copy"
+                    f"{await self._locate(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
                 )
             sizes[key] = size
-        there = await self._there(packs, begun)
-        doubtful = [key for key, size in there.items() if size != sizes[key]]
-        damaged = {k for k in doubtful if not await is_sound(self._target, k, there[k], packs[k])}
-        missing = [key for key in packs if key not in there or key in damaged]
+        present = await self._sizes(packs, partial)
+        suspect = [key for key, size in present.items() if size != sizes[key]]
+        damaged = {k for k in suspect if not await is_intact(self._target, k, present[k], packs[k])}
+        missing = [key for key in packs if key not in present or key in damaged]
         self._present += len(packs) - len(missing)
         if damaged:
             await self._check_common_records()
         total = sum(sizes[key] for key in missing)
-        shipment = Shipment(self._source, self._destination, damaged, total, self._progress)
+        transfer = PackTransfer(self._source, self._destination, damaged, total, self._progress)
         try:
-            moved = await shipment.move([(key, sizes[key], packs[key]) for key in missing])
+            created = await transfer.run([(key, sizes[key], packs[key]) for key in missing])
         except DamagedPack as error:
             raise Corrupt(
-                f"{await self._place(error.key, error.offset)}: checksum mismatch in {error.key} at byte "
+                f"{await self._locate(error.key, error.offset)}: checksum mismatch in {error.key} at byte "
                 f"{error.offset}; the bytes have changed since they were committed: restore the file from a copy"
             ) from error
-        self._destination.objects += len(moved)
-        self._destination.bytes += sum(sizes[key] for key in moved)
+        self._destination.objects += len(created)
+        self._destination.bytes += sum(sizes[key] for key in created)
 
-    async def _place(self, pack: str, offset: int) -> str:
-        return f"{self._source.url}: {await place(self._log, self._inventory, pack, offset)}"
+    async def _locate(self, pack: str, offset: int) -> str:
+        return f"{self._source.url}: {await locate(self._log, self._inventory, pack, offset)}"
 
-    async def _move_manifests(self, begun: set[str] | None) -> None:
+    async def _copy_manifests(self, partial: set[str] | None) -> None:
         manifests = self._inventory.manifests
-        there = await self._there(manifests, begun)
-        missing = [key for key, ref in manifests.items() if there.get(key) != ref.length]
+        present = await self._sizes(manifests, partial)
+        missing = [key for key, ref in manifests.items() if present.get(key) != ref.length]
         self._present += len(manifests) - len(missing)
-        if any(key in there for key in missing):
+        if any(key in present for key in missing):
             await self._check_common_records()
 
-        async def move(key: str) -> None:
+        async def copy_manifest(key: str) -> None:
             data = await self._source.get(key, manifests[key].length)
             if reference(key, data) != manifests[key]:
                 raise Corrupt(
-                    f"{self._source.url}: {key} is not the object that was committed: expected "
-                    f"{manifests[key].length} bytes, found {len(data)}, or another checksum; restore it from "
-                    "another copy"
+                    f"{self._source.url}: {key} is not the object that was committed: it has {len(data)} bytes, "
+                    f"expected {manifests[key].length}, or another checksum; restore it from another copy"
                 )
-            if key in there:
+            if key in present:
                 await self._destination.remove_damaged(key)
             await self._destination.create(key, data)
 
-        for keys in _by_size(missing, manifests):
-            await together(move, keys)
+        for keys in _batched_by_size(missing, manifests):
+            await together(copy_manifest, keys)
 
     async def _check_common_records(self) -> None:
-        """Raise `Conflict` unless the destination has all records of the source, up to the newest that both have.
+        """Raise `Conflict` unless both stores have the same records, up to the newest version that both have.
 
-        What the source's records say of an object at the destination counts only where that has the same ones.
+        Only then do the checksums in the source's records apply to objects at the destination.
         """
-        for versions in batched(range(1, min(self._known or 0, self._records.newest) + 1)):
+        for versions in batched(range(1, min(self._existing or 0, self._records.newest) + 1)):
             await self._destination.check_same(self._records, versions)
 
     async def _create_records(self) -> None:
-        versions = range((self._known or 0) + 1, self._records.newest + 1)
-        # nobody reads a new copy before its marker is there: all of it is made durable at once, before that
-        durability = Durability.NONE if self._known is None else Durability.FSYNC
+        versions = range((self._existing or 0) + 1, self._records.newest + 1)
+        # a new copy can't be opened before its marker exists, so one flush before that makes all of it durable
+        durability = Durability.NONE if self._existing is None else Durability.FSYNC
         async with contextlib.aclosing(self._records.in_order(versions)) as records:
             async for version, data in records:
                 self._commits += await self._destination.create_record(self._records, version, data, durability)
-        if self._known is None:
+        if self._existing is None:
             await self._target.sync()
         elif self._commits < len(versions):
-            await self._target.flush("commits", Durability.FSYNC)  # who created the others may have died before
+            await self._target.flush("commits", Durability.FSYNC)  # a killed copy may have created the others
 
     async def _create_roots(self) -> None:
-        """Create the roots that the destination lacks; their loss costs nothing but time."""
-        base, known = self._inventory.base, self._known or 0
+        """Create the roots that the destination lacks; they only save time."""
+        base, existing = self._inventory.base, self._existing or 0
         last = base - base % ROOT_EVERY
-        first = known - known % ROOT_EVERY
+        first = existing - existing % ROOT_EVERY
         if self._records.newest > base:
-            first = max(0, last - ROOT_EVERY)  # one version alone is read from the last one
-        elif known > base:
-            return  # its own gcs may have removed them
+            first = max(0, last - ROOT_EVERY)  # a single version needs only the last root
+        elif existing > base:
+            return  # the destination's own garbage collections may have deleted them
         else:
             while first > 0 and await self._lacks_root(first):
                 first -= ROOT_EVERY
         for versions in batched(range(first + ROOT_EVERY, last + 1, ROOT_EVERY)):
-            for version in versions:  # one at a time: each may be long
+            for version in versions:  # one at a time: each may be large
                 if (data := await self._root(version)) is not None:
                     await self._records.check_unchanged()
-                    with contextlib.suppress(InvalidArgument):  # a server takes none that it does not make itself
+                    with contextlib.suppress(InvalidArgument):  # a server refuses a root it can't derive itself
                         await self._destination.create(root_key(version), data)
 
     async def _lacks_root(self, version: int) -> bool:
-        """Whether the destination, where an earlier copy may have died, lacks a root that the source has."""
-        there, source = await together(lambda b: b.size(root_key(version)), [self._target, self._source])
-        return there is None and source is not None
+        """Whether the destination lacks a root that the source has, as after a killed copy."""
+        target, source = await together(lambda b: b.size(root_key(version)), [self._target, self._source])
+        return target is None and source is not None
 
     async def _root(self, version: int) -> bytes | None:
-        """The root of a version as this tstore makes it: an older one had its parts in another order."""
+        """Return the source's root of a version, re-encoded: older releases wrote its parts in another order."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
             return await run(lambda: encode(Tree.of(root).root(root.record)))
@@ -368,11 +368,11 @@ class _Copy:
             return None
 
 
-def _by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
-    """The keys in lists of manifests that may be in memory together; a long one is alone."""
+def _batched_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
+    """Group keys into batches of manifests that may be in memory together; a large manifest is alone."""
     batch, size = list[str](), 0
     for key in keys:
-        if batch and size + manifests[key].length > _IN_MEMORY:
+        if batch and size + manifests[key].length > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
         batch.append(key)

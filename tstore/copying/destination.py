@@ -1,4 +1,4 @@
-"""The place that a copy is made in: what is there already, and how objects are created and replaced in it."""
+"""The destination of a copy: its state, and the objects created and replaced in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Destination"]
 
 
 class Destination:
-    """A backend that becomes, or already is, the store of `marker`; counts what was created there."""
+    """A backend that is, or is to be, the store of `marker`; counts the objects and bytes created."""
 
     def __init__(self, backend: Storage, marker: Marker) -> None:
         self.backend = backend
@@ -28,16 +28,16 @@ class Destination:
 
     @property
     def uuid(self) -> UUID:
-        """The identity of the store that it becomes."""
+        """The identity of the store."""
         return self._marker.uuid
 
     async def newest(self, records: SourceRecords) -> int | None:
-        """Return its newest version, None where it is no store yet.
+        """Return the newest version of the destination, None if it is not a store yet.
 
-        Raises `AlreadyExists` where it is another store, `Conflict` where its records are not those of the source.
+        Raise `AlreadyExists` if it is another store, `Conflict` if its records differ from the source's.
         """
         marker = await read_marker(self.backend)
-        if not self.backend.capabilities.conditional_create:  # known by the first answer
+        if not self.backend.capabilities.conditional_create:  # known after the first response
             await prove(self.backend)
         if marker is None:
             return None
@@ -45,26 +45,17 @@ class Destination:
         newest = await LogReader(self.backend).newest()
         common = min(newest, records.newest)
         if common and not await self._agrees(records, common):
-            raise self.apart(records, await self._first_difference(records, common))
+            raise self._diverged(records, await self._first_difference(records, common))
         return newest
 
     async def check_same(self, records: SourceRecords, versions: Sequence[int]) -> None:
-        """Raise `Conflict` where the destination has another record of one of these versions than the source."""
+        """Raise `Conflict` if the records of these versions differ between source and destination."""
         agree = await together(lambda version: self._agrees(records, version), versions)
         if not all(agree):
-            raise self.apart(records, versions[agree.index(False)])
-
-    def apart(self, records: SourceRecords, version: int) -> Conflict:
-        """The error for a destination whose version is not that of the source."""
-        return Conflict(
-            f"{self.backend.url} has commits of its own: from version {version} on they are not those of "
-            f"{records.backend.url}, though both were one store, and nothing was created behind them; copy to an "
-            "empty destination",
-            [],
-        )
+            raise self._diverged(records, versions[agree.index(False)])
 
     async def create(self, key: str, data: bytes, durability: Durability = Durability.FSYNC) -> bool:
-        """Create an object; whether it was made here and now, and not there already."""
+        """Create an object unless it exists; return whether this call created it."""
         try:
             await self.backend.create(key, data, durability)
         except AlreadyExists:
@@ -76,22 +67,25 @@ class Destination:
     async def create_record(
         self, records: SourceRecords, version: int, data: bytes, durability: Durability
     ) -> bool:
-        """Create a record; whether it was made here and now. `Conflict` where the version is another."""
+        """Create a record unless it exists; return whether this call created it.
+
+        Raise `Conflict` if the version exists with another record.
+        """
         if await self.create(commit_key(version), data, durability):
             return True
         if await self.backend.get(commit_key(version)) != data:
-            raise self.apart(records, version)
+            raise self._diverged(records, version)
         return False
 
     async def create_marker(self) -> None:
-        """Make it a store; `AlreadyExists` where another copy has just made it another store."""
+        """Create the marker, which makes it a store; raise `AlreadyExists` if it is another store by now."""
         if not await self.create(MARKER, self._marker.encode()):
             marker = await read_marker(self.backend)
             if marker is not None:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
-        """Delete an object that is known to be damaged and whose replacement is at hand."""
+        """Delete a damaged object whose replacement has been read and checked."""
         try:
             await self.backend.delete(key)
         except Denied as error:
@@ -101,9 +95,16 @@ class Destination:
             ) from error
 
     async def sizes(self, keys: list[str]) -> Mapping[str, int]:
-        """The sizes of those objects that are there."""
-        found = zip(keys, await together(self.backend.size, keys), strict=True)
-        return {key: size for key, size in found if size is not None}
+        """Return the sizes of the keys that exist."""
+        sizes = zip(keys, await together(self.backend.size, keys), strict=True)
+        return {key: size for key, size in sizes if size is not None}
+
+    def _diverged(self, records: SourceRecords, version: int) -> Conflict:
+        return Conflict(
+            f"{self.backend.url} and {records.backend.url} have diverged: their commits differ from version "
+            f"{version} on, so nothing later was created; copy to an empty destination",
+            [],
+        )
 
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
@@ -116,7 +117,7 @@ class Destination:
         return await self.backend.get(commit_key(version)) == await records.read(version)
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
-        """The first version in which the two differ, of those up to one in which they do."""
+        """Return the first version whose records differ, given one whose records differ."""
         low, high = 0, version
         while high - low > 1:
             middle = (low + high) // 2

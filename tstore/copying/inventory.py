@@ -1,6 +1,6 @@
-"""What versions of a store are made of: the objects that must be there to read them, and their checks.
+"""Inventories: the manifests and packs that versions of a store need, with the checksum of each block.
 
-Data is needed of the versions that live: what each of them wrote, and what it holds of older ones that expired.
+A living version needs the objects that it wrote, and those of expired versions that it holds.
 """
 
 from __future__ import annotations
@@ -21,55 +21,64 @@ from tstore.log.expiry import changes_nothing, living_versions
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
 
-__all__ = ["Inventory", "Living", "PackBlocks", "PackCheck", "living_as_of", "of_all", "of_one", "place"]
+__all__ = [
+    "Inventory",
+    "Living",
+    "PackBlocks",
+    "PackCheck",
+    "living_as_of",
+    "locate",
+    "take_inventory",
+    "take_version_inventory",
+]
 
 Column = npt.NDArray[np.uint64]
 
 
 class PackBlocks:
-    """The blocks of one pack that have a checksum: where each begins, its size, and its check."""
+    """The blocks of one pack that have a checksum: the offset, size and checksum of each."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Column, Column, npt.NDArray[np.uint8]]] = []
-        self._rows = self._settled = 0
+        self._rows = self._distinct = 0
 
     def add(self, table: ChunkTable) -> None:
-        """Takes in the chunks of a table, all of which lie in this pack."""
+        """Add the chunks of a table, all of which are in this pack."""
         counts = np.diff(table.blocks)
         within = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)
         skipped = within.astype("<u8") * np.uint64(BLOCK)
         sizes = np.minimum(np.repeat(table.length, counts) - skipped, np.uint64(BLOCK))
         self._parts.append((np.repeat(table.offset, counts) + skipped, sizes, table.checks))
         self._rows += len(sizes)
-        if self._rows > max(1024, 2 * self._settled):
-            self._settle()
+        if self._rows > max(1024, 2 * self._distinct):
+            self._deduplicate()
 
-    def _settle(self) -> None:
-        """Sorts the blocks and drops those that are named twice."""
+    def _deduplicate(self) -> None:
+        """Sort the blocks and drop duplicates."""
         starts, sizes, checks = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         halves = np.ascontiguousarray(checks).view("<u8")
         order = np.lexsort((halves[:, 1], halves[:, 0], sizes, starts))
         rows = np.column_stack([starts, sizes, halves])[order]
         new = np.ones(len(rows), np.bool_)
         new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
-        kept = order[new]
-        self._parts = [(starts[kept], sizes[kept], checks[kept])]
-        self._rows = self._settled = len(kept)
+        distinct = order[new]
+        self._parts = [(starts[distinct], sizes[distinct], checks[distinct])]
+        self._rows = self._distinct = len(distinct)
 
     @property
     def end(self) -> int:
-        """Where the last block ends."""
+        """The end of the last block, as an offset."""
         return max(int((starts + sizes).max(initial=0)) for starts, sizes, _ in self._parts)
 
     def check(self) -> PackCheck:
-        """A check of the pack, to be read from its begin to its end."""
-        self._settle()
+        """Return a `PackCheck` for one sequential read of the pack."""
+        self._deduplicate()
         starts, sizes, checks = self._parts[0]
         return PackCheck(starts, starts + sizes, checks)
 
 
 class PackCheck:
-    """Checks a pack that comes piece by piece, in order."""
+    """Verifies the blocks of a pack while it is read sequentially, in pieces of any size."""
 
     def __init__(self, starts: Column, stops: Column, checks: npt.NDArray[np.uint8]) -> None:
         self._starts = starts
@@ -78,24 +87,24 @@ class PackCheck:
         self._next = self.at = 0
         self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
 
-    def take(self, piece: memoryview) -> int | None:
-        """Where a block begins that is not as it should be, None where all that ended so far are."""
+    def update(self, piece: memoryview) -> int | None:
+        """Verify the blocks that end in the next piece; return the offset of one that mismatches, else None."""
         begin, end = self.at, self.at + len(piece)
-        still = []
+        unfinished = []
         for number, stop, state in self._open:
             state.update(piece[: stop - begin])
             if stop > end:
-                still.append((number, stop, state))
+                unfinished.append((number, stop, state))
             elif state.digest() != self._check(number):
                 return int(self._starts[number])
         last = int(np.searchsorted(self._starts, np.uint64(end)))
         for number in range(self._next, last):
             start, stop = int(self._starts[number]), self._stops[number]
             if stop > end:
-                still.append((number, stop, xxhash.xxh3_128(piece[start - begin :])))
+                unfinished.append((number, stop, xxhash.xxh3_128(piece[start - begin :])))
             elif digest(piece[start - begin : stop - begin]) != self._check(number):
                 return start
-        self._open, self._next, self.at = still, last, end
+        self._open, self._next, self.at = unfinished, last, end
         return None
 
     def _check(self, number: int) -> bytes:
@@ -103,9 +112,9 @@ class PackCheck:
 
 
 class Inventory(NamedTuple):
-    """What `versions` are made of, as of version `base`.
+    """The objects that `versions` need, as of version `base`.
 
-    `manifests` are those that are objects of their own; `packs` come with the checks of all that is read of them.
+    `manifests` maps the keys of manifests outside of records; `packs` maps packs to the blocks that are read.
     """
 
     base: int
@@ -114,7 +123,7 @@ class Inventory(NamedTuple):
     packs: dict[str, PackBlocks]
 
     def add(self, table: ChunkTable) -> None:
-        """Takes in the packs of the chunks of a table."""
+        """Add the chunks of a table to their packs."""
         order = np.argsort(table.pack, kind="stable")
         cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
         for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
@@ -123,29 +132,32 @@ class Inventory(NamedTuple):
 
 
 class Living(NamedTuple):
-    """Which versions live: those behind the newest gc, and those in `kept`, which hold the objects `held`."""
+    """The living versions: those after the newest garbage collection `gc`, and those that it left alive.
+
+    `held` are the objects of expired versions that the latter hold.
+    """
 
     gc: int
-    kept: frozenset[int]
+    alive: frozenset[int]
     held: frozenset[str]
 
     def __contains__(self, version: object) -> bool:
-        return isinstance(version, int) and (version > self.gc or version in self.kept)
+        return isinstance(version, int) and (version > self.gc or version in self.alive)
 
 
 async def living_as_of(log: LogReader, version: int) -> Living:
-    """The versions that live as of one."""
-    kept, gc = await living_versions(log, version)
+    """Return the versions that are living as of a version."""
+    alive, gc = await living_versions(log, version)
     collection = await log.collection(gc) if gc else None
     entries = collection.alive if collection is not None else ()
-    return Living(gc, kept, frozenset(key for entry in entries for key in entry.holds))
+    return Living(gc, alive, frozenset(key for entry in entries for key in entry.holds))
 
 
-async def of_all(log: LogReader, base: int, alive: Living) -> Inventory:
-    """What all versions up to `base` are made of that live."""
-    found = Inventory(base, (), {}, {})
+async def take_inventory(log: LogReader, base: int, alive: Living) -> Inventory:
+    """Return the inventory of all living versions up to `base`."""
+    inventory = Inventory(base, (), {}, {})
     versions = []
-    orphaned = False  # whether the version below expired, so that what is left of it was not looked at
+    orphaned = False  # whether the previous version expired, so that its chunks were not added
 
     async def manifests(numbered: tuple[int, Record]) -> list[Manifest]:
         return await log.objects.manifests(*numbered)
@@ -159,35 +171,35 @@ async def of_all(log: LogReader, base: int, alive: Living) -> Inventory:
             own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
             if live:
                 versions.append(version)
-                found.manifests.update(own)
+                inventory.manifests.update(own)
                 for manifest in next(read):
-                    found.add(manifest.table)
+                    inventory.add(manifest.table)
                 if orphaned and not record.replaces:
-                    found.add((await log.tree(version)).manifest().table)
+                    inventory.add((await log.tree(version)).manifest().table)
                 orphaned = False
             elif not changes_nothing(record):
                 orphaned = True
-                found.manifests.update({key: own[key] for key in own if key in alive.held})
-    return found._replace(versions=tuple(versions))
+                inventory.manifests.update({key: own[key] for key in own if key in alive.held})
+    return inventory._replace(versions=tuple(versions))
 
 
-async def of_one(log: LogReader, version: int) -> Inventory:
-    """What one version is made of; where it changed nothing, the one below that it shows."""
+async def take_version_inventory(log: LogReader, version: int) -> Inventory:
+    """Return the inventory of one version; of an earlier one with the same tree if it changed nothing."""
     base = version
     while version and changes_nothing(await log.record(version)):
         version -= 1
-    found = Inventory(base, (version,) if version else (), {}, {})
-    found.add((await log.tree(version)).manifest().table)
+    inventory = Inventory(base, (version,) if version else (), {}, {})
+    inventory.add((await log.tree(version)).manifest().table)
     for numbers in batched(range(version, 0, -1)):
         for record in await together(log.record, numbers):
-            found.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
+            inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
             if record.replaces:
-                return found
-    return found
+                return inventory
+    return inventory
 
 
-async def place(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
-    """Which array and chunk has its bytes at that offset of a pack, for errors."""
+async def locate(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
+    """Return the version, array and chunk whose bytes are at an offset of a pack, for errors."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:

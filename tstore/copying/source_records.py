@@ -1,8 +1,8 @@
-"""The records that a copy creates at its destination, as bytes, checked and of one history.
+"""The records of a copy's source, as verified bytes from one unchanged history.
 
-A source can be replaced while it is copied, as when its files are restored from a backup; from some version on its
-records are then others. Two histories never share a record above the version at which they part, so the newest
-record tells them apart: it is read first, and compared again after each batch of records that was read.
+A source can be replaced while it is copied, as when its files are restored from a backup; its records then differ
+from some version on. Two histories never share a record above the version at which they diverge, so comparing the
+newest record suffices: it is read first, and compared again after each batch of records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to the version `base`, and behind them `last`, which the source does not have."""
+    """The records of a source up to version `base`, followed by `last`, which the source does not have."""
 
     def __init__(self, backend: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
         self.backend = backend
@@ -34,29 +34,32 @@ class SourceRecords:
 
     @staticmethod
     async def up_to(backend: Storage, base: int) -> SourceRecords:
-        """The records of a source up to a version."""
+        """Return the records of a source up to a version."""
         return SourceRecords(backend, base, await _read(backend, base) if base else b"")
 
     def followed_by(self, last: Record) -> SourceRecords:
-        """The same records, and another one behind them."""
+        """Return the same records with another one appended."""
         return SourceRecords(self.backend, self.base, self._anchor, last)
 
     async def read(self, version: int) -> bytes:
-        """The bytes of one record; `Corrupt` where it is damaged or missing."""
+        """Return the bytes of one record; raise `Corrupt` if it is damaged or missing."""
         if version > self.base and self._last is not None:
             return self._last
         return await _read(self.backend, version)
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[tuple[int, bytes], None]:
-        """The versions with the bytes of their records, read some ahead; `Conflict` where the history changed."""
+        """Yield the versions with the bytes of their records, read in batches.
+
+        Raise `Conflict` if the history changed.
+        """
         for numbers in batched(versions):
             records = await together(self.read, numbers)
             await self.check_unchanged()
             for version, data in zip(numbers, records, strict=True):
                 yield version, data
 
-    async def explaining(self, work: Awaitable[T]) -> T:
-        """Return the result of work on the source; `Conflict` where it failed since the history changed."""
+    async def guard(self, work: Awaitable[T]) -> T:
+        """Await work on the source and return its result; raise `Conflict` if a changed history made it fail."""
         try:
             return await work
         except (NotFound, Corrupt):
@@ -64,15 +67,15 @@ class SourceRecords:
             raise
 
     async def check_unchanged(self) -> None:
-        """Raise `Conflict` where the source has another history than when the copy began."""
+        """Raise `Conflict` if the history of the source is not the one with which the copy began."""
         try:
             unchanged = not self.base or await self.backend.get(commit_key(self.base)) == self._anchor
         except NotFound:
             unchanged = False
         if not unchanged:
             raise Conflict(
-                f"{self.backend.url} has another version {self.base} than when the copy began, as if it had been "
-                "restored from a backup meanwhile; the copy stopped, repeat it",
+                f"{self.backend.url} was replaced during the copy: version {self.base} is not the same as at the "
+                "start; repeat the copy",
                 [],
             )
 

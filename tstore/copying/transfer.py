@@ -1,11 +1,11 @@
-"""Packs on their way from one backend to another.
+"""The transfer of packs from one backend to another, verified before they are written.
 
-A few packs move at once. Each is read in pieces, some ahead of what is written, and a piece is written only after
-the blocks that end in it were found to have their checksums. A pack of which a block is wrong does not appear at
-all. The pieces of all packs together have a fixed number of buffers.
+A few packs are copied concurrently. Each is read in pieces, a few ahead of the writer, and a piece is written only
+after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
+all. The pieces of all packs share a fixed number of buffers.
 
-No backend replaces an object in one step. So a damaged pack of the destination is deleted only once the whole of
-its replacement was read, checked, and written to where it is kept until it is finished.
+No backend replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
+replacement has been read, checked, and staged for publication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tstore.runtime.pool import run, uncancelled
 from tstore.storage.base import PackReader, PackWriter, Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["DamagedPack", "Shipment", "is_sound"]
+__all__ = ["DamagedPack", "PackTransfer", "is_intact"]
 
 _PIECE = 8 << 20
 _BUFFERS = 12
@@ -34,11 +34,11 @@ _PACKS = 8
 
 Buffer = npt.NDArray[np.uint8]
 Pack = tuple[str, int, PackBlocks]
-"""Its key, its size, and the checks of its blocks."""
+"""Key, size and checksummed blocks."""
 
 
 class DamagedPack(Corrupt):
-    """A block of the pack `key`, at `offset`, is not as it was committed."""
+    """The block at `offset` of the pack `key` does not match its checksum."""
 
     def __init__(self, key: str, offset: int) -> None:
         self.key = key
@@ -46,30 +46,27 @@ class DamagedPack(Corrupt):
         super().__init__(f"{key}: checksum mismatch at byte {offset}")
 
 
-async def is_sound(backend: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
-    """Whether all blocks of the pack have their checksums in the object of that size."""
-    return size >= blocks.end and await run(_is_sound, backend, key, size, blocks.check())
+async def is_intact(backend: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
+    """Whether all blocks of a pack, an object of `size` bytes, match their checksums."""
+    return size >= blocks.end and await run(_is_intact, backend, key, size, blocks.check())
 
 
-def _is_sound(backend: Storage, key: str, size: int, check: PackCheck) -> bool:
+def _is_intact(backend: Storage, key: str, size: int, check: PackCheck) -> bool:
     with scratch(_PIECE) as buffer:
         try:
             reader = backend.reader(key)
             for start in range(0, size, _PIECE):
                 piece = buffer[: min(_PIECE, size - start)]
                 reader.read_into(start, [piece], len(piece))
-                if check.take(piece.data) is not None:
+                if check.update(piece.data) is not None:
                     return False
         except (Corrupt, NotFound):
             return False
     return True
 
 
-class Shipment:
-    """The way of packs to a destination; `progress(done, total)` is told of their bytes.
-
-    Packs in `damaged` take the place of what is at the destination.
-    """
+class PackTransfer:
+    """Copies packs to a destination, replacing those in `damaged`; calls `progress(done, total)` with bytes."""
 
     def __init__(
         self,
@@ -86,12 +83,12 @@ class Shipment:
         self._progress = progress
         self._total = total
         self._done = 0
-        self._moved: list[str] = []
+        self._created: list[str] = []
         self._buffers: list[Buffer] = []
         self._free = asyncio.Semaphore(_BUFFERS)
 
-    async def move(self, packs: Sequence[Pack]) -> list[str]:
-        """The keys that were created; on return they are durable. Raises `DamagedPack`."""
+    async def run(self, packs: Sequence[Pack]) -> list[str]:
+        """Copy packs and return the keys created, which are durable then. Raise `DamagedPack`."""
         self._progress(0, self._total)
         waiting = iter(packs)
         try:
@@ -100,15 +97,15 @@ class Shipment:
                     group.create_task(self._work(waiting))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        for folder in sorted({key.rpartition("/")[0] for key in self._moved}):
+        for folder in sorted({key.rpartition("/")[0] for key in self._created}):
             await self._target.flush(folder, Durability.FSYNC)
-        return self._moved
+        return self._created
 
     async def _work(self, waiting: Iterator[Pack]) -> None:
         for pack in waiting:
-            await self._move(*pack)
+            await self._copy(*pack)
 
-    async def _move(self, key: str, size: int, blocks: PackBlocks) -> None:
+    async def _copy(self, key: str, size: int, blocks: PackBlocks) -> None:
         reader = await run(self._source.reader, key)
         writer = await run(self._target.upload, key, size, Durability.FSYNC)
         check = blocks.check()
@@ -125,50 +122,50 @@ class Shipment:
                 await self._destination.remove_damaged(key)
             await run(writer.finish)
         except AlreadyExists:
-            await run(writer.discard)  # another copy was first
+            await run(writer.discard)  # a concurrent copy created it
             return
         except BaseException:
-            await uncancelled(self._give_up(writer, ahead))
+            await uncancelled(self._abort(writer, ahead))
             raise
-        self._moved.append(key)
+        self._created.append(key)
 
     async def _read(self, reader: PackReader, start: int, size: int) -> Buffer:
-        """A buffer with the piece; it was drawn from `_free`, and is given back here if that fails."""
+        """Read a piece into a buffer, for which the caller acquired `_free`; released here if the read fails."""
         buffer = self._buffers.pop() if self._buffers else np.empty(_PIECE, np.uint8)
         try:
             await run(reader.read_into, start, [buffer[:size]], size)
         except BaseException:
-            self._give_back(buffer)
+            self._release(buffer)
             raise
         return buffer
 
     async def _write(
         self, writer: PackWriter, check: PackCheck, size: int, ahead: collections.deque[asyncio.Task[Buffer]]
     ) -> None:
-        """Writes the piece that was read first, if it is as it should be."""
+        """Write the oldest piece read ahead if its checksums match; raise `DamagedPack`."""
         buffer = await ahead[0]
         piece = buffer[: min(_PIECE, size - check.at)]
         try:
-            await run(_put, writer, check, piece)
+            await run(_append_checked, writer, check, piece)
         finally:
             ahead.popleft()
-            self._give_back(buffer)
+            self._release(buffer)
         self._done += len(piece)
         self._progress(self._done, self._total)
 
-    async def _give_up(self, writer: PackWriter, ahead: Iterable[asyncio.Task[Buffer]]) -> None:
-        for found in await asyncio.gather(*ahead, return_exceptions=True):
-            if not isinstance(found, BaseException):
-                self._give_back(found)
+    async def _abort(self, writer: PackWriter, ahead: Iterable[asyncio.Task[Buffer]]) -> None:
+        for result in await asyncio.gather(*ahead, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                self._release(result)
         await run(writer.discard)
 
-    def _give_back(self, buffer: Buffer) -> None:
+    def _release(self, buffer: Buffer) -> None:
         self._buffers.append(buffer)
         self._free.release()
 
 
-def _put(writer: PackWriter, check: PackCheck, piece: Buffer) -> None:
-    wrong = check.take(piece.data)
-    if wrong is not None:
-        raise DamagedPack(writer.key, wrong)
+def _append_checked(writer: PackWriter, check: PackCheck, piece: Buffer) -> None:
+    damaged = check.update(piece.data)
+    if damaged is not None:
+        raise DamagedPack(writer.key, damaged)
     writer.append([piece.data], len(piece))

@@ -1,6 +1,6 @@
-"""The upkeep of a store.
+"""Maintenance of a store: verification, repair, garbage collection, listing and comparing versions.
 
-1. `verify`: check every record, manifest and chunk. `repair`: void a commit whose record cannot be read.
-2. `gc`: remove versions that no rule keeps, and what was never committed.
-3. `contents`: what a version holds. `diff`: what changed between two.
+1. `verify` checks every record, manifest and chunk; `repair` voids a commit whose record cannot be read.
+2. `gc` removes the versions that no retention rule keeps, and the data of transactions that never committed.
+3. `contents` lists the arrays of a version; `diff` compares two versions.
 """

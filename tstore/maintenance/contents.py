@@ -1,4 +1,4 @@
-"""What a snapshot holds, one line for each array; metadata only, no chunk is read."""
+"""The arrays of a snapshot with their shapes, codecs and stored sizes, from metadata alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ArrayInfo", "array_info", "contents", "listing"]
 
 
 class ArrayInfo(NamedTuple):
-    """One array: what it is and what it costs. `stored` counts the encoded bytes of its chunks."""
+    """Type, shape, codec and size of one array. `stored` counts the encoded bytes of its chunks."""
 
     path: str
     dtype: str
@@ -24,33 +24,33 @@ class ArrayInfo(NamedTuple):
 
     @property
     def values(self) -> int:
-        """The number of values."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def bits_per_value(self) -> float:
-        """Stored bits per value, those of codec headers and of filled-up edge chunks included; 0 for none."""
+        """Stored bits per element, codec headers and the padding of edge chunks included; 0 for an empty array."""
         return 8 * self.stored / self.values if self.values else 0.0
 
 
 def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
-    """The arrays at and below a path, in the order in which they were saved.
+    """Return the arrays at and below a path, in the order in which they were saved.
 
-    Raises `NotFound`, which names what there is, where neither an array nor a group stands at the path.
+    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group.
     """
     top = path.strip("/")
     nodes = snapshot.tree.nodes
-    found = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
-    if not found and top and top not in nodes:
+    arrays = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
+    if not arrays and top and top not in nodes:
         names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
-        shown = f"at its top are: {', '.join(names[:5])}" if names else "it holds no arrays"
+        shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
         more = ", …" if len(names) > 5 else ""
-        raise NotFound(f"version {snapshot.version} has nothing at {path!r}; {shown}{more}")
-    return found
+        raise NotFound(f"version {snapshot.version} has no array or group {path!r}; {shown}{more}")
+    return arrays
 
 
 def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
-    """The version and `contents` as plain values, with totals; `NotFound`."""
+    """Return the version, its tags, its arrays (as `contents`) and totals as plain JSON values."""
     arrays = contents(snapshot, path)
     stored, values = sum(a.stored for a in arrays), sum(a.values for a in arrays)
     return {
@@ -78,7 +78,7 @@ def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
 
 
 def array_info(path: str, node: Node) -> ArrayInfo:
-    """What the array of a node is and what it costs."""
+    """Return the description of the array at a node."""
     meta = node.meta
     names = [c.get("configuration", {}).get("format", c["name"]) for c in meta.codecs]
     stored = int(node.chunks.length.sum())

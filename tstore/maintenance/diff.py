@@ -1,7 +1,7 @@
-"""What changed between two versions: arrays, chunks, and how far float values went.
+"""The differences between two versions: arrays, chunks, and the distance between float values.
 
-Chunks are compared by the checksums in their references; no data is read for that. Of float arrays the chunks
-that differ are read, a few at a time, and compared value by value.
+Chunks are compared by the checksums in their references, without reading data. The differing chunks of float
+arrays are then read in bounded batches and compared value by value.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tstore.storage.base import Storage
 
 __all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
 
-_ROUND = 32 << 20
+_BATCH_BYTES = 32 << 20
 
 _FIELDS = ("shape", "dtype", "chunks", "codecs", "fill_value", "attributes", "dimension_names", "sparse")
 
 
 class ArrayDiff(NamedTuple):
-    """How one array differs.
+    """The difference between two versions of one array.
 
-    `chunks` counts those that were added, removed or have other bytes; all of them where dtype, codecs or chunk
-    shape differ. `fields` names what differs of the metadata. `distance` tells how far the values of those
-    chunks lie from those before, for float arrays of one shape, else None.
+    `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or have
+    other bytes, or all chunks if dtype, codecs or chunk shape differ. `distance` measures the values of those
+    chunks against the values before; it is None unless both arrays are float and of one shape.
     """
 
     path: str
@@ -53,25 +53,25 @@ class ArrayDiff(NamedTuple):
         return f"<tstore.ArrayDiff {self.path!r} {self.change}{fields} chunks={self.chunks}>"
 
     def document(self) -> dict[str, Any]:
-        """The difference as JSON can hold it; infinity and NaN become None."""
-        far = self.distance
+        """Return the difference as JSON values, with None for infinity and NaN."""
+        distance = self.distance
         return {
             "path": self.path,
             "change": self.change,
-            "before": _described(self.before),
-            "after": _described(self.after),
+            "before": _array_document(self.before),
+            "after": _array_document(self.after),
             "fields": list(self.fields),
             "chunks": self.chunks,
-            "values_compared": 0 if far is None else far.count,
-            "largest": None if far is None else _finite(far.largest_error),
-            "sqnr_db": None if far is None else _finite(far.sqnr),
+            "values_compared": 0 if distance is None else distance.count,
+            "largest": None if distance is None else _finite(distance.largest_error),
+            "sqnr_db": None if distance is None else _finite(distance.sqnr),
         }
 
 
 class Diff(NamedTuple):
-    """What differs between the versions `before` and `after`; `arrays` and `groups` are sorted by path.
+    """The differences between the versions `before` and `after`; `arrays` and `groups` are sorted by path.
 
-    `groups` are the paths of groups that were added or removed or whose attributes differ.
+    `groups` lists the paths of groups that were added or removed or whose attributes differ.
     """
 
     before: int
@@ -84,7 +84,7 @@ class Diff(NamedTuple):
         return f"<tstore.Diff before={self.before} after={self.after}: {counts}>"
 
     def document(self) -> dict[str, Any]:
-        """The differences as JSON can hold them."""
+        """Return the differences as JSON values."""
         return {
             "before": self.before,
             "after": self.after,
@@ -94,16 +94,16 @@ class Diff(NamedTuple):
 
 
 async def diff_snapshots(backend: Storage, before: Snapshot, after: Snapshot) -> Diff:
-    """How `after` differs from `before`."""
+    """Compare two snapshots of one store."""
     old, new = before.tree, after.tree
     paths = sorted(old.nodes.keys() | new.nodes.keys())
-    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # the others no commit has touched
-    pairs = {p: (_array(old, p), _array(new, p)) for p in touched}
-    found = {p: _ArrayPair(p, a, b) for p, (a, b) in pairs.items() if a is not None and b is not None}
-    distances = await _distances(backend, list(found.values()))
+    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # no commit touched the others
+    nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
+    pairs = {p: _ArrayPair(p, a, b) for p, (a, b) in nodes.items() if a is not None and b is not None}
+    distances = await _distances(backend, list(pairs.values()))
     arrays = []
-    for path, (a, b) in pairs.items():
-        both = found.get(path)
+    for path, (a, b) in nodes.items():
+        both = pairs.get(path)
         if both is not None and (both.fields or len(both.numbers)):
             change: Literal["added", "removed", "changed"] = "changed"
             fields, chunks = both.fields, len(both.numbers)
@@ -120,7 +120,7 @@ async def diff_snapshots(backend: Storage, before: Snapshot, after: Snapshot) ->
 
 
 class _ArrayPair:
-    """One array in two versions: what of its metadata differs, and which chunks of the later grid."""
+    """One array in two versions: the metadata fields that differ, and the chunks that differ in the later grid."""
 
     def __init__(self, path: str, before: Node, after: Node) -> None:
         self.path = path
@@ -131,16 +131,14 @@ class _ArrayPair:
         self._alike = not {"dtype", "chunks", "codecs"} & set(self.fields)
         if self._alike and len(a.shape) == len(b.shape):
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
-            one, other = (
-                _in_grid(n.chunks, m.counts, counts) for n, m in zip(self.nodes, self.metas, strict=True)
-            )
-            self.numbers = one.differing(other)
+            old, new = (_in_grid(n.chunks, m.counts, counts) for n, m in zip(self.nodes, self.metas, strict=True))
+            self.numbers = old.differing(new)
         else:
             self.numbers = after.chunks.number
 
     @property
     def regions(self) -> Iterator[Selection]:
-        """The chunks to be read of both and compared; none where the values can't be."""
+        """The regions to read from both versions and compare; none if their values are not comparable."""
         a, b = self.metas
         if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
             return
@@ -153,18 +151,18 @@ class _ArrayPair:
             elif len(node.chunks) < meta.chunk_count:
                 return
         for number in numbers.tolist():
-            at = np.unravel_index(number, b.counts)
+            position = np.unravel_index(number, b.counts)
             yield Selection(
                 tuple(
                     range(int(i) * c, min((int(i) + 1) * c, n))
-                    for i, c, n in zip(at, b.chunks, b.shape, strict=True)
+                    for i, c, n in zip(position, b.chunks, b.shape, strict=True)
                 )
             )
 
 
 async def _distances(backend: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
-    """How far the values went, by path; a round of chunks at a time is in memory."""
-    found: dict[str, exmy.Difference] = {}
+    """Measure the distance between the values of each pair, one batch of chunks in memory at a time."""
+    distances: dict[str, exmy.Difference] = {}
     batch: list[tuple[_ArrayPair, Selection]] = []
     size = 0
     for pair in pairs:
@@ -172,16 +170,16 @@ async def _distances(backend: Storage, pairs: Sequence[_ArrayPair]) -> dict[str,
         for region in pair.regions:
             batch.append((pair, region))
             size += math.prod(region.shape) * width
-            if size >= _ROUND:
-                await _compare(backend, batch, found)
+            if size >= _BATCH_BYTES:
+                await _compare(backend, batch, distances)
                 batch, size = [], 0
     if batch:
-        await _compare(backend, batch, found)
-    return found
+        await _compare(backend, batch, distances)
+    return distances
 
 
 async def _compare(
-    backend: Storage, batch: Sequence[tuple[_ArrayPair, Selection]], found: dict[str, exmy.Difference]
+    backend: Storage, batch: Sequence[tuple[_ArrayPair, Selection]], distances: dict[str, exmy.Difference]
 ) -> None:
     values: list[list[npt.NDArray[Any]]] = []
     jobs = []
@@ -193,8 +191,8 @@ async def _compare(
 
     def measure() -> None:
         for (pair, _), (a, b) in zip(batch, values, strict=True):
-            far = exmy.compare(a, b)
-            found[pair.path] = found[pair.path] + far if pair.path in found else far
+            distance = exmy.compare(a, b)
+            distances[pair.path] = distances[pair.path] + distance if pair.path in distances else distance
 
     await run(measure)
 
@@ -210,7 +208,7 @@ def _group(tree: Tree, path: str) -> bytes | None:
 
 
 def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...]) -> ChunkTable:
-    """The chunks numbered as in a grid that is at least as long on every side; their order stays."""
+    """Renumber chunks for a grid that is at least as large along every axis, without reordering them."""
     if counts == larger or not len(chunks):
         return chunks
     return chunks.renumbered(
@@ -223,10 +221,10 @@ def _is_float(meta: ArrayMeta) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124 - NaN as the fill value of both
+    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124 - both fill values are NaN
 
 
-def _described(info: ArrayInfo | None) -> dict[str, Any] | None:
+def _array_document(info: ArrayInfo | None) -> dict[str, Any] | None:
     if info is None:
         return None
     return {

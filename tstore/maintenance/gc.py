@@ -1,26 +1,27 @@
-"""Garbage collection: versions that no rule keeps, and transactions that never became one.
+"""Garbage collection: expire versions that no retention rule keeps, and delete transactions that never committed.
 
-1. Read the ledger of living versions: the newest gc's record has it as of then, newer records are added.
-2. Choose the versions to expire. Each gives up what it alone needed: the objects that its transaction wrote and
-   those of others that it holds. What the next living version is still made of, that version holds from now on.
-   An object is dead once its transaction has no living version and no living version holds it.
-3. Add the transactions under `txn/` that became no version and were not written to for a while. A folder there
-   that holds other names than a transaction writes is another program's, and stays.
-4. Append a record that carries the new ledger and condemns all this. A newer record met on the way becomes part
-   of the ledger, and what it re-uses, and itself if it was taken for abandoned, is spared. If it is another gc's,
-   begin again. Before it, delete an object that nobody made: who may delete nothing shall not expire anything.
-5. Only then delete, once the record is durable. A gc that finds objects condemned by the one before it deletes
-   them too, as far as a gc may condemn them; a record that it writes condemns them again, so that no death of a gc
-   leaves anything for good.
-6. Let the storage remove what killed creates have left beside the objects for a week (local folders alone).
+1. Read the ledger of living versions: the newest collection's record holds it, and newer records are added.
+2. Choose the versions to expire. Each releases the objects that its transaction wrote, and the older objects that
+   it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
+   transaction has no living version and no living version holds the object.
+3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
+   that contains names no transaction writes belongs to another program and is left alone.
+4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
+   anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
+   appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
+   abandoned. If the newer record is another collection's, begin again.
+5. Delete only after the record is durable. A collection also deletes objects condemned by the previous one (except
+   keys that no collection may condemn, which a forged record could name), and any record it writes condemns them
+   again. So a collection killed at any point leaves no garbage permanently.
+6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
-A transaction that is condemned, or re-uses what is condemned, meets the record when it commits (`log.append`). So
-nothing here rests on a clock: ages only decide what is worth condemning.
+A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.append`),
+and fails. So safety does not depend on clocks: ages only select candidates.
 
-Cost: the records since the last gc; one deletion of nothing; one listing of the names under `txn/`, and in a
-local folder one of those in `commits/`; for each version or transaction that goes one listing, and the size and
-the deletion of each of its objects; for each run of expired versions without a whole save behind it, the tree of
-the next living version. The ledger has about 100 bytes for each living version.
+Cost: the records since the last collection; the permission check; one listing of `txn/`, and in a local folder one
+of `commits/`; for each expired version or deleted transaction one listing, and the size and deletion of each of
+its objects; for each run of expired versions that is not followed by a complete save, the tree of the next living
+version. The ledger takes about 100 bytes for each living version.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ ABANDONED_AFTER = datetime.timedelta(days=7)
 
 
 class CollectReport(NamedTuple):
-    """What a gc removed, or would remove (`dry_run`).
+    """The result of a garbage collection, or with `dry_run` what it would do.
 
-    `version` is its own commit, None where nothing new was condemned. `versions` expired, with their `tags`.
-    `transactions` went with all their objects: those of expired versions, and abandoned ones (`abandoned`).
-    `packs` went one by one, of transactions of which others are still needed. `bytes` and `objects` count all
-    that was deleted, also what an earlier gc had condemned and left.
+    `version` is the commit of the collection, None if nothing new was condemned. `versions` expired, with their
+    `tags`. `transactions` were deleted with all their objects: those of expired versions, and the `abandoned`
+    ones. `packs` were deleted individually, because other objects of their transactions are still needed. `bytes`
+    and `objects` count everything deleted, including what an earlier collection had condemned but not deleted.
     """
 
     version: int | None
@@ -85,7 +86,11 @@ class CollectReport(NamedTuple):
 
 
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
-    """Removes what no rule of `keep` keeps (None keeps every version) by the steps at the top of this file."""
+    """Collect garbage by the steps at the top of this file; `keep=None` keeps every version.
+
+    Transactions not written to for as long as `abandoned` are deleted. Raise `Denied` if the storage does not
+    allow deletion, `StorageFull` if the record of the collection does not fit.
+    """
     checked_duration("abandoned", abandoned)
     reader = log.reader
     while True:
@@ -96,26 +101,26 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         except NotFound:
             if await reader.newest() == base:
                 raise
-            continue  # another gc deleted what was looked at
+            continue  # another collection deleted it meanwhile
         if dry_run or not plan.condemns:
             version = None
         else:
             transaction = f"gc-{world.token(12)}"
-            await _try_to_delete(reader, transaction)
+            await _check_may_delete(reader, transaction)
             try:
                 version = await uncancelled(_append(log, plan, transaction))
             except _Overtaken:
                 continue
             except StorageFull as error:
                 raise StorageFull(
-                    f"{error}. Nothing was collected: a gc writes its own record, of some KiB, before it removes "
-                    "anything; free as much beside the store"
+                    f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
+                    "free as much outside the store and repeat it"
                 ) from error
         if not dry_run:
             try:
                 condemned = plan.collection()
                 if version is None and (condemned.transactions or condemned.objects):
-                    # by an earlier gc, which may have died before its record was durable
+                    # condemned by an earlier collection, which may have died before its record was durable
                     await log.backend.flush("commits", Durability.FSYNC)
                 await _delete(reader, condemned)
                 await log.backend.sweep()
@@ -123,18 +128,22 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 if version is None:
                     raise
                 raise type(error)(
-                    f"{error}. Version {version}, the commit of this gc, stands all the same; repeat it to remove "
-                    "the data that is left"
+                    f"{error}. Version {version}, the commit of this gc, is durable; repeat the gc to delete the "
+                    "remaining data"
                 ) from error
         return plan.report(version, sizes, dry_run)
 
 
 class _Overtaken(Exception):
-    """Another gc was committed since this one was planned."""
+    """Another collection was committed after this one was planned."""
 
 
 class _Plan:
-    """What is to be condemned as of `base`; `dead` are candidates by transaction, `left` of an earlier gc."""
+    """What to condemn as of version `base`.
+
+    `dead` maps transactions to the objects that expired versions released, `listed` to all of their objects.
+    `leftover_…` were condemned by an earlier collection and not deleted.
+    """
 
     def __init__(self, base: int, ledger: Ledger) -> None:
         self.base = base
@@ -145,25 +154,25 @@ class _Plan:
         self.listed: dict[str, Sequence[str]] = {}
         self.roots: list[str] = []
         self.abandoned: set[str] = set()
-        self.left_transactions: set[str] = set()
-        self.left_objects: set[str] = set()
+        self.leftover_transactions: set[str] = set()
+        self.leftover_objects: set[str] = set()
 
     @property
     def condemns(self) -> bool:
-        """Whether there is more to condemn than a gc before has condemned."""
+        """Whether there is anything to condemn beyond what an earlier collection condemned."""
         return bool(self.expired or self.abandoned)
 
-    def meet(self, version: int, other: Record) -> None:
-        """Takes in a commit that came after `base`: what it re-uses lives on."""
+    def spare(self, version: int, other: Record) -> None:
+        """Add a commit newer than `base` to the ledger, so that its transaction and what it re-uses stay."""
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 
     def collection(self) -> Collection:
-        """All that is condemned, and what lives."""
+        """Return everything that is condemned, with the ledger of living versions."""
         held, living = self.ledger.held, self.ledger.transactions
         shared = {owner_of(key) for key in held}
-        whole = self.abandoned | self.left_transactions
-        single = set(self.roots) | self.left_objects
+        whole = self.abandoned | self.leftover_transactions
+        single = set(self.roots) | self.leftover_objects
         for transaction, keys in self.dead.items():
             if transaction in living:
                 continue
@@ -180,17 +189,17 @@ class _Plan:
         )
 
     def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
-        """What goes, with the sizes by key of all that could go."""
-        gone = self.collection()
-        whole, single = set(gone.transactions), set(gone.objects)
+        """Return the report; `sizes` maps the keys of all candidates to bytes."""
+        condemned = self.collection()
+        whole, single = set(condemned.transactions), set(condemned.objects)
         counted = [size for key, size in sizes.items() if key in single or owner_of(key) in whole]
         return CollectReport(
             version,
             self.expired,
             sorted(self.tags),
-            list(gone.transactions),
+            list(condemned.transactions),
             sorted(self.abandoned),
-            [key for key in gone.objects if is_pack(key)],
+            [key for key in condemned.objects if is_pack(key)],
             len(counted),
             sum(counted),
             dry_run,
@@ -201,60 +210,60 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
     _, last = await living_versions(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
-    kept = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
+    retained = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
     plan = _Plan(base, ledger)
-    plan.expired = sorted(set(ledger.alive) - kept)
+    plan.expired = sorted(set(ledger.alive) - retained)
     plan.tags = {tag: v for v in plan.expired for tag in ledger.alive[v].tags}
-    for run, heir in _runs(ledger, kept):
-        await _give_up(log, plan, run, heir)
+    for run, heir in _expired_runs(ledger, retained):
+        await _release(log, plan, run, heir)
     before, plan.ledger = ledger, ledger.without(plan.expired)
     plan.roots = _roots(plan)
     names = [name for name in await log.backend.folders("txn/") if is_transaction(name)]
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
-        plan.left_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
+        plan.leftover_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
         single = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
-        found = await together(log.backend.size, single)
-        plan.left_objects = {k for k, size in zip(single, found, strict=True) if size is not None}
+        sizes = await together(log.backend.size, single)
+        plan.leftover_objects = {k for k, size in zip(single, sizes, strict=True) if size is not None}
     return plan
 
 
-def _runs(ledger: Ledger, kept: set[int]) -> list[tuple[list[int], int]]:
-    """The expired versions that follow each other, and the living one behind them."""
+def _expired_runs(ledger: Ledger, retained: set[int]) -> list[tuple[list[int], int]]:
+    """Return each run of consecutive expired versions with its heir, the next living version."""
     runs: list[tuple[list[int], int]] = []
     run: list[int] = []
     for version in sorted(ledger.alive):
-        if version not in kept:
+        if version not in retained:
             run.append(version)
         elif run:
             runs.append((run, version))
             run = []
-    return runs  # the newest version is kept, so no run is without a heir
+    return runs  # the newest version is always retained, so every run has an heir
 
 
-async def _give_up(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -> None:
-    """Adds what the versions of a run needed to what may be dead, and lets the heir hold what it still needs."""
+async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -> None:
+    """Add the objects of a run of expired versions to `plan.dead`, and let the heir hold those it refers to."""
     entries = [plan.ledger.alive[v] for v in run]
     written = await together(lambda e: _objects(log, e.transaction), entries)
     for entry, keys in zip(entries, written, strict=True):
-        for key in filter(is_written, (*keys, *entry.holds)):  # a forged record may name others
+        for key in filter(is_written, (*keys, *entry.holds)):  # a forged record may name other keys
             plan.dead.setdefault(owner_of(key), set()).add(key)
         plan.dead.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys
     if plan.ledger.alive[heir].replaces:
-        return  # it is made of its own objects, and of those that its record names
+        return  # it refers only to its own objects, and to those that its record names
     first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
     records = await together(log.record, run[first:])
     used = packs_of(await log.tree(heir))
     used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
     owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    given = [key for key in sorted(used) if key in held or owner_of(key) in owners]  # also what no list shows yet
-    plan.ledger.inherit(heir, given, replaces=any(e.replaces for e in entries))
+    inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # even if not listed yet
+    plan.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
 
 
 def _roots(plan: _Plan) -> list[str]:
-    """The roots from which no living version and no new one is read."""
+    """Return the keys of the roots that neither a living nor a future version is read from."""
     needed = {v // ROOT_EVERY for v in plan.ledger.alive} | {plan.base // ROOT_EVERY}
     return [root_key(n * ROOT_EVERY) for n in sorted({v // ROOT_EVERY for v in plan.expired} - needed) if n]
 
@@ -267,9 +276,9 @@ async def _find_abandoned(
     names: Sequence[str],
     limit: datetime.timedelta,
 ) -> None:
-    """Adds the transactions that became no version and that nobody has written to for a while.
+    """Add the transactions without a version whose newest write is at least `limit` ago.
 
-    A folder with names that no object of a store has is left to whoever made it.
+    A folder that contains names no store writes belongs to another program and is left alone.
     """
     known = before.transactions | {owner_of(key) for key in before.held}
     known |= set(earlier.transactions) if earlier is not None else set()
@@ -277,17 +286,17 @@ async def _find_abandoned(
     ages = await together(lambda name: log.backend.age(f"txn/{name}"), unknown)
     old = [n for n, age in zip(unknown, ages, strict=True) if age is not None and age >= limit.total_seconds()]
     for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
-        if all(map(is_object, keys)):  # else another program uses the folder
+        if all(map(is_object, keys)):
             plan.abandoned.add(name)
             plan.listed[name] = keys
 
 
-async def _try_to_delete(log: LogReader, transaction: str) -> None:
-    """Raises `Denied` where nothing may be deleted, as with a token that is no admin's; then nothing expires."""
+async def _check_may_delete(log: LogReader, transaction: str) -> None:
+    """Raise `Denied` if deletion is not allowed, as with a token without the admin scope."""
     try:
         await log.backend.delete(f"txn/{transaction}/pack-trial")
     except Denied as error:
-        raise Denied(f"{error}. Nothing was collected: a gc needs to delete, so no version expired") from error
+        raise Denied(f"{error}. Nothing was collected, because a gc needs permission to delete") from error
 
 
 async def _append(log: Log, plan: _Plan, transaction: str) -> int:
@@ -307,27 +316,28 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
         for version, other in newer:
             if other.collection is not None:
                 raise _Overtaken
-            plan.meet(version, other)
+            plan.spare(version, other)
         return record()
 
     return await log.append(record(), validate, Durability.FSYNC)
 
 
 async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
-    """The size of everything that may go, by key."""
-    whole = sorted({*plan.dead, *plan.abandoned, *plan.left_transactions})
-    new = [t for t in whole if t not in plan.listed]
-    for transaction, keys in zip(new, await together(lambda t: _objects(log, t), new), strict=True):
+    """Return the size of every candidate for deletion by key."""
+    whole = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
+    unlisted = [t for t in whole if t not in plan.listed]
+    for transaction, keys in zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True):
         plan.listed[transaction] = keys
-    keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.left_objects})
+    keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
     sizes = await together(log.backend.size, keys)
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
 async def _delete(log: LogReader, condemned: Collection) -> None:
-    """Deletes what stands condemned; what is gone already is no error.
+    """Delete everything condemned; objects already deleted are not an error.
 
-    Nothing else deletes here. Markers, records and hints stay, whatever a record of this or of another says.
+    This is the only function that deletes objects of the store. It never deletes markers, records or hints,
+    even if a (forged) record condemns them.
     """
     await together(log.backend.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):
@@ -336,7 +346,7 @@ async def _delete(log: LogReader, condemned: Collection) -> None:
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Whether a gc can have condemned the object; what a forged record names besides shall not be deleted."""
+    """Whether a collection may have condemned the object; a forged record may name any other key."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)
@@ -344,5 +354,5 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
 
 
 async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
-    """The objects of a transaction; none for what can't be the id of one, as in a forged record."""
+    """List the objects of a transaction; an invalid id, as in a forged record, has none."""
     return await log.backend.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -1,17 +1,18 @@
-"""Repair: which versions have records that can't be read or name what is not there, and how such a one is voided.
+"""Repair: find versions whose records are damaged or name missing objects, and void them on request.
 
-A record is never rewritten; this is the one exception, an explicit act of an administrator at the storage itself.
-Voiding version N, which may be repeated from any step on
-1. Keep the bytes of its record as `damaged/<N>-<their checksum>`.
-2. Delete the roots from N on, which may hold what it did.
-3. Put a void record in its place, and make that durable. Delete the roots that others wrote meanwhile.
-4. Commit what was done, so that the history tells it and open stores notice. Where the newest garbage collection
-   lists N among the versions that live, this is the commit of a collection after which it does not; the version
-   behind it holds from then on what it held and wrote, so that nothing which may be in use is ever removed.
-5. Delete the roots from N on once more: until that commit, open stores may have made some of what they knew.
+Records are never rewritten, with this one exception: an explicit act of an administrator with direct access to the
+storage. Version N is voided in these steps, which can be repeated after a failure at any of them.
+1. Save the bytes of its record as `damaged/<N>-<their checksum>`.
+2. Delete the roots from N on, which may include its changes.
+3. Replace its record by a void record and make that durable. Delete the roots that others wrote meanwhile.
+4. Commit a record of the repair, so that the history shows it and open stores notice. If the newest garbage
+   collection lists N as living, this commit is itself a collection that expires N: the next living version then
+   holds what N held and wrote, so nothing that may be in use is ever deleted.
+5. Delete the roots from N on once more: until that commit, open stores may have written some from stale state.
 
-What the voided version had written is collected a week later, as the data of any transaction that did not commit.
-Of a voided garbage collection nothing is known any more: what it had removed is missing, and `verify` lists it.
+The data of the voided version is collected a week later, like that of any transaction that did not commit. If the
+voided version was a garbage collection, its list of expired versions is lost: `verify` lists what it had deleted
+as missing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MOST_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
-    """A version whose record can't be read, or names what is not there (`readable`), and why."""
+    """A version whose record is damaged, or names missing objects (`readable`), with the reason."""
 
     version: int
     reason: str
@@ -62,10 +63,10 @@ class DamagedVersion(NamedTuple):
 
 
 class RepairReport(NamedTuple):
-    """The damaged versions that were found, and what was done about those that were to be voided.
+    """The damaged versions, and those that were voided.
 
-    `kept` are the names of the objects that hold the bytes of the records that were replaced. `version` is the
-    commit that tells of it, None where nothing was done.
+    `kept` lists the keys under which the bytes of replaced records were saved. `version` is the commit that
+    records the repair, None if nothing was voided.
     """
 
     damaged: list[DamagedVersion]
@@ -78,12 +79,16 @@ class RepairReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether no damaged version is left."""
-        return all(found.version in self.voided for found in self.damaged)
+        """Whether no damaged version remains."""
+        return all(damage.version in self.voided for damage in self.damaged)
 
 
 async def repair_store(backend: Storage, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
-    """Find the damaged versions and void those that are named, by the steps at the top of this file."""
+    """Find the damaged versions and void those requested, by the steps at the top of this file.
+
+    `void` names versions with damaged records, `void_readable` versions to void even if their records are
+    readable. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
+    """
     backend = uncached(backend)
     log = LogReader.strict(backend)
     damaged = await _damaged(log)
@@ -92,33 +97,33 @@ async def repair_store(backend: Storage, void: Sequence[int], void_readable: Seq
         return RepairReport(damaged, [], [], None)
     if backend.url.startswith(("http://", "https://")):
         raise Denied(
-            f"{backend.url}: a server never replaces a record; run the repair where the store lies, as `tstore "
-            "repair FOLDER` on the host of `tstore serve`"
+            f"{backend.url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the "
+            "server, where `tstore serve` runs"
         )
-    at = await log.newest()  # below the first that is missing
-    newest = max([at, *(found.version for found in damaged)])
+    reachable = await log.newest()  # the last version before a gap in the log
+    newest = max([reachable, *(damage.version for damage in damaged)])
     for version in wanted:
         await _check_voidable(log, version, newest, damaged, void_readable)
-    if left := [found.version for found in damaged if found.version > at and found.version not in wanted]:
+    if missing := [d.version for d in damaged if d.version > reachable and d.version not in wanted]:
         raise InvalidArgument(
-            f"{backend.url}: {commit_key(left[0])} is missing, though later commits are there, so nothing can be "
-            f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, left))} too"
+            f"{backend.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
+            f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, missing))} too"
         )
     kept = [key for version in wanted for key in await _void(backend, version, newest)]
-    told = await _tell(Log(LogReader.strict(backend)), wanted, kept)
-    await _delete_roots(backend, wanted[0], told)  # writers that had not noticed may have made some until then
-    return RepairReport(damaged, wanted, kept, told)
+    commit = await _commit_repair(Log(LogReader.strict(backend)), wanted, kept)
+    await _delete_roots(backend, wanted[0], commit)  # writers may have made some until they noticed the commit
+    return RepairReport(damaged, wanted, kept, commit)
 
 
 async def _damaged(log: LogReader) -> list[DamagedVersion]:
-    """The damaged versions, the oldest first; behind a missing one only further missing ones are looked for."""
+    """Return the damaged versions, oldest first; after a missing record, only further missing ones."""
     newest = await log.newest()
     try:
         alive, gc = await living_versions(log, newest)
     except _UNREADABLE:
         alive, gc = frozenset(), 0
 
-    async def look(version: int) -> DamagedVersion | None:
+    async def check(version: int) -> DamagedVersion | None:
         readable = False
         try:
             record = await log.record(version)
@@ -126,31 +131,31 @@ async def _damaged(log: LogReader) -> list[DamagedVersion]:
             await existing_collection(log, record.collected)
             if not changes_nothing(record) and (version > gc or version in alive):
                 await _check_objects(log, version, record)
-        except UnsupportedFormat as error:  # not damaged: a newer tstore reads it
+        except UnsupportedFormat as error:  # not damaged, but of a newer tstore
             return DamagedVersion(version, str(error), True)
         except _UNREADABLE as error:
             return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
         return None
 
-    found = [one for numbers in batched(range(1, newest + 1)) for one in await together(look, numbers) if one]
-    return [*found, *await _missing(log, newest)]
+    damaged = [one for numbers in batched(range(1, newest + 1)) for one in await together(check, numbers) if one]
+    return [*damaged, *await _missing(log, newest)]
 
 
 async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
-    """The versions behind the newest whose records are missing, though later ones are there; the first of many."""
+    """Return the versions after `newest` whose records are missing although later ones exist, up to a limit."""
     if log.backend.capabilities.listing:
-        there = {int(k.rpartition("/")[2]) for k in await log.backend.list("commits/") if is_record(k)}
+        existing = {int(k.rpartition("/")[2]) for k in await log.backend.list("commits/") if is_record(k)}
     else:
-        there = {newest + 2} if await log.backend.size(commit_key(newest + 2)) is not None else set()
-    absent = (v for v in range(newest + 1, max(there, default=0)) if v not in there)
-    reason = f"{log.backend.url}: {{}} is missing, though later commits are there"
+        existing = {newest + 2} if await log.backend.size(commit_key(newest + 2)) is not None else set()
+    absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
+    reason = f"{log.backend.url}: {{}} is missing although later commits exist"
     return [
         DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MOST_MISSING)
     ]
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` or `NotFound` where manifests are damaged or gone, or packs shorter than these say."""
+    """Raise `Corrupt` or `NotFound` if a manifest or pack is damaged, missing or shorter than referenced."""
     ends: dict[str, int] = {}
     for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
         stops = np.zeros(len(table.packs), np.uint64)
@@ -161,8 +166,8 @@ async def _check_objects(log: LogReader, version: int, record: Record) -> None:
     sizes = await together(log.backend.size, list(ends))
     for (key, end), size in zip(ends.items(), sizes, strict=True):
         if size is None or size < end:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise NotFound(f"{log.backend.url}: {key} {found}; expected at least {end} bytes")
+            actual = "is missing" if size is None else f"has {size} bytes"
+            raise NotFound(f"{log.backend.url}: {key} {actual}; expected at least {end} bytes")
 
 
 async def _check_voidable(
@@ -170,43 +175,43 @@ async def _check_voidable(
 ) -> None:
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.backend.url} has no version {version} to void; its newest is {newest}")
-    unreadable = any(found.version == version and not found.readable for found in damaged)
-    if unreadable or version in void_readable or await _is_voided(log, version):
-        return  # the last: an earlier repair did not get to its end
+    unreadable = any(damage.version == version and not damage.readable for damage in damaged)
+    if unreadable or version in void_readable or await _is_voided(log, version):  # voided: finish that repair
+        return
     raise InvalidArgument(
-        f"{log.backend.url}: the record of version {version} reads well, so it was not voided and nothing was "
-        f"changed; if it shall go all the same, say --void-readable {version} (void_readable=({version},))"
+        f"{log.backend.url}: the record of version {version} is readable, so nothing was voided; to void it "
+        f"anyway, pass --void-readable {version} (void_readable=({version},))"
     )
 
 
 async def _void(backend: Storage, version: int, newest: int) -> list[str]:
-    """Put a void record in the place of a version's, and return the names under which its bytes are kept."""
-    log, key, kept = LogReader.strict(backend), commit_key(version), []
+    """Replace the record of a version by a void record, and return the key under which its bytes were saved."""
+    log, key, saved = LogReader.strict(backend), commit_key(version), []
     try:
         data = await backend.get(key)
     except NotFound:
         data = b""
     if not await _is_voided(log, version):
         if data:
-            kept = [f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"]
+            saved = [f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"]
             try:
-                await backend.create(kept[0], data, Durability.FSYNC)
-            except AlreadyExists:  # by a repair that ended early
+                await backend.create(saved[0], data, Durability.FSYNC)
+            except AlreadyExists:  # an earlier repair was interrupted
                 await backend.flush("damaged", Durability.FSYNC)
         await _delete_roots(backend, version, newest)
         void = Record(
             REPAIR + world.token(12),
             version - 1,
             world.now(),
-            f"version {version} was voided" + (f"; its record is kept as {kept[0]}" if kept else ""),
+            f"version {version} was voided" + (f"; its record was saved as {saved[0]}" if saved else ""),
             void=True,
-            durable=False,  # those before it may not be
+            durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
         )
         await backend.hint(key, encode(void))
         await backend.sync()
     await _delete_roots(backend, version, newest)
-    return kept
+    return saved
 
 
 async def _is_voided(log: LogReader, version: int) -> bool:
@@ -218,7 +223,7 @@ async def _is_voided(log: LogReader, version: int) -> bool:
 
 
 async def _gc_before(log: LogReader, version: int) -> int:
-    """The newest gc before a version, as the nearest record below it that can be read tells."""
+    """Return the newest garbage collection before a version, as named by the nearest readable record below it."""
     for before in range(version - 1, 0, -1):
         try:
             return await named_collection(log, before)
@@ -235,11 +240,11 @@ async def _delete_roots(backend: Storage, version: int, newest: int) -> None:
 
 
 class _Overtaken(Exception):
-    """A gc was committed since the ledger was read."""
+    """A garbage collection was committed after the ledger was read."""
 
 
-async def _tell(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
-    """Commit what was done, and return the version of that."""
+async def _commit_repair(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
+    """Commit the record of the repair and return its version."""
     plain = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),
@@ -253,22 +258,22 @@ async def _tell(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
 
 
 async def _append(log: Log, plain: Record, voided: Sequence[int]) -> int:
-    ledger, gone = await _ledger(log.reader, plain.base, voided)
+    ledger, condemned = await _ledger(log.reader, plain.base, voided)
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
             if other.collection is not None:
                 raise _Overtaken
             ledger.add(version, other)
-        return plain if gone is None else _with(plain, ledger, gone)
+        return plain if condemned is None else _as_collection(plain, ledger, condemned)
 
     return await log.append(await validate(()), validate, Durability.FSYNC)
 
 
-def _with(record: Record, ledger: Ledger, gone: Collection) -> Record:
-    """The record as that of a gc after which the versions of a ledger live."""
+def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Record:
+    """Return the record as that of a garbage collection that leaves the versions of a ledger alive."""
     alive = tuple(ledger.alive[v] for v in sorted(ledger.alive))
-    living_ones = ledger.transactions
+    transactions = ledger.transactions
     return Record(
         record.transaction,
         record.base,
@@ -277,16 +282,16 @@ def _with(record: Record, ledger: Ledger, gone: Collection) -> Record:
         metadata=record.metadata,
         collection=Collection(
             alive,
-            gone.expired,
-            gone.tags,
-            tuple(t for t in gone.transactions if t not in living_ones),
-            tuple(k for k in gone.objects if k not in ledger.held),
+            condemned.expired,
+            condemned.tags,
+            tuple(t for t in condemned.transactions if t not in transactions),
+            tuple(k for k in condemned.objects if k not in ledger.held),
         ),
     )
 
 
 async def _ledger(log: LogReader, base: int, voided: Sequence[int]) -> tuple[Ledger, Collection | None]:
-    """The versions that live, and what a gc is to tell of those voided; None where the last one lists none."""
+    """Return the living versions, and what to condemn; None if the newest collection lists no voided version."""
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     listed = [] if earlier is None else [v for v in voided if v in earlier.versions]
@@ -300,5 +305,4 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int]) -> tuple[Led
             written = is_transaction(entry.transaction) and await log.backend.list(f"txn/{entry.transaction}/")
             ledger.inherit(heir, [*entry.holds, *(written or ())], replaces=ledger.alive[heir].replaces)
     tags = {tag: v for v in listed for tag in ledger.alive[v].tags}
-    gone = Collection((), tuple(listed), tags, earlier.transactions, earlier.objects)
-    return ledger.without(listed), gone
+    return ledger.without(listed), Collection((), tuple(listed), tags, earlier.transactions, earlier.objects)

@@ -1,4 +1,4 @@
-"""Verification of a whole store: every record and root, and the manifests and chunks of every living version."""
+"""Verification of a store: every record and root, and the manifests and chunks of every living version."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from tstore.storage.objects import Tuning
 __all__ = ["VerifyReport", "verify_store"]
 
 _Row = tuple[ChunkRow, str]
-"""A chunk, and where it belongs, for errors."""
+"""A chunk and its label in error messages: version, path and position in the grid."""
 
 
 class VerifyReport(NamedTuple):
-    """What was checked, and one sentence for each fault, naming the object or the array and chunk.
+    """Counts of what was checked, and one sentence for each fault that names the object, or the array and chunk.
 
-    `foreign` are the names below the store's URL that no object of a store has; other programs wrote them, as
-    `zarr.open` does. They are no faults, since nothing reads them. Hidden files are left out, and so is everything
-    where nothing can be listed.
+    `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
+    faults, since nothing reads them. Hidden files are omitted; storage that can't be listed reports none.
     """
 
     versions: int
@@ -52,30 +51,30 @@ class VerifyReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
 
 async def verify_store(log: LogReader) -> VerifyReport:
-    """Reads everything that any living version refers to; each chunk once, however many versions share it."""
+    """Read and check everything that a living version refers to; chunks shared by versions are read once."""
     while True:
         report, gc = await _verify(log)
         if report.ok or gc == (await _living(log, await log.newest()))[1]:
-            return report  # else a gc removed meanwhile what was missed
+            return report  # otherwise a concurrent garbage collection may have deleted what is missing
 
 
 async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     faults: list[str] = []
-    wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
+    chunks: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
     arrays: set[str] = set()
-    rebuilt = _Rebuilt(log)
+    replayed = _ReplayedTree(log)
     newest = await log.newest()
     alive, gc = await _living(log, newest)
-    orphaned = False  # whether the version below expired, so that its chunks were not looked at
+    orphaned = False  # whether the previous version expired, so that its chunks were not added
 
     async def read(version: int) -> tuple[Record | None, list[Manifest]]:
-        """The record, None where it is damaged; where the version lives, those of its manifests that are sound."""
-        with _noted("", faults):
+        """Return the record, None if damaged, and if the version is living, its intact manifests."""
+        with _reporting("", faults):
             record = await log.record(version)
             await existing_collection(log, record.collected)
             if changes_nothing(record) or (version <= gc and version not in alive):
@@ -83,12 +82,12 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
             return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
         return None, []
 
-    async def manifest(version: int, where: ObjectRef | Manifest) -> Manifest | None:
-        with _noted(f"version {version}: ", faults):
-            return await log.objects.manifest(where)
+    async def manifest(version: int, ref: ObjectRef | Manifest) -> Manifest | None:
+        with _reporting(f"version {version}: ", faults):
+            return await log.objects.manifest(ref)
         return None
 
-    last = 0  # the newest gc so far; a record that is damaged may have been one
+    last = 0  # the newest garbage collection so far; -1 after a damaged record, which may have been one
     for numbers in batched(range(1, newest + 1)):
         for version, (record, manifests) in zip(numbers, await together(read, numbers), strict=True):
             last = await _check_collected(log, version, record, last, faults)
@@ -97,33 +96,33 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
             if version <= gc and version not in alive:
                 orphaned = True
                 continue
-            for found in manifests:
-                with _noted(f"version {version}: ", faults):
-                    _collect(found, version, wanted, arrays, faults)
+            for intact in manifests:
+                with _reporting(f"version {version}: ", faults):
+                    _add_chunks(intact, version, chunks, arrays, faults)
             if orphaned and not record.replaces:
-                with _noted(f"version {version}, of what older ones wrote: ", faults):
-                    _collect((await log.tree(version)).manifest(), version, wanted, arrays, faults)
+                with _reporting(f"version {version}, in chunks of older versions: ", faults):
+                    _add_chunks((await log.tree(version)).manifest(), version, chunks, arrays, faults)
             orphaned = False
         for version in numbers:
             if version % ROOT_EVERY == 0:
-                await rebuilt.check_root(version, faults)
+                await replayed.check_root(version, faults)
     await _check_numbers(log, newest, faults)
-    await _check_chunks(log.backend, wanted.values(), faults)
-    size = sum(row.length for row, _ in wanted.values())
-    return VerifyReport(newest, len(arrays), len(wanted), size, sorted(faults), await _foreign(log.backend)), gc
+    await _check_chunks(log.backend, chunks.values(), faults)
+    size = sum(row.length for row, _ in chunks.values())
+    return VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), await _foreign(log.backend)), gc
 
 
 @contextlib.contextmanager
-def _noted(where: str, faults: list[str]) -> Iterator[None]:
-    """Makes a fault of what the block finds damaged or gone, and ends the block there."""
+def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
+    """Append the error that ends the block to `faults`, if it is `Corrupt`, `NotFound` or `UnsupportedFormat`."""
     try:
         yield
     except (Corrupt, NotFound, UnsupportedFormat) as error:
-        faults.append(f"{where}{error}")
+        faults.append(f"{prefix}{error}")
 
 
 async def _living(log: LogReader, newest: int) -> tuple[frozenset[int], int]:
-    """What `living` tells; where the log is too damaged to tell, every version counts as living."""
+    """Return the result of `living`; if the log is too damaged to know, every version counts as living."""
     try:
         return await living_versions(log, newest)
     except (Corrupt, NotFound, UnsupportedFormat):
@@ -133,31 +132,34 @@ async def _living(log: LogReader, newest: int) -> tuple[frozenset[int], int]:
 async def _check_collected(
     log: LogReader, version: int, record: Record | None, last: int, faults: list[str]
 ) -> int:
-    """Note where a record names another gc than the newest before it; return that up to it, -1 if unknown."""
+    """Check that a record names the newest garbage collection before it (`last`, -1 if unknown).
+
+    Return the newest garbage collection up to this version, -1 if unknown.
+    """
     if record is None:
         return -1
-    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # of which it is told by itself
+    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # reported already
         named = await existing_collection(log, record.collected)
         if last >= 0 and named != last:
             faults.append(
                 f"{log.backend.url}: {commit_key(version)} names version {named} as the last garbage collection "
-                f"before it, which is version {last}; `tstore repair` can void it"
+                f"before it, but that is version {last}; `tstore repair` can void it"
             )
     if record.collection is not None:
         return version
     return last
 
 
-def _collect(
+def _add_chunks(
     manifest: Manifest,
     version: int,
-    wanted: dict[tuple[str | bytes, int], tuple[ChunkRow, str]],
+    chunks: dict[tuple[str | bytes, int], tuple[ChunkRow, str]],
     arrays: set[str],
     faults: list[str],
 ) -> None:
     for path, document, _, table in manifest.nodes():
-        place = f"version {version}: {path or 'the root group'}"
-        with _noted(f"{place}: ", faults), parsing("its metadata"):
+        label = f"version {version}: {path or 'the root group'}"
+        with _reporting(f"{label}: ", faults), parsing("its metadata"):
             node = Node(path, document, (table,))
             if not node.is_array:
                 _check_group(path, node)
@@ -166,35 +168,35 @@ def _collect(
             arrays.add(path)
             for row in table.rows:
                 if row.number >= meta.chunk_count:
-                    faults.append(f"{place} has a chunk number {row.number} outside of its grid")
+                    faults.append(f"{label} has a chunk number {row.number} outside of its grid")
                     continue
-                at = chunk_coordinates(row.number, meta.counts)
-                wanted.setdefault((row.pack, row.offset), (row, f"{place}, chunk {at}"))
+                position = chunk_coordinates(row.number, meta.counts)
+                chunks.setdefault((row.pack, row.offset), (row, f"{label}, chunk {position}"))
 
 
 def _check_group(path: str, node: Node) -> None:
-    """Raise `Corrupt` where the attributes of a group, or the structure of a checkpoint in them, do not parse."""
+    """Raise `Corrupt` if the attributes of a group, or the checkpoint structure in the root's, do not parse."""
     own = node.attributes.get(OWN)
     if path or not isinstance(own, dict) or "structure" not in own:
         return
     if not is_document(own["structure"]):
-        raise Corrupt("the structure of the saved tree does not parse; a restore gives its arrays by path")
+        raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")
 
 
 async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None:
-    """Commits are numbered without a gap; behind a missing one the later are not found."""
+    """Report a gap in the version numbers: readers stop at it and do not see later commits."""
     if not log.backend.capabilities.listing:
         return
     records = [k for k in await log.backend.list("commits/") if is_record(k)]
     beyond = [k for k in records if k > commit_key(newest)]
     absent = newest + 1
-    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed since we began
+    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed during verification
         beyond = [k for k in beyond if k > commit_key(absent)]
         absent += 1
     if beyond:
         faults.append(
-            f"{log.backend.url}: {commit_key(absent)} is missing, though {len(beyond)} later commits up to "
-            f"{beyond[-1]} are there; restore it from a copy, until then they can't be read"
+            f"{log.backend.url}: {commit_key(absent)} is missing although {len(beyond)} later commits exist, up "
+            f"to {beyond[-1]}; restore it from a copy, until then they can't be read"
         )
 
 
@@ -202,39 +204,39 @@ async def _foreign(backend: Storage) -> list[str]:
     if not backend.capabilities.listing:
         return []
     names = [key for key in await backend.list("") if not is_object(key)]
-    return [name.encode(errors="backslashreplace").decode() for name in names]  # some are no Unicode
+    return [name.encode(errors="backslashreplace").decode() for name in names]  # file names may be invalid UTF-8
 
 
-class _Rebuilt:
-    """The tree that the records alone make, to be compared with every root."""
+class _ReplayedTree:
+    """The tree replayed from records alone, for comparison with every root."""
 
     def __init__(self, log: LogReader) -> None:
         self._log = log
         self._tree: Tree | None = Tree.empty()
-        self._whole = True  # whether all manifests were there; those of versions that expired may be gone
+        self._whole = True  # whether no manifest was missing; those of expired versions may be
 
     async def check_root(self, version: int, faults: list[str]) -> None:
-        """Notes where the root of a version is damaged, of another record, or not what the records make."""
+        """Report the root of a version if it is damaged, of another record, or differs from the replayed tree."""
         await self._advance(version)
         key = root_key(version)
-        place, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
+        name, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
         try:
             root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
             tree = Tree.of(root)
-        except NotFound:  # also of the record, of which it is told by itself
+        except NotFound:  # no root, or no record, which is reported already
             return
         except (Corrupt, UnsupportedFormat) as error:
-            reason = str(error) if key in str(error) else f"{place}: {error}"
-            faults.append(f"{reason}. Readers pass over it; {advice}")
+            reason = str(error) if key in str(error) else f"{name}: {error}"
+            faults.append(f"{reason}. Readers ignore it; {advice}")
             return
         if (root.version, root.record) != (version, stored.check):
-            faults.append(f"{place} is not the root of {commit_key(version)}. Readers pass over it; {advice}")
-        elif self._tree is not None and (odd := self._tree.differences(tree, nodes=self._whole)):
-            shown = ", ".join(p or "the root group" for p in odd[:5]) + (", …" if len(odd) > 5 else "")
-            faults.append(f"{place} is not what the records up to version {version} make, in {shown}; {advice}")
+            faults.append(f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}")
+        elif self._tree is not None and (paths := self._tree.differences(tree, nodes=self._whole)):
+            shown = ", ".join(p or "the root group" for p in paths[:5]) + (", …" if len(paths) > 5 else "")
+            faults.append(f"{name} differs from the records up to version {version} in {shown}; {advice}")
 
     async def _advance(self, version: int) -> None:
-        """Goes on to the tree of a version; there is none any more behind a record that is damaged or gone."""
+        """Replay the records up to a version; after a damaged or missing record there is no tree any more."""
         try:
             numbers = range(self._tree.version + 1, version + 1) if self._tree is not None else range(0)
             records = await together(self._log.record, numbers)
@@ -269,48 +271,48 @@ async def _check_chunks(backend: Storage, rows: Iterable[_Row], faults: list[str
         with scratch(size) as buffer:
             try:
                 pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
-            except (Corrupt, NotFound):  # of each it is told by itself
-                for row, where in batch:
-                    _check_long(backend, row, where, tuning.piece, faults)
+            except (Corrupt, NotFound):  # report each chunk separately
+                for row, label in batch:
+                    _check_long(backend, row, label, tuning.piece, faults)
                 return
-            for row, where in batch:
-                at = row.offset - begin
-                if block_checks(buffer[at : at + row.length].data) != row.checks:
-                    faults.append(f"{where}: {row.mismatch(0, backend.url)}")
+            for row, label in batch:
+                start = row.offset - begin
+                if block_checks(buffer[start : start + row.length].data) != row.checks:
+                    faults.append(f"{label}: {row.mismatch(0, backend.url)}")
 
     await each(check, _batches(in_order, tuning), tuning.streams)
 
 
 def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
-    """The chunks that lie close together in one pack, up to about `tuning.batch` bytes; a longer one alone."""
+    """Group chunks that are close together in one pack, up to about `tuning.batch` bytes; a longer one alone."""
     batch: list[_Row] = []
     begin = end = 0
-    for row, where in rows:
+    for row, label in rows:
         near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= tuning.gap
         if batch and not (near and row.offset + row.length - begin <= tuning.batch):
             yield batch
             batch = []
         if not batch:
             begin = row.offset
-        batch.append((row, where))
+        batch.append((row, label))
         end = row.offset + row.length
     if batch:
         yield batch
 
 
-def _check_long(backend: Storage, row: ChunkRow, where: str, most: int, faults: list[str]) -> None:
-    """Checks one chunk, piece by piece."""
+def _check_long(backend: Storage, row: ChunkRow, label: str, most: int, faults: list[str]) -> None:
+    """Check one chunk in pieces of whole blocks, of about `most` bytes."""
     most = max(BLOCK, most - most % BLOCK)
     with scratch(min(row.length, most)) as buffer:
-        found = b""
+        checks = b""
         try:
-            reader = pack_reader(backend, row.pack, where)
+            reader = pack_reader(backend, row.pack, label)
             for i in range(0, row.length, most):
                 part = buffer[: min(most, row.length - i)]
                 reader.read_into(row.offset + i, [part], len(part))
-                found += block_checks(part.data)
+                checks += block_checks(part.data)
         except (Corrupt, NotFound) as error:
-            faults.append(str(error) if str(error).startswith(where) else f"{where}: {error}")
+            faults.append(str(error) if str(error).startswith(label) else f"{label}: {error}")
             return
-        if found != row.checks:
-            faults.append(f"{where}: {row.mismatch(0, backend.url)}")
+        if checks != row.checks:
+            faults.append(f"{label}: {row.mismatch(0, backend.url)}")

@@ -1,8 +1,8 @@
-"""Threads, event loops, memory and time: the one place of concurrency; nothing here knows of stores.
+"""Threads, event loops, memory budget and clock: all concurrency primitives, independent of stores.
 
-1. `threads`: daemon threads that outlive the main thread's last statement.
-2. `pool`: blocking calls in worker threads. `budget`: the bytes that they may hold.
-3. `io_loop`: the loop on which requests to servers are awaited. `background`: the loop behind `tstore.sync`.
-4. `concurrency`: many awaited calls, a bounded number of them at once. `per_loop`: state of one event loop.
-5. `world`: the clock and the random numbers, which a simulation replaces.
+1. `threads`: daemon threads that run until interpreter exit.
+2. `pool`: blocking calls in worker threads; `budget`: the memory that they may use.
+3. `io_loop`: the event loop for requests to servers; `background`: the event loop behind `tstore.sync`.
+4. `concurrency`: many awaited calls with bounded concurrency; `per_loop`: the state of one event loop.
+5. `world`: the clock and random numbers, which a simulation replaces.
 """

@@ -1,8 +1,8 @@
-"""The event loop in a daemon thread on which `tstore.sync` makes its calls, and what becomes of them at exit.
+"""The event loop in a daemon thread that runs the calls of `tstore.sync`, and its shutdown.
 
-At exit the process waits until the calls that other threads have begun have ended, even those of daemon threads;
-Ctrl-C cancels them, waits for that, and ends the process by that signal. From then on only the main thread, in
-functions of `atexit`, can make calls, and nobody once the interpreter is being torn down: no thread runs any more.
+At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C cancels them, waits for
+that, and ends the process by that signal. From then on only the main thread can make calls, in `atexit`
+functions, and no thread can once the interpreter is being finalized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BackgroundLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calls = 0  # under way
         self._exiting = False
-        self._lost: Exception | None = None
+        self._late_error: Exception | None = None
 
     def run(self, call: Coroutine[Any, Any, R]) -> R:
         """Return the result of a coroutine; Ctrl-C cancels it and waits until it has ended."""
@@ -60,15 +60,15 @@ class BackgroundLoop:
         with self._changed:
             if threading.current_thread() is self._thread:
                 raise Misuse(
-                    "a blocking call of tstore.sync was made inside of its own loop; await tstore's instead"
+                    "a blocking call of tstore.sync was made on its own event loop; await tstore's instead"
                 )
             ended = self._exiting and threading.current_thread() is not threading.main_thread()
             if ended or sys.is_finalizing():
-                raise Misuse("the process is ending and takes no more calls of tstore.sync; make them before")
+                raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
             self._calls += 1
 
     def _started(self) -> asyncio.AbstractEventLoop | None:
-        """The loop in its thread; None where the interpreter is ending and starts no thread."""
+        """Return the running loop; None if the interpreter is exiting and can't start its thread."""
         with self._changed:
             if self._thread is None:
                 try:
@@ -101,35 +101,35 @@ class BackgroundLoop:
             loop.call_soon_threadsafe(cancel)
             ended.wait()
             if not tasks[0].cancelled():
-                tasks[0].exception()  # looked at, so that it is not reported as lost
+                tasks[0].exception()  # retrieved, or asyncio would log it as never retrieved
             raise
         return tasks[0].result()
 
     def _run_late(self, call: Coroutine[Any, Any, R]) -> R:
-        """Make in this thread a first call that comes when no thread can be started any more."""
+        """Run in this thread a first call made when no thread can be started any more."""
         try:
             return asyncio.run(call)
         except Exception as error:
-            self._lost = error  # nobody may be left to look at it
+            self._late_error = error  # possibly nothing else reports it
             raise
 
     def _finish(self) -> None:
-        """Wait at exit until all calls have ended."""
+        """At exit, wait until all calls have ended."""
         with self._changed:
             self._exiting = True
             try:
                 self._changed.wait_for(lambda: not self._calls)
             except KeyboardInterrupt:
                 self._interrupt()
-        if self._lost is not None:
-            print(f"tstore: a call failed after the main thread had ended: {self._lost}", file=sys.stderr)
+        if self._late_error is not None:
+            print(f"tstore: a call failed after the main thread had ended: {self._late_error}", file=sys.stderr)
             sys.stdout.flush()
             os._exit(1)
 
     def _interrupt(self) -> None:
-        """Cancel all calls, wait for that, and end the process by Ctrl-C; a second one ends it at once."""
+        """Cancel all calls, wait for them, and end the process by SIGINT; a second Ctrl-C ends it at once."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(f"tstore: Ctrl-C cancels {self._calls} calls that other threads have begun", file=sys.stderr)
+        print(f"tstore: Ctrl-C cancels {self._calls} calls of other threads", file=sys.stderr)
         if self._thread is not None:
             self._thread.loop.call_soon_threadsafe(self._cancel)
         self._changed.wait_for(lambda: not self._calls)

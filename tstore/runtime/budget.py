@@ -1,6 +1,6 @@
-"""The byte budget: what all calls of this process may hold beyond the caller's arrays.
+"""The memory budget of a process: bytes that all calls together may use in addition to the caller's arrays.
 
-Scratch buffers belong to a worker thread and are reused, which also spares the page faults of fresh memory.
+Scratch buffers belong to a worker thread and are reused, which also avoids the page faults of fresh memory.
 """
 
 from __future__ import annotations
@@ -16,66 +16,67 @@ import numpy.typing as npt
 __all__ = ["BUDGET", "acquire", "aligned", "on_shortage", "release", "scratch"]
 
 BUDGET = 256 << 20
-"""Bytes that all calls of this process together may hold beyond the caller's arrays."""
+"""Bytes that all calls of this process together may use in addition to the caller's arrays."""
 
-_LONGEST_KEPT = 16 << 20
+_MAX_REUSED = 16 << 20
 _ALIGNMENT = 64
-_SHORTAGE = 0.05  # seconds after which a caller that waits for memory says so again
+_SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the shortage again
 
 
 class _Budget:
-    """Half of the bytes for buffers that threads keep, half for claims that end.
+    """One half of the budget for buffers that threads retain, the other for temporary claims.
 
-    A claim above its half waits until it is alone. A thread that holds a claim gets another at once: it could
-    not let go of the first while it waits.
+    A claim larger than its half waits until it is the only one. A thread that holds a claim gets another at once:
+    it could not release the first while it waits.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit // 2
-        self._kept = 0
-        self._held = 0
+        self._retained = 0
+        self._claimed = 0
         self._changed = threading.Condition()
-        self._mine = threading.local()
+        self._local = threading.local()
 
-    def keep(self, size: int) -> bool:
-        """Whether a thread may keep a buffer of that size for good."""
+    def retain(self, size: int) -> bool:
+        """Reserve a buffer of that size permanently if there is room; return whether there is."""
         with self._changed:
-            room = size <= _LONGEST_KEPT and self._kept + size <= self._limit
-            self._kept += size if room else 0
+            room = size <= _MAX_REUSED and self._retained + size <= self._limit
+            self._retained += size if room else 0
             return room
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
-        mine = getattr(self._mine, "held", 0)
+        own = getattr(self._local, "claimed", 0)
         self.acquire(size)
-        self._mine.held = mine + size
+        self._local.claimed = own + size
         try:
             yield
         finally:
-            self._mine.held = mine
+            self._local.claimed = own
             self.release(size)
 
     def acquire(self, size: int) -> None:
-        mine = getattr(self._mine, "held", 0)
+        own = getattr(self._local, "claimed", 0)
         while True:
             with self._changed:
-                if mine or self._held == 0 or self._held + size <= self._limit:
-                    self._held += size
+                if own or self._claimed == 0 or self._claimed + size <= self._limit:
+                    self._claimed += size
                     return
             for call in _on_shortage:
                 call()
             with self._changed:
-                if self._held + size > self._limit:
-                    self._changed.wait(_SHORTAGE)  # not for ever: who holds memory may come to hold it only now
+                if self._claimed + size > self._limit:
+                    # with a timeout: a holder may have acquired memory after it was asked to free some
+                    self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:
         with self._changed:
-            self._held -= size
+            self._claimed -= size
             self._changed.notify_all()
 
 
 class _State:
-    """The budget of this process and the buffers of its threads; a forked child begins with none taken."""
+    """The budget of this process and the buffers of its threads; a forked child starts with an unused one."""
 
     def __init__(self) -> None:
         self.budget = _Budget(BUDGET)
@@ -87,7 +88,7 @@ _state = _State()
 
 
 def _after_fork() -> None:
-    global _state  # noqa: PLW0603 - the parent's threads, which hold the rest, do not exist in the child
+    global _state  # noqa: PLW0603 - the parent's threads, which hold memory, do not exist in the child
     _state = _State()
 
 
@@ -96,17 +97,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def acquire(size: int) -> None:
-    """Take bytes from the budget until `release(size)`; block until there is room."""
+    """Claim bytes of the budget until `release(size)`; block until they are available."""
     _state.budget.acquire(size)
 
 
 def release(size: int) -> None:
-    """Give bytes back to the budget, from any thread."""
+    """Return bytes to the budget, from any thread."""
     _state.budget.release(size)
 
 
 def on_shortage(call: Callable[[], None]) -> None:
-    """Have whoever waits for memory call `call`, which should begin to free some without waiting."""
+    """Register a function that is called when a thread waits for memory; it should start freeing some."""
     _on_shortage.append(call)
 
 
@@ -117,21 +118,21 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
     Nested calls get distinct buffers. The contents are undefined.
     """
     free: list[npt.NDArray[np.uint8]] = _state.local.__dict__.setdefault("free", [])
-    at = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
-    if at is not None:
-        kept = free.pop(at)
-    elif _state.budget.keep(rounded := 1 << max(16, (size - 1).bit_length())):
-        kept = np.empty(rounded, np.uint8)
+    fitting = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
+    if fitting is not None:
+        buffer = free.pop(fitting)
+    elif _state.budget.retain(rounded := 1 << max(16, (size - 1).bit_length())):
+        buffer = np.empty(rounded, np.uint8)
     else:
         with _state.budget.claim(size):
             yield np.empty(size, np.uint8)
         return
     try:
-        yield kept[:size]
+        yield buffer[:size]
     finally:
-        free.append(kept)
+        free.append(buffer)
 
 
 def aligned(size: int) -> int:
-    """Return the first offset from `size` on in a scratch buffer that is aligned for every dtype."""
+    """Return the first offset in a scratch buffer, `size` or later, that is aligned for every dtype."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

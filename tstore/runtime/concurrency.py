@@ -1,4 +1,4 @@
-"""Many awaited calls of which some are under way at once."""
+"""Many awaited calls with bounded concurrency."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Generic, Self, TypeVar
 
 __all__ = ["InTurn", "batched", "each", "together"]
 
-_AT_ONCE = 64
+_CONCURRENCY = 64
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def batched(items: Iterable[K]) -> Iterator[list[K]]:
-    """The items in lists of as many as `together` asks for at once."""
+    """Yield the items in lists, each as long as the number of calls that `together` makes at once."""
     source = iter(items)
-    while batch := list(itertools.islice(source, _AT_ONCE)):
+    while batch := list(itertools.islice(source, _CONCURRENCY)):
         yield batch
 
 
 async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
-    """What the call returns for each item, some at once; the first failure ends the others."""
-    found: list[V] = []
+    """Return the results of a call for all items, with bounded concurrency; a failure cancels the others."""
+    results: list[V] = []
     for batch in batched(items):
-        async with _begun(call, batch) as calls:
-            found += await asyncio.gather(*calls)
-    return found
+        async with _started(call, batch) as calls:
+            results += await asyncio.gather(*calls)
+    return results
 
 
 async def each(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIterator[tuple[K, V]]:
-    """Yield each item with what the call returns for it, in order; some are under way at once."""
+    """Yield each item with the result of the call, in order, with bounded concurrency."""
     for batch in batched(items):
-        for item, found in zip(batch, await together(call, batch), strict=True):
-            yield item, found
+        for item, result in zip(batch, await together(call, batch), strict=True):
+            yield item, result
 
 
 class InTurn(Generic[K, V]):
-    """Each item with what the call returns for it, one at a time, for a caller that may stop early.
+    """An async iterator over items with the results of a call, for a caller that may stop early.
 
-    The number of calls under way doubles with each batch, from one. A failure is raised at its item's turn.
-    `aclose` cancels the calls under way. Not an async generator: an event loop that shuts down closes all of those
-    at once, which fails for one that another is closing already.
+    The number of concurrent calls doubles with each batch, from one. A failure is raised at the position of its
+    item. `aclose` cancels the calls under way. This is not an async generator, because an event loop closes all
+    of those at shutdown, which fails for one that is being closed already.
     """
 
     def __init__(self, call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> None:
@@ -61,7 +61,7 @@ class InTurn(Generic[K, V]):
         if not self._calls:
             batch = itertools.islice(self._source, self._ahead)
             self._calls.extend([(item, asyncio.ensure_future(self._call(item))) for item in batch])
-            self._ahead = min(2 * self._ahead, _AT_ONCE)
+            self._ahead = min(2 * self._ahead, _CONCURRENCY)
         if not self._calls:
             raise StopAsyncIteration
         item, call = self._calls.popleft()
@@ -77,14 +77,14 @@ class InTurn(Generic[K, V]):
 
 
 @contextlib.asynccontextmanager
-async def _begun(
+async def _started(
     call: Callable[[K], Awaitable[V]], batch: Iterable[K]
 ) -> AsyncIterator[Sequence[asyncio.Future[V]]]:
-    """The calls under way; those that have not ended with the block are cancelled, and awaited."""
+    """Start the calls; on exit, cancel and await those that have not ended."""
     calls = [asyncio.ensure_future(call(item)) for item in batch]
     try:
         yield calls
     finally:
-        for ended in calls:
-            ended.cancel()
+        for started in calls:
+            started.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

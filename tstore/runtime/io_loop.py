@@ -1,7 +1,7 @@
-"""The I/O loop: one event loop in a daemon thread on which all requests to servers are awaited.
+"""The I/O loop: one event loop in a daemon thread that runs all requests to servers.
 
-One session with a server thus serves the loops of all callers, the loop of `tstore.sync` and the blocking calls of
-workers. Many requests are under way at the same time; nothing that takes the CPU for long may run here.
+Thus one HTTP session serves callers on any event loop, `tstore.sync`, and blocking calls in worker threads. Many
+requests are under way at the same time; nothing CPU-bound may run here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _IoLoop:
-    """The loop of this process, started at its first use; a forked child has its own."""
+    """The loop of this process, started at first use; a forked child starts its own."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -37,7 +37,7 @@ class _IoLoop:
                 except RuntimeError as error:
                     raise Misuse(
                         f"no thread can be started for requests to a server ({error}); make the first use of "
-                        "tstore before the main thread of the program ends"
+                        "tstore before the main thread ends"
                     ) from None
             return self._loop
 
@@ -55,17 +55,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class IoCall(Generic[T]):
-    """Work that goes on upon the I/O loop; `ended` is done when it has really ended, also where cancelled."""
+    """A coroutine running on the I/O loop; `ended` completes when it has ended, even after a cancellation."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self.ended: Future[T] = Future()
-        self.ended.set_running_or_notify_cancel()  # who waits for it cannot cancel it, but with `cancel`
+        self.ended.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
         self._task: asyncio.Task[T] | None = None
         self._loop = _io.get()
         self._loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
-        """Asks the work to end early; wait for `ended`."""
+        """Request cancellation; wait for `ended`."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> None:
@@ -86,12 +86,12 @@ class IoCall(Generic[T]):
 
 
 def start_io(work: Coroutine[Any, Any, T]) -> IoCall[T]:
-    """Begins work on the I/O loop and returns at once. From any thread."""
+    """Start a coroutine on the I/O loop, from any thread, without waiting for it."""
     return IoCall(work)
 
 
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work done on the I/O loop; cancelling cancels it and waits for its end."""
+    """Return the result of a coroutine run on the I/O loop; cancellation cancels it and waits for its end."""
     if asyncio.get_running_loop() is _io.get():
         return await work
     call = IoCall(work)
@@ -99,9 +99,9 @@ async def on_io(work: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work done on the I/O loop; blocks the calling thread.
+    """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
 
-    In a worker of `each` it is cancelled when that is, or when another worker fails.
+    In a worker of `each` it is cancelled when `each` is, or when another worker fails.
     """
     try:
         inside = asyncio.get_running_loop() is _io.get()
@@ -109,7 +109,7 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
         inside = False
     if inside:
         work.close()
-        raise Misuse("a blocking call was made on the I/O loop, which would wait for itself; await it instead")
+        raise Misuse("a blocking call on the I/O loop would wait for itself; await it instead")
     call, batch = IoCall(work), current_batch()
     if batch is None:
         return call.ended.result()

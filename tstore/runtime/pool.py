@@ -1,9 +1,9 @@
 """Blocking work in worker threads.
 
-File calls, checksums and encoding run here as plain functions on buffers that release the GIL. A call crosses the
-event loop once: `each` starts a few workers, every worker draws items until none is left, and the caller is woken
-when all of them have ended. A cancelled or failed call also waits for its workers, so that no thread touches the
-caller's memory after the call has returned.
+File I/O, checksums and encoding run here as plain functions that release the GIL. A call crosses the event loop
+once: `each` starts a few workers, every worker takes items until none is left, and the caller is woken when all
+workers have ended. A cancelled or failed call also waits for its workers, so that no thread accesses the caller's
+memory after the call has returned.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ __all__ = ["STREAMS", "WORKERS", "Batch", "all_ended", "current_batch", "each", 
 T = TypeVar("T")
 
 WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
-"""Worker threads that carry data; control calls (small reads, creates) have threads of their own."""
+"""The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 STREAMS = 32
-"""Threads for calls that carry data and mostly wait for a server: `each` uses them where asked for that many."""
+"""The number of threads for transfers that mostly wait for a server; `each` uses them for more than `WORKERS`."""
 
 
 class Cancellable(Protocol):
-    """A request that a worker waits for."""
+    """A request for which a worker waits."""
 
     def cancel(self) -> None:
-        """Ask it to end early."""
+        """Request cancellation."""
 
 
 class Batch(NamedTuple):
-    """One call of `each`, as its workers see it."""
+    """The state of one call of `each`, shared by its workers."""
 
     requests: set[Cancellable]
-    """What the workers wait for; cancelled when the batch stops."""
+    """The requests for which workers wait; cancelled when the batch stops."""
     stopped: threading.Event
 
 
 class _Threads:
-    """The threads of this process, started when they are needed; a forked child has its own."""
+    """The threads of this process, started when needed; a forked child starts its own."""
 
     def __init__(self) -> None:
         self.data = Workers(WORKERS, "tstore-data")
@@ -61,10 +61,10 @@ _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_po
 
 @contextlib.contextmanager
 def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Have the running task, and all tasks that it starts inside, use no threads.
+    """Run blocking calls of the current task, and of tasks started inside the block, without threads.
 
-    `run` and `each` then make their calls themselves, one after the other, and await `pause` before each: for
-    simulations, whose order of events must not depend on threads.
+    `run` and `each` then make their calls sequentially in the task, and await `pause` before each one. Simulations
+    use this, because their order of events must not depend on threads.
     """
     before = _pause.set(pause)
     try:
@@ -83,17 +83,17 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(call: Callable[..., T], *args: Any) -> T:
-    """The result of one blocking call, made in a control thread; cancelling waits for its end."""
+    """Return the result of one blocking call made in a control thread; cancellation waits for its end."""
     if (pause := _pause.get()) is not None:
         await pause()
         return call(*args)
-    made = _Made(call, args)
-    _threads.control.start(made)
-    return await made.result()
+    pending = _ThreadCall(call, args)
+    _threads.control.start(pending)
+    return await pending.result()
 
 
-class _Made(Generic[T]):
-    """One call in a thread, for which one task of a loop waits, and is woken once."""
+class _ThreadCall(Generic[T]):
+    """One call in a thread for which one task waits, with a single wake-up of its event loop."""
 
     def __init__(self, call: Callable[..., T], args: tuple[Any, ...]) -> None:
         self._call = call
@@ -108,11 +108,11 @@ class _Made(Generic[T]):
             self._returned.append(self._call(*self._args))
         except BaseException as error:
             self._raised = error
-        with contextlib.suppress(RuntimeError):  # a loop that was closed without waiting
+        with contextlib.suppress(RuntimeError):  # the loop was closed without waiting
             self._loop.call_soon_threadsafe(self._wake)
 
     async def result(self) -> T:
-        """What the call returned or raised; cancelling waits for its end."""
+        """Return or raise the outcome of the call; cancellation waits for its end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:
             try:
@@ -127,7 +127,7 @@ class _Made(Generic[T]):
                 raise self._raised
             return self._returned[0]
         finally:
-            self._raised = cancelled = None  # else the exception and this frame hold each other
+            self._raised = cancelled = None  # breaks the reference cycle of the exception and this frame
 
     def _wake(self) -> None:
         if not self._woken.done():
@@ -135,10 +135,10 @@ class _Made(Generic[T]):
 
 
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:
-    """Calls `call(item)` for every item on up to `workers` threads; returns when all have ended.
+    """Call `call(item)` for every item on up to `workers` threads; return when all have ended.
 
-    More than `WORKERS` are of those `STREAMS` that may wait for a server. The first exception stops the drawing of
-    further items and is raised once every worker has ended.
+    More than `WORKERS` threads are taken from the `STREAMS`. After the first exception no further items are taken;
+    it is raised when every worker has ended.
     """
     if (pause := _pause.get()) is not None:
         for item in items:
@@ -172,13 +172,13 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
 
 
 def current_batch() -> Batch | None:
-    """Return the batch that the calling thread works for, None outside of `each`."""
+    """Return the batch of the calling worker thread, None outside of `each`."""
     batch: Batch | None = getattr(_threads.local, "batch", None)
     return batch
 
 
 async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Return the results once all futures have ended; a cancelled caller calls `stop` and waits for that too."""
+    """Return the results when all futures have ended; on cancellation call `stop`, and still wait for them."""
     waiting = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(waiting)
@@ -191,13 +191,13 @@ async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> lis
     failures = [e for w in waiting if (e := w.exception()) is not None]
     if cancelled is not None:
         raise cancelled
-    if failures:  # those that were cancelled were so because of another
+    if failures:  # a cancelled future is the consequence of another's failure
         raise next((e for e in failures if not isinstance(e, asyncio.CancelledError)), failures[0])
     return [w.result() for w in waiting]
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that always runs to its end; a cancelled caller waits for that, then is cancelled."""
+    """Return the result of a coroutine that is never cancelled: cancellation of the caller waits for its end."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -207,6 +207,6 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # looked at, so that it is not reported as lost
+            task.exception()  # retrieved, or asyncio would log it as never retrieved
         raise cancelled
     return task.result()

@@ -1,9 +1,9 @@
-"""Daemon threads that make calls until the process ends.
+"""Daemon threads that accept calls until the interpreter exits.
 
-The executors of the standard library refuse calls as soon as the main thread has ended, when a save that another
-thread has begun still needs them. `Workers` take calls as long as there is an interpreter, which waits at its exit
-until all of them are made. From then on Python may start no thread any more (3.12 starts none once the main thread
-has ended): the threads that there are make the calls, or, if there is none, the thread that submits them.
+The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
+thread may still need them. `Workers` accept calls until interpreter exit, which waits for all of them. By then
+Python may not start threads any more (3.12 starts none after the main thread has ended): existing threads make
+the calls, or, if there are none, the submitting thread does.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["LoopThread", "Workers"]
 
 T = TypeVar("T")
 
-_LOOP_CALLS = 8
+_LOOP_WORKERS = 8
 
 
 class Workers:
-    """Up to `most` threads, started when they are needed, that make calls in the order of their submission."""
+    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission."""
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most = most
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit = limit
         self._name = name
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._threads = 0
-        self._pending = 0  # calls that were submitted and have not ended
+        self._pending = 0  # calls submitted and not ended
         self._changed = threading.Condition()
         _all.add(self)
 
     def start(self, call: Callable[[], object]) -> None:
-        """Have a call made that neither returns nor raises anything of interest."""
+        """Submit a call without a result; it must not raise."""
         with self._changed:
-            if self._pending >= self._threads and self._threads < self._most:
+            if self._pending >= self._threads and self._threads < self._limit:
                 self._threads += self._start_thread()
             inline = not self._threads
             self._pending += not inline
@@ -50,13 +50,13 @@ class Workers:
             self._calls.put(call)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have a call made; the future has its result."""
+        """Submit a call and return a future for its result."""
         work = _Work(call)
         self.start(work)
         return work.future
 
     def drain(self) -> None:
-        """Return when no call is pending."""
+        """Wait until no call is pending."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending)
 
@@ -64,7 +64,7 @@ class Workers:
         thread = threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending, or the system is out of threads
+        except RuntimeError:  # the interpreter is exiting, or the system is out of threads
             return False
         return True
 
@@ -78,7 +78,7 @@ class Workers:
 
 
 class _Work(Generic[T]):
-    """A call, and the future for its result."""
+    """A call with the future for its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -87,18 +87,18 @@ class _Work(Generic[T]):
     def __call__(self) -> None:
         future = self.future
         if not future.set_running_or_notify_cancel():
-            return  # cancelled while it waited, as the look-up of a name whose request was given up
+            return  # cancelled while queued, as the name resolution of an abandoned request
         try:
             result = self._call()
         except BaseException as error:
             future.set_exception(error)
-            del self, future  # else the exception and this frame would hold each other
+            del self, future  # breaks the reference cycle of the exception and this frame
         else:
             future.set_result(result)
 
 
 class _Executor(ThreadPoolExecutor):
-    """Lets an event loop use `Workers` for its own blocking calls, such as to look up names."""
+    """An executor on `Workers` for an event loop's own blocking calls, such as name resolution."""
 
     def __init__(self, workers: Workers) -> None:
         super().__init__(1)  # starts no thread
@@ -110,12 +110,12 @@ class _Executor(ThreadPoolExecutor):
 
 
 class LoopThread(threading.Thread):
-    """A daemon thread that runs an event loop; `RuntimeError` where no thread can be started any more."""
+    """A daemon thread that runs an event loop; raise `RuntimeError` if no thread can be started any more."""
 
     def __init__(self, name: str) -> None:
         super().__init__(target=self._run, name=name, daemon=True)
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(_Executor(Workers(_LOOP_CALLS, f"{name}-call")))
+        self.loop.set_default_executor(_Executor(Workers(_LOOP_WORKERS, f"{name}-call")))
         try:
             self.start()
         except RuntimeError:

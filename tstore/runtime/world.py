@@ -1,8 +1,8 @@
-"""The clock and the chance that tstore takes from the world around it.
+"""The clock and random numbers, which a simulation can replace.
 
-Identifiers, jitter and the times in records come from here, so that a simulated host can have a clock and random
-numbers of its own (`tstore.simulation`), and a seed replays exactly. Waits and deadlines use the time of
-the event loop. What runs in the pool's threads always sees the real world.
+Identifiers, jitter and the times in records come from here, so that a simulated host can have its own clock and
+random numbers (`tstore.simulation`), and a seed can be replayed exactly. Waits and deadlines use the time of the
+event loop. Code in the threads of the pool always uses the real clock and random numbers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["World", "inhabited", "now", "token", "uniform"]
 
 
 class World:
-    """The real one; a simulated world overrides all of it."""
+    """The real clock and random numbers; a simulation overrides all methods."""
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Return the time in seconds since 1970."""
         return time.time()
 
     def token(self, size: int) -> str:
-        """That many random bytes in hexadecimal digits, never the same twice."""
+        """Return a unique token: `size` random bytes in hexadecimal digits."""
         return secrets.token_hex(size)
 
     def uniform(self, low: float, high: float) -> float:
-        """A random number between the two."""
+        """Return a random number between `low` and `high`."""
         return random.uniform(low, high)
 
 
@@ -38,23 +38,23 @@ _current: ContextVar[World] = ContextVar("tstore_world", default=_REAL)
 
 
 def now() -> float:
-    """Seconds since 1970, by the clock of this host."""
+    """Return the time in seconds since 1970, by the clock of this host."""
     return _current.get().now()
 
 
 def token(size: int) -> str:
-    """That many random bytes in hexadecimal digits, never the same twice."""
+    """Return a unique token: `size` random bytes in hexadecimal digits."""
     return _current.get().token(size)
 
 
 def uniform(low: float, high: float) -> float:
-    """A random number between the two."""
+    """Return a random number between `low` and `high`."""
     return _current.get().uniform(low, high)
 
 
 @contextlib.contextmanager
 def inhabited(world: World) -> Iterator[None]:
-    """Lets the running task, and all tasks that it starts inside, live in another world."""
+    """Use another world in the running task, and in tasks that it starts inside the block."""
     before = _current.set(world)
     try:
         yield

@@ -1,19 +1,19 @@
-"""A store over HTTP/1.1: `tstore serve STORE`, or `async with Server("folder") as server: …`, at `server.url`.
+"""An HTTP/1.1 server for a store: `tstore serve STORE`, or `async with Server("folder") as server: …`.
 
-1. `app`: the dialect: which request gets which answer.
-2. `access`: who may do what; `names`, `metadata`: which names and which metadata are taken at all.
-3. `storing`: what is taken and removed; `admission`: whether the log allows it, as far as that goes (`standing`);
-   `served`, `folder`: open objects, pages and uploads, for any storage and for local files.
-4. `transfers`, `shares`, `limits`: what clients may take, and who goes first where they want more; `bodies`,
-   `spool`: how bodies come and go; `listings`: names cached between pages.
-5. `running`: how it starts and ends; `listening`, `connections`: where clients come in; `responses`, `access_log`.
+1. `app`: the protocol, request by request.
+2. `access`: tokens and scopes; `names`, `metadata`: the keys and metadata that a server accepts.
+3. `storing`: writes and deletions; `admission`: their validation against the log, whose state is `log_state`;
+   `served`, `folder`: the objects behind the server, of any backend or of local files.
+4. `limits`, `transfers`, `shares`: the limits of clients, and the order in which they are served; `bodies`,
+   `spool`: the bodies of requests and responses; `listings`: names in pages.
+5. `running`: start and shutdown; `listener`, `connections`: incoming connections; `responses`, `access_log`.
 """
 
 from __future__ import annotations
 
 from tstore.server.access import Access, Scope
-from tstore.server.access_log import JsonLines, written
+from tstore.server.access_log import JsonLines, logging_to
 from tstore.server.limits import Limits
 from tstore.server.running import Certificate, Server
 
-__all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server", "written"]
+__all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server", "logging_to"]

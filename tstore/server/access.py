@@ -1,49 +1,50 @@
-"""Who may do what: tokens and their scopes.
+"""Authorization: tokens and their scopes.
 
-A file or variable of tokens has one per line, `SCOPE TOKEN`; empty lines, and those that begin with #, do not
-count. A scope includes those below it:
+A token file or variable has one `SCOPE TOKEN` per line; empty lines and lines that begin with # are ignored. A
+scope includes those below it:
 
-    read     GET, HEAD, lists
-    write    PUT; removing heartbeats
+    read     GET, HEAD, listings
+    write    PUT; deletion of heartbeats
     admin    DELETE, and PUT of the records of garbage collections and of copies of collected stores
 
-What a token of each scope can bring about, whatever it sends:
+The most that a holder of each scope can do, with any requests:
 
-read can read every object: all versions, also expired ones that are not deleted yet, and what transactions under
-way have written so far. It changes nothing.
+read can read every object: all versions, including expired ones not deleted yet, and what pending transactions
+have written so far. It changes nothing.
 
 write can
  - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
-   tag: so it decides what the newest version and the tags show. Chunks are not decoded here: those that it commits
-   may turn out damaged when they are read
- - by tags, metrics and times decide which versions the rules of a later garbage collection keep, the newest always
+   tag; so it decides the contents of the newest version and the tags. The server does not decode chunks: committed
+   ones may turn out damaged when read
+ - by tags, metrics and times decide which versions the rules of a later garbage collection keep; the newest is
+   always kept
  - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
- - commit under the id of a transaction under way, if it knows that: its owner then takes that commit for its own
- - show heartbeats of any host, remove them, and by writing to its folder keep an abandoned transaction from being
+ - commit under the id of a pending transaction, if it knows the id: its owner then takes that commit for its own
+ - create and delete heartbeats of any host, and by writing to its folder keep an abandoned transaction from being
    collected
  - point the hint anywhere, which costs readers some requests
- - make the store, where the server lets clients do so and there is none
- - use up space and numbers of versions: what is not committed goes with a later garbage collection, records stay;
-   and let the references of the newest version grow to 256 MiB, which each reader loads
+ - create the store, if the server lets clients do so and there is none
+ - use up space and version numbers: uncommitted data is deleted by a later garbage collection, records remain; and
+   let the references of the newest version grow to 256 MiB, which each reader loads
 write can't
- - change, replace or remove an object that is there, the hint and heartbeats apart
- - change a version that is committed, make one unreadable that was not, or leave a gap between them
- - let a version expire, or have anything deleted
- - store a record that names what is not there or does not fit, or that stops readers of other versions, `verify`
-   or `gc`
- - store a root other than the one that the server makes itself
+ - change, replace or delete an existing object, except for the hint and heartbeats
+ - change a committed version, make a readable version unreadable, or leave a gap between versions
+ - expire a version, or cause any deletion
+ - store a record that names missing or mismatching objects, or that stops readers of other versions, `verify` or
+   `gc`
+ - store a root other than the one that the server derives itself
 
-admin can besides
- - let any version but the newest expire, and condemn any transaction that is not committed, also one under way
- - remove what was condemned; and by a false account of what older versions hold, have a later garbage collection
-   remove what those need
- - store records that name objects which are not there, as in a copy of a store of which versions were collected
+admin can also
+ - expire any version but the newest, and condemn any uncommitted transaction, including pending ones
+ - delete what was condemned; and by a false account of what older versions hold, make a later garbage collection
+   delete objects that those need
+ - store records that name missing objects, as in a copy of a store with collected versions
 admin can't
- - remove or change a marker or a record, or remove what the newest version is made of; let the newest expire
+ - delete or change a marker or a record, delete objects of the newest version, or expire the newest version
 
-A server with `--names any` takes other names too, which write can replace and admin can remove.
+A server with `--names any` accepts other names too, which write can replace and admin can delete.
 
-No token ever stands in an error, a log or a `repr`; only their digests are kept.
+No token appears in an error, a log or a `repr`; only digests are stored.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ from tstore.storage.secret_file import exposed_mode
 __all__ = ["Access", "Scope"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-_SHORTEST = 16
-_LONGEST = 1 << 20  # bytes of a file of tokens
+_MIN_LENGTH = 16
+_MAX_FILE_BYTES = 1 << 20
 
 
 class Scope(enum.IntEnum):
-    """What a request may do; each includes those below it."""
+    """The permissions of a request; each scope includes those below it."""
 
     NONE = 0
     READ = 1
@@ -78,98 +79,102 @@ class Scope(enum.IntEnum):
 
 
 class Access:
-    """The scope of each token, and of a request without one."""
+    """The scope of each token, and of requests without a token."""
 
     def __init__(self, tokens: Mapping[str, str] | None = None, anonymous: str = "none") -> None:
-        """`tokens`: the scope ("read", "write", "admin") of each; `anonymous`: one of these, or "none"."""
+        """Create from a mapping of tokens to scopes ("read", "write", "admin").
+
+        `anonymous` is the scope of requests without a token, or "none".
+        """
         self.anonymous = _scope(anonymous, "anonymous")
         self._scopes: dict[bytes, Scope] = {}
         for token, scope in (tokens or {}).items():
             self._add(token, scope, "a token")
 
     @staticmethod
-    def parse(text: str, where: str, anonymous: str = "none") -> Access:
-        """The access that lines of `SCOPE TOKEN` say; errors name `where` and the line, never the token."""
+    def parse(text: str, source: str, anonymous: str = "none") -> Access:
+        """Parse lines of `SCOPE TOKEN`; errors name `source` and the line, never the token."""
         access = Access(anonymous=anonymous)
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             if len(words) != 2:
-                raise InvalidArgument(f"{where}, line {number}: expected SCOPE TOKEN, as: write <token>")
-            access._add(words[1], words[0], f"{where}, line {number}")
+                raise InvalidArgument(f"{source}, line {number}: expected SCOPE TOKEN, such as: write <token>")
+            access._add(words[1], words[0], f"{source}, line {number}")
         if not access.tokens:
-            raise InvalidArgument(f"{where} holds no token; expected lines of SCOPE TOKEN")
+            raise InvalidArgument(f"{source} contains no token; expected lines of SCOPE TOKEN")
         return access
 
     @staticmethod
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
-        """Return the access that a file says; `Denied` where others may read it (see `exposed_mode`)."""
-        where = os.fspath(path)
-        with explained("read", where):
-            if not stat.S_ISREG(os.stat(where).st_mode):  # to open a pipe or a device might wait, or do something
-                raise InvalidArgument(f"{where} is no regular file; pass a file of lines SCOPE TOKEN")
-            fd = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        """Read a token file; raise `Denied` if other users may read it (see `exposed_mode`)."""
+        name = os.fspath(path)
+        with explained("read", name):
+            if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe or device may block or have effects
+                raise InvalidArgument(f"{name} is not a regular file; pass a file with lines of SCOPE TOKEN")
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as file:
-                known = os.fstat(fd)
-                _check_mode(known, where)
-                text = file.read(_LONGEST + 1) if stat.S_ISREG(known.st_mode) else b""
-        if len(text) > _LONGEST:
-            raise InvalidArgument(f"{where} is longer than {_LONGEST} bytes; pass a file of lines SCOPE TOKEN")
-        return Access.parse(text.removeprefix(codecs.BOM_UTF8).decode(errors="replace"), where, anonymous)
+                status = os.fstat(fd)
+                _check_mode(status, name)
+                text = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+        if len(text) > _MAX_FILE_BYTES:
+            raise InvalidArgument(
+                f"{name} is longer than {_MAX_FILE_BYTES} bytes; pass a file with lines of SCOPE TOKEN"
+            )
+        return Access.parse(text.removeprefix(codecs.BOM_UTF8).decode(errors="replace"), name, anonymous)
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return len(self._scopes)
 
     def scope(self, authorization: str | None) -> Scope | None:
-        """What the `Authorization` header of a request permits; None where its token is not known.
+        """Return the scope for the `Authorization` header of a request, None for an unknown token.
 
-        Every token is compared, each in constant time, so that the time tells nothing.
+        Every token is compared, each in constant time, so that timing reveals nothing.
         """
         if authorization is None:
             return self.anonymous
         kind, _, token = authorization.partition(" ")
-        given, found = _digest(token.strip()), None
+        digest, match = _digest(token.strip()), None
         for known, scope in self._scopes.items():
-            if hmac.compare_digest(known, given):
-                found = scope
-        return found if kind.lower() == "bearer" else None
+            if hmac.compare_digest(known, digest):
+                match = scope
+        return match if kind.lower() == "bearer" else None
 
-    def _add(self, token: str, scope: str, where: str) -> None:
-        found = _scope(scope, where)
-        if found is Scope.NONE:
-            raise InvalidArgument(f"{where}: expected the scope read, write or admin")
-        if len(token) < _SHORTEST or not _TOKEN.fullmatch(token):
+    def _add(self, token: str, name: str, source: str) -> None:
+        scope = _scope(name, source)
+        if scope is Scope.NONE:
+            raise InvalidArgument(f"{source}: expected the scope read, write or admin")
+        if len(token) < _MIN_LENGTH or not _TOKEN.fullmatch(token):
             raise InvalidArgument(
-                f"{where}: expected at least {_SHORTEST} letters, digits or -._~+/ as the token, such as "
-                "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes"
+                f"{source}: expected at least {_MIN_LENGTH} letters, digits or -._~+/ as the token; make one with "
+                "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        if self._scopes.setdefault(_digest(token), found) is not found:
+        if self._scopes.setdefault(_digest(token), scope) is not scope:
             raise InvalidArgument(
-                f"{where}: the same token has another scope above; give each scope its own token"
+                f"{source}: the same token has another scope above; give each scope its own token"
             )
 
     def __repr__(self) -> str:
         return f"<tstore.server.Access of {self.tokens} tokens, anonymous: {self.anonymous.name.lower()}>"
 
 
-def _check_mode(known: os.stat_result, where: str) -> None:
-    """Raises `Denied` where others may read the tokens."""
-    if (mode := exposed_mode(known)) is not None:
+def _check_mode(status: os.stat_result, name: str) -> None:
+    """Raise `Denied` if other users may read the token file."""
+    if (mode := exposed_mode(status)) is not None:
         raise Denied(
-            f"{where} can be read by others (mode {mode}); make it yours alone: "
-            f"chmod 600 {where}, or for a Kubernetes secret set defaultMode: 0400, and an fsGroup where the "
-            "container does not run as root"
+            f"{name} can be read by other users (mode {mode}); restrict it with chmod 600 {name}, or for a "
+            "Kubernetes secret with defaultMode: 0400, and an fsGroup if the container does not run as root"
         )
 
 
-def _scope(name: str, where: str) -> Scope:
+def _scope(name: str, source: str) -> Scope:
     try:
         return Scope[name.upper()]
     except KeyError:
-        raise InvalidArgument(f"{where}: expected the scope read, write or admin") from None
+        raise InvalidArgument(f"{source}: expected the scope read, write or admin") from None
 
 
 def _digest(token: str) -> bytes:

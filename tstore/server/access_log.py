@@ -1,14 +1,14 @@
-"""The log of a server: what was asked and answered, as documents, and nothing secret.
+"""The log of a server: one JSON entry per request, without secrets, written off the event loop.
 
-`tstore.server.access` gets one entry a request, with a `document` that `JsonLines` makes a line of: from where,
-the method, the path without its query, the status, the scope of the token, bytes received and sent (of objects),
-and seconds.
+The logger `tstore.server.access` gets one entry per request, with a `document` that `JsonLines` formats as a line:
+the remote address, method, path without its query, status, scope of the token, bytes received and sent (of
+objects), and seconds.
 
-What clients can bring about is logged at a bounded rate (`Sparing`), their requests apart: a few entries of a kind
-in each period, and how many were left out.
+Other entries that clients can cause are rate-limited (`RateLimit`): a few from each line of code per period, then
+the number omitted.
 
-`written` puts the entries on a queue of bounded length, from which a thread of the standard library writes them: a
-reader that is slow, or gone, costs entries, whose number is told, and delays no request.
+`logging_to` puts the entries on a bounded queue, from which a thread writes them: a slow or vanished reader costs
+entries, whose number is logged, and delays no request.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-__all__ = ["AccessLog", "JsonLines", "Sparing", "tally", "written"]
+__all__ = ["AccessLog", "JsonLines", "RateLimit", "current_tally", "logging_to"]
 
-_LONGEST = 300
-_WAITING = 10_000  # entries
-_PATIENCE = 2.0  # seconds that entries are given at the end
-_FEW, _PERIOD = 5, 10.0  # entries of one place, and seconds
+_MAX_PATH = 300
+_MAX_QUEUED = 10_000  # entries
+_FLUSH_TIMEOUT = 2.0  # seconds to write the queued entries at the end
+_MAX_ENTRIES, _PERIOD = 5, 10.0  # entries of one line of code in a period of seconds
 
 
 class Tally:
-    """What the answering of one request found out; it goes into the log."""
+    """The figures of one request for its log entry: the scope, and bytes received and sent."""
 
     def __init__(self) -> None:
         self.scope = "none"
@@ -44,46 +44,46 @@ class Tally:
         self.sent = 0
 
 
-def tally() -> Tally:
-    """That of the request that the running task answers."""
-    found = _tally.get()
-    if found is None:
-        _tally.set(found := Tally())
-    return found
+def current_tally() -> Tally:
+    """Return the tally of the request that the running task handles."""
+    tally = _tally.get()
+    if tally is None:
+        _tally.set(tally := Tally())
+    return tally
 
 
 _tally: ContextVar[Tally | None] = ContextVar("tstore_server_tally", default=None)
 
 
 class AccessLog(AbstractAccessLogger):
-    """Logs each request that was answered."""
+    """Logs each request with its response."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        """Logs one."""
-        counted = tally()
+        """Log a request."""
+        tally = current_tally()
         document = {
             "remote": request.remote,
             "method": request.method[:16],
-            "path": request.raw_path.partition("?")[0][:_LONGEST],
+            "path": request.raw_path.partition("?")[0][:_MAX_PATH],
             "status": response.status,
-            "scope": counted.scope,
-            "received": counted.received,
-            "sent": counted.sent,
+            "scope": tally.scope,
+            "received": tally.received,
+            "sent": tally.sent,
             "seconds": round(time, 6),
         }
         self.logger.info("%(method)s %(path)s: %(status)s", document, extra={"document": document})
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody listens."""
+        """Whether the entries are handled at all."""
         return self.logger.isEnabledFor(logging.INFO)
 
 
 class JsonLines(logging.Formatter):
-    """Each entry as one line of JSON, in ASCII: what a client sent can't begin a line of its own."""
+    """Formats each entry as one line of ASCII JSON, so that text from a client can't start a new line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": time, "level": record.levelname.lower(), "log": record.name}
         document = getattr(record, "document", None)
@@ -94,33 +94,33 @@ class JsonLines(logging.Formatter):
 
 
 @contextlib.contextmanager
-def written(descriptor: int) -> Iterator[None]:
-    """Has what servers log written to a file or pipe, as lines of JSON, as long as the block takes."""
-    entries: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
+def logging_to(descriptor: int) -> Iterator[None]:
+    """Write the logs of servers to a file or pipe, as lines of JSON, during the block."""
+    entries: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_QUEUED)
     handler = _Queued(entries)
     writer = logging.handlers.QueueListener(entries, _Lines(descriptor))
-    logs, sparing = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")], Sparing()
+    logs, limit = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")], RateLimit()
     logs[0].setLevel(logging.INFO)
     for log in logs:
         log.addHandler(handler)
-        log.addFilter(sparing)  # of what is logged there, not of the requests below it
+        log.addFilter(limit)  # applies to this logger only, not to the request log below it
     writer.start()
     try:
         yield
     finally:
         for log in logs:
             log.removeHandler(handler)
-            log.removeFilter(sparing)
+            log.removeFilter(limit)
         logs[0].setLevel(logging.NOTSET)
         with entries.all_tasks_done:
-            done = entries.all_tasks_done.wait_for(lambda: not entries.unfinished_tasks, _PATIENCE)
-        if done:  # else nobody reads; the thread ends with the process
-            handler.tell_dropped()
+            done = entries.all_tasks_done.wait_for(lambda: not entries.unfinished_tasks, _FLUSH_TIMEOUT)
+        if done:  # otherwise nobody reads the pipe; the thread ends with the process
+            handler.report_dropped()
             writer.stop()
 
 
-class Sparing(logging.Filter):
-    """Passes a few entries of each line of code in a period; the first of the next tells how many it left out."""
+class RateLimit(logging.Filter):
+    """Passes a few entries from each line of code per period, and reports how many were omitted in the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,48 +128,48 @@ class Sparing(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the entry is logged."""
-        place = record.pathname, record.lineno
-        begin, count = self._counts.get(place, (0.0, 0))
+        source = record.pathname, record.lineno
+        begin, count = self._counts.get(source, (0.0, 0))
         if record.created - begin < _PERIOD:
-            self._counts[place] = begin, count + 1
-            return count < _FEW
-        self._counts[place] = record.created, 1
-        if count > _FEW:
-            record.msg = f"{record.getMessage()} ({count - _FEW} more such entries were left out)"
+            self._counts[source] = begin, count + 1
+            return count < _MAX_ENTRIES
+        self._counts[source] = record.created, 1
+        if count > _MAX_ENTRIES:
+            record.msg = f"{record.getMessage()} ({count - _MAX_ENTRIES} more such entries were omitted)"
             record.args = None
         return True
 
 
 class _Queued(logging.handlers.QueueHandler):
-    """Leaves entries to another thread; those for which there is no room are counted."""
+    """Queues entries for another thread; counts those dropped because the queue is full."""
 
     def __init__(self, entries: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(entries)
         self._dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The entry itself: it does not leave the process."""
+        """Return the entry itself: it does not leave the process."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Puts it on the queue."""
+        """Queue an entry."""
         try:
-            self.tell_dropped()
+            self.report_dropped()
             self.queue.put_nowait(record)
         except queue.Full:
             self._dropped += 1
 
-    def tell_dropped(self) -> None:
-        """Puts how many were dropped since it was told last, if any, on the queue; `queue.Full`."""
+    def report_dropped(self) -> None:
+        """Queue an entry with the number of dropped entries since the last report, if any; raise `queue.Full`."""
         if self._dropped:
-            said = f"{self._dropped} entries of the log were dropped, since they were read too slowly"
-            told = logging.LogRecord("tstore.server", logging.WARNING, __file__, 0, said, None, None)
-            self.queue.put_nowait(told)
+            message = f"{self._dropped} log entries were dropped because the log is read too slowly"
+            entry = logging.LogRecord("tstore.server", logging.WARNING, __file__, 0, message, None, None)
+            self.queue.put_nowait(entry)
             self._dropped = 0
 
 
 class _Lines(logging.Handler):
-    """Writes entries to a descriptor; one that nobody reads any more costs nothing but the entries."""
+    """Writes entries to a file descriptor; discards them if it is closed."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -177,11 +177,11 @@ class _Lines(logging.Handler):
         self.setFormatter(JsonLines())
 
     def createLock(self) -> None:
-        """Makes none: one thread writes, and the end of the process would wait for one that nobody reads."""
+        """Create no lock: only one thread writes, and process exit would wait for a lock held by a stuck write."""
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one."""
+        """Write an entry."""
         line = f"{self.format(record)}\n".encode()
         with contextlib.suppress(OSError):
             while line:

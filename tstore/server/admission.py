@@ -1,18 +1,18 @@
-"""Which records and roots a server takes, and what it lets go: what its own log does not bear out is refused.
+"""Admission control: the records, roots and deletions that a server accepts, validated against its own log.
 
-A record is taken where it follows from the log before it (`format.validation`), and all that it names is here:
-each manifest with the length and the checksum that it says, each pack as long as its chunks need, and chunks that
-travel in it with their checksums. All this is looked at before it is created, and of those who race for
-a number one wins as ever.
+A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
+exists: each manifest with the length and checksum in the record, each pack as long as its chunks require, and
+inline chunks with their checksums. All this is checked before the record is created; of concurrent creates of one
+version, one succeeds as usual.
 
-1. A record of a garbage collection needs the scope ADMIN, and follows from what lives (`format.condemned`).
-2. A record that names objects which are not here needs the scope ADMIN: in a copy of a history, the versions that
-   were collected have lost theirs.
-3. A root has the very bytes that the server makes of its log.
+1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
+   (`format.condemned`).
+2. A record that names missing objects needs the scope ADMIN: in a copy of a history, collected versions have none.
+3. A root must have exactly the bytes that the server derives from its log.
 
-What one record makes the server read is its manifests, at most `_MOST_READ` bytes, which is also the most that is
-read at once for all records together, and the lengths of the packs that they name. The tree that the server keeps
-in memory has at most about `_HEAVIEST` bytes; a record that would make it larger is refused.
+For one record the server reads its manifests, at most `_MAX_READ` bytes, which is also the limit for all records
+being validated, and the lengths of the packs that they name. The tree that the server keeps in memory has at most
+about `_MAX_WEIGHT` bytes; a record that would make it larger is refused.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import SMALLER
+from tstore.server.log_state import LogState, weight_of
 from tstore.server.responses import Refused
 from tstore.server.shares import Shares
-from tstore.server.standing import Standing, weight_of
 from tstore.storage.base import Storage
 
-__all__ = ["Admission", "Next", "Sender"]
+__all__ = ["Admission", "NextVersion", "Sender"]
 
 _log = logging.getLogger("tstore.server")
 
-_MOST_READ = 192 << 20
-_HEAVIEST = 256 << 20
+_MAX_READ = 192 << 20
+_MAX_WEIGHT = 256 << 20
 _WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
-_SMALL = 16 << 10  # bytes of a record that is compared at once; of a longer one, and of manifests, in a thread
-_FEW = 4096  # nodes of a tree to which that applies
-_NEAR = 256  # versions that others created, which are read one by one
-_AGAIN = 5.0  # seconds after which objects that a version lacked are looked for again
+_SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
+_SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
+_MAX_FOLLOWED = 256  # versions created by others that are followed one by one
+_RECHECK = 5.0  # seconds after which missing objects of a version are looked for again
 
 
 class Sender(NamedTuple):
-    """Who sends a record: a client, and the scope of its token."""
+    """The sender of a record: the client, and the scope of its token."""
 
     client: Hashable
     scope: Scope
 
 
-class Next(NamedTuple):
-    """A record that may become the next version, and the tree that it makes."""
+class NextVersion(NamedTuple):
+    """An admitted record with the resulting tree, and its `whole` and `weight` as in `LogState`."""
 
     version: int
     record: Record
@@ -76,196 +76,196 @@ class Next(NamedTuple):
 
 
 class Admission:
-    """Compares what is to be stored, or removed, with the log of one server."""
+    """Validates the records, roots and deletions of one server against its log."""
 
     def __init__(self, storage: Storage, wait: float) -> None:
         self._storage = storage
-        self._memory = Shares(_MOST_READ, wait, "memory")
-        self._standing = Standing()
+        self._memory = Shares(_MAX_READ, wait, "memory")
+        self._state = LogState()
         self._following = asyncio.Lock()
-        self._making_roots = asyncio.Lock()
-        self._looked = -math.inf
-        self._rooted: VersionCache[tuple[bytes, Tree]] = VersionCache(4)
+        self._deriving_roots = asyncio.Lock()
+        self._rechecked = -math.inf
+        self._trees: VersionCache[tuple[bytes, Tree]] = VersionCache(4)
         self._roots: VersionCache[tuple[bytes, bytes]] = VersionCache(64)
 
-    async def admitted(self, version: int, record: Record, size: int, sender: Sender) -> Next:
-        """Return the record, of `size` bytes, as the next version.
+    async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
+        """Validate a record of `size` bytes as the next version.
 
-        `Corrupt` says why it can't be, `Refused` that the scope does not suffice, `AlreadyExists` that the version
-        was taken meanwhile.
+        Raise `Corrupt` if it is invalid, `Refused` if the scope is insufficient, `AlreadyExists` if the version
+        was created meanwhile.
         """
         scope = sender.scope
-        standing = await self._as_of(version - 1)
+        state = await self._state_at(version - 1)
         check_form(record)
-        await self._check_collected(standing, record, scope)
-        if (became := standing.became(record)) is not None:
-            raise Corrupt(f"its transaction became version {became} before")
-        owned = [f"txn/{transaction}" for transaction in record.transactions]
-        if (gone := standing.has_condemned([*owned, *record.reused])) is not None:
-            raise Corrupt(f"a garbage collection condemned {gone}")
+        await self._check_collected(state, record, scope)
+        if (committed := state.committed_as(record)) is not None:
+            raise Corrupt(f"its transaction is committed already, as version {committed}")
+        folders = [f"txn/{transaction}" for transaction in record.transactions]
+        if (condemned := state.first_condemned([*folders, *record.reused])) is not None:
+            raise Corrupt(f"a garbage collection condemned {condemned}")
         if record.void:
-            return Next(version, record, standing.tree, standing.whole, standing.weight)
+            return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
-            return await self._collecting(standing, version, record, scope)
-        total = sum(where.length for where in record.manifests if isinstance(where, ObjectRef))
-        if total > _MOST_READ:
+            return await self._admit_collection(state, version, record, scope)
+        total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
+        if total > _MAX_READ:
             raise Corrupt(
-                f"its manifests have {total} bytes; a server takes {_MOST_READ} in one commit: {SMALLER}"
+                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {SMALLER}"
             )
-        if not (standing.whole or record.replaces or scope >= Scope.ADMIN):
-            standing = await self._whole_again(standing)
-        weight = size + total + (0 if record.replaces else standing.weight)
-        before = Next(version, record, standing.tree, standing.whole, weight)
+        if not (state.whole or record.replaces or scope >= Scope.ADMIN):
+            state = await self._recheck_whole(state)
+        weight = size + total + (0 if record.replaces else state.weight)
+        before = NextVersion(version, record, state.tree, state.whole, weight)
         async with self._memory.claim(sender.client, total):
-            quick = size <= _SMALL and not total and len(before.tree.nodes) <= _FEW
-            return await self._changing(before, quick, scope)
+            quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
+            return await self._admit_changes(before, quick, scope)
 
-    def took(self, made: Next, data: bytes) -> None:
-        """Go on with a record that was created."""
-        version, record, tree, whole, weight = made
-        if self._standing.version == version - 1:
-            self._standing.goes_on(version, record, check_of(data), tree, whole=whole, weight=weight)
+    def advance(self, admitted: NextVersion, data: bytes) -> None:
+        """Advance the state by a record that was created."""
+        version, record, tree, whole, weight = admitted
+        if self._state.version == version - 1:
+            self._state.advance(version, record, check_of(data), tree, whole=whole, weight=weight)
         if version % ROOT_EVERY == 0 and whole:
-            self._rooted.put(version, (check_of(data), tree))
+            self._trees.put(version, (check_of(data), tree))
 
     async def check_root(self, version: int, root: Root, data: bytes) -> None:
-        """Raise `Corrupt` unless the root of a version is, to the byte, what the server makes of its log."""
+        """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
         await self._newest()
         try:
             check = check_of(await self._storage.get(commit_key(version)))
         except NotFound:
             raise Corrupt(f"there is no version {version} yet") from None
         if root.record != check:
-            raise Corrupt("it is the root of another record than the one here")
+            raise Corrupt("it is the root of another record than the server's")
         known = self._roots.get(version)
         if known is None or known[0] != check:
-            async with self._making_roots:
-                tree = await self._tree_of(version, check)
+            async with self._deriving_roots:
+                tree = await self._tree_at(version, check)
                 known = check, await run(lambda: _hash(encode(tree.root(check))))
                 self._roots.put(version, known)
         if await run(_hash, data) != known[1]:
-            raise Corrupt(f"it is not what the records up to version {version} make")
+            raise Corrupt(f"it differs from the records up to version {version}")
 
-    async def may_go(self, key: str) -> bool:
-        """Whether a garbage collection condemned an object, of which no version that lives is made."""
-        standing = await self._newest()
-        return standing.has_condemned([key]) is not None and not await standing.needs(self._storage, key)
+    async def may_delete(self, key: str) -> bool:
+        """Whether a garbage collection condemned an object, and no living version needs it."""
+        state = await self._newest()
+        return state.first_condemned([key]) is not None and not await state.needs(self._storage, key)
 
-    async def _newest(self) -> Standing:
-        """The state as of the newest version there is."""
+    async def _newest(self) -> LogState:
+        """Return the state as of the newest version."""
         async with self._following:
-            known = self._standing
-            if (
-                await known.stands(self._storage)
-                and await self._storage.head(commit_key(known.version + 1)) is None
-            ):
+            known = self._state
+            following = commit_key(known.version + 1)
+            if await known.is_current(self._storage) and await self._storage.head(following) is None:
                 return known
             return await self._follow(await LogReader.strict(self._storage).newest())
 
-    async def _as_of(self, version: int) -> Standing:
-        """The state as of the newest version; `AlreadyExists` where there is a later one already."""
+    async def _state_at(self, version: int) -> LogState:
+        """Return the state as of the newest version `version`; raise `AlreadyExists` if there is a later one."""
         async with self._following:
-            known = self._standing
-            if version and known.version == version and await known.stands(self._storage):
+            known = self._state
+            if version and known.version == version and await known.is_current(self._storage):
                 return known
             if version and known.version != version and await self._storage.head(commit_key(version)) is None:
-                raise Corrupt(f"there is no version {version}, and no number is left out")
+                raise Corrupt(f"there is no version {version}, and versions are numbered without gaps")
             if await self._storage.head(commit_key(version + 1)) is not None:
                 raise AlreadyExists(f"{commit_key(version + 1)} exists already")
             return await self._follow(version)
 
-    async def _follow(self, version: int) -> Standing:
-        """The state as of the newest version, from what is known of an older one if that still stands."""
-        known = self._standing
+    async def _follow(self, version: int) -> LogState:
+        """Bring the state up to the newest version, incrementally if the known record is still the same."""
+        known = self._state
         try:
-            near = known.version <= version <= known.version + _NEAR and await known.stands(self._storage)
+            near = known.version <= version <= known.version + _MAX_FOLLOWED and await known.is_current(
+                self._storage
+            )
             if not near or not await known.follow(self._storage, version):
-                self._rooted.drop(0)
+                self._trees.drop(0)
                 self._roots.drop(0)
-                self._standing = await Standing.read(self._storage, version)
+                self._state = await LogState.read(self._storage, version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
-            self._standing = Standing()
+            self._state = LogState()
             _log.warning("version %d can't be read: %s", version, error)
-            raise _unread(version) from error
-        return self._standing
+            raise _unreadable(version) from error
+        return self._state
 
-    async def _whole_again(self, standing: Standing) -> Standing:
-        """The state of a version of which objects were missing, now that they may be there."""
-        now, version = asyncio.get_running_loop().time(), standing.version
-        if now >= self._looked + _AGAIN:
-            self._looked = now
+    async def _recheck_whole(self, state: LogState) -> LogState:
+        """Read the state again after objects of its version were missing; raise `Corrupt` if they still are."""
+        now, version = asyncio.get_running_loop().time(), state.version
+        if now >= self._rechecked + _RECHECK:
+            self._rechecked = now
             async with self._following:
-                self._standing = standing = await Standing.read(self._storage, version)
-        if not standing.whole or standing.version != version:
-            raise _unread(version)
-        return standing
+                self._state = state = await LogState.read(self._storage, version)
+        if not state.whole or state.version != version:
+            raise _unreadable(version)
+        return state
 
     async def _record(self, version: int) -> Record:
-        """The record of a version; `Corrupt` does not say where the store lies."""
+        """Return the record of a version; raise `Corrupt` without revealing the URL of the store."""
         try:
             return await LogReader(self._storage).record(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("version %d can't be read: %s", version, error)
-            raise _unread(version) from error
+            raise _unreadable(version) from error
 
-    async def _check_collected(self, standing: Standing, record: Record, scope: Scope) -> None:
+    async def _check_collected(self, state: LogState, record: Record, scope: Scope) -> None:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
-        In the copy of a history it may be one that a repair has voided, which stands for the one before it. Each
-        reader follows such names, so a token that may not collect adds none.
+        In a copy of a history it may name one that a repair has voided, which is an alias of the one before it.
+        Each reader follows such aliases, so only a token with scope admin may add one.
         """
-        last, named = standing.collected, record.collected
+        last, named = state.collected, record.collected
         while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).is_repair:
             named = void.collected
         if named != last:
-            raise Corrupt(f"it says that {record.collected} was the last garbage collection; expected {last}")
+            raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
-    async def _collecting(self, standing: Standing, version: int, record: Record, scope: Scope) -> Next:
+    async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
             raise Refused(
                 403,
                 "the record of a garbage collection, also in a copy, needs a token of the scope admin, this "
                 f"request has {scope.name.lower()}; {_WITH_TOKENS}",
             )
-        ledger = await standing.ledger(self._storage)
-        voided = await self._voided(record, standing, ledger)
-        tree, whole, weight = standing.tree, standing.whole, standing.weight
-        if standing.version != version - 1:
+        ledger = await state.ledger(self._storage)
+        voided = await self._voided(record, state, ledger)
+        tree, whole, weight = state.tree, state.whole, state.weight
+        if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
 
         def checked() -> Tree:
             check_collection(record, ledger, packs_of(tree) if whole else (), voided)
             return tree.after(version, record, [])
 
-        return Next(version, record, await run(checked), whole, weight)
+        return NextVersion(version, record, await run(checked), whole, weight)
 
-    async def _voided(self, record: Record, standing: Standing, ledger: Ledger) -> frozenset[int]:
-        """The versions named by the record of a garbage collection that a repair has voided, as far as it matters.
+    async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
+        """Return the voided versions that matter for the validity of a garbage collection's record.
 
-        These are those that do not live by the log, and the newest of those that do and expire.
+        These are the ones it names that are not living by the log, and the newest living ones that it expires.
         """
-        gone = record.collection
-        assert gone is not None
-        found: set[int] = set()
-        if record.collected != standing.gc and (await self._record(record.collected)).is_repair:
-            found.add(record.collected)
-        for numbers in batched(sorted({*gone.expired, *gone.versions} - ledger.alive.keys())):
+        collection = record.collection
+        assert collection is not None
+        voided: set[int] = set()
+        if record.collected != state.gc and (await self._record(record.collected)).is_repair:
+            voided.add(record.collected)
+        for numbers in batched(sorted({*collection.expired, *collection.versions} - ledger.alive.keys())):
             records = await together(self._record, numbers)
             repairs = {number for number, other in zip(numbers, records, strict=True) if other.is_repair}
-            found |= repairs
+            voided |= repairs
             if len(repairs) < len(numbers):
-                break  # it is refused
-        expired = set(gone.expired)
+                break  # the record will be refused
+        expired = set(collection.expired)
         for version in sorted(ledger.alive, reverse=True):
             if version not in expired or not (await self._record(version)).is_repair:
                 break
-            found.add(version)
-        return frozenset(found)
+            voided.add(version)
+        return frozenset(voided)
 
-    async def _changing(self, before: Next, quick: bool, scope: Scope) -> Next:
+    async def _admit_changes(self, before: NextVersion, quick: bool, scope: Scope) -> NextVersion:
         version, record, tree, whole, weight = before
         absent: list[str] = []
-        manifests = [m for where in record.manifests if (m := await self._manifest(where, absent)) is not None]
+        manifests = [m for ref in record.manifests if (m := await self._manifest(ref, absent)) is not None]
         ends = _ends(manifests) if quick else await run(_ends, manifests)
         known = not absent and (whole or record.replaces)
         for keys in batched(ends):
@@ -273,7 +273,7 @@ class Admission:
                 if size is None:
                     absent.append(key)
                 elif size < ends[key]:
-                    raise Corrupt(f"{key} has {size} bytes, and a chunk of it ends at {ends[key]}")
+                    raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
             if absent and scope < Scope.ADMIN:
                 break
         if absent and scope < Scope.ADMIN:
@@ -283,69 +283,69 @@ class Admission:
                 f"of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}",
             )
 
-        def made() -> Next:
+        def apply() -> NextVersion:
             if not known:
-                return Next(version, record, tree.after(version, record, []), False, weight)
+                return NextVersion(version, record, tree.after(version, record, []), False, weight)
             result = applied(version, record, manifests, tree)
-            return _bounded(Next(version, record, result, True, weight))
+            return _bounded(NextVersion(version, record, result, True, weight))
 
-        return made() if quick and weight <= _HEAVIEST else await run(made)
+        return apply() if quick and weight <= _MAX_WEIGHT else await run(apply)
 
-    async def _manifest(self, where: ObjectRef | Manifest, absent: list[str]) -> Manifest | None:
-        """The manifest that a record names; None, and its key in `absent`, where it is not here."""
-        if isinstance(where, Manifest):
-            return where
-        size = await self._storage.size(where.key)
+    async def _manifest(self, ref: ObjectRef | Manifest, absent: list[str]) -> Manifest | None:
+        """Return the manifest that a record names; None, and its key in `absent`, if it does not exist."""
+        if isinstance(ref, Manifest):
+            return ref
+        size = await self._storage.size(ref.key)
         if size is None:
-            absent.append(where.key)
+            absent.append(ref.key)
             return None
-        data = await self._storage.get(where.key) if size == where.length else b""
-        if not where.is_to(data):
-            raise Corrupt(f"{where.key} has another length, or checksum, than it says")
+        data = await self._storage.get(ref.key) if size == ref.length else b""
+        if not ref.is_to(data):
+            raise Corrupt(f"{ref.key} has another length or checksum than the record says")
         return await run(decode, data, Manifest)
 
-    async def _tree_of(self, version: int, check: bytes) -> Tree:
-        """The tree of an older version, from the root before it and the records since then."""
-        known = self._rooted.get(version)
+    async def _tree_at(self, version: int, check: bytes) -> Tree:
+        """Return the tree of an older version, from the root before it and the records since then."""
+        known = self._trees.get(version)
         if known is not None and known[0] == check:
             return known[1]
         below = version - ROOT_EVERY
         if below and await self._storage.head(root_key(below)) is None:
-            raise Corrupt(f"{root_key(below)} is missing, from which it would be made")
+            raise Corrupt(f"{root_key(below)} is missing, from which the server would derive it")
         try:
             return await LogReader.strict(self._storage).tree(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
-            _log.warning("the tree of version %d can't be made: %s", version, error)
-            raise Corrupt(f"version {version} can't be read here") from error
+            _log.warning("the tree of version %d can't be derived: %s", version, error)
+            raise Corrupt(f"version {version} can't be read on the server") from error
 
 
 def _ends(manifests: list[Manifest]) -> dict[str, int]:
-    """How long each pack must be at least; `Corrupt` where what travels in the manifests is not as they say."""
+    """Return the minimum length of each pack; raise `Corrupt` if inline chunks do not match the manifests."""
     ends = pack_ends(manifests)
     check_inline(manifests)
     return ends
 
 
-def _unread(version: int) -> Corrupt:
+def _unreadable(version: int) -> Corrupt:
     return Corrupt(
-        f"version {version} can't be read here: objects of it are missing or damaged, or were not copied yet; "
-        "tstore verify tells which"
+        f"version {version} can't be read on the server: objects are missing, damaged or not copied yet; `tstore "
+        "verify` names them"
     )
 
 
-def _bounded(made: Next) -> Next:
-    """The same, with the true weight of the tree where it may be too heavy; `Corrupt` where it is."""
-    if made.weight <= _HEAVIEST:
-        return made
-    root = made.tree.root(b"")
+def _bounded(admitted: NextVersion) -> NextVersion:
+    """Replace an estimated weight that is too large by the true one; raise `Corrupt` if that is too large."""
+    if admitted.weight <= _MAX_WEIGHT:
+        return admitted
+    root = admitted.tree.root(b"")
     weight = weight_of(root.manifest)
-    if weight > _HEAVIEST:
+    if weight > _MAX_WEIGHT:
         raise Corrupt(
-            f"the references to all chunks would have {weight} bytes; a server takes {_HEAVIEST}: {SMALLER}"
+            f"the references to all chunks would have {weight} bytes; a server accepts {_MAX_WEIGHT}: {SMALLER}"
         )
-    return made._replace(tree=Tree.of(root), weight=weight)
+    return admitted._replace(tree=Tree.of(root), weight=weight)
 
 
 def _hash(data: bytes) -> bytes:
-    """What tells these bytes from any others, also from those that somebody looks for."""
+    """Return a cryptographic hash, since a client may choose the bytes."""
     return hashlib.sha256(data).digest()

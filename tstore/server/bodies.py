@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, in pieces: what comes in, and how an object or a range of it goes out."""
+"""The bodies of requests and responses: receiving one in pieces, and sending an object or a range of it."""
 
 from __future__ import annotations
 
@@ -10,73 +10,75 @@ from io import FileIO
 
 from aiohttp import web
 
-from tstore.server.access_log import tally
+from tstore.server.access_log import current_tally
 from tstore.server.limits import LONGEST_HELD, PIECE, SMALLER
-from tstore.server.responses import Refused, headers
+from tstore.server.responses import Refused, common_headers
 from tstore.server.served import OpenObject
 from tstore.server.transfers import Transfer
 
-__all__ = ["declared_length", "received", "send"]
+__all__ = ["declared_length", "receive", "send"]
 
-_GATHERED = 256 << 10
+_RECEIVE_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 def declared_length(request: web.BaseRequest, most: int) -> int | None:
-    """The length of the body that is to come, None where it comes in chunks; refuses one above `most` bytes."""
+    """Return the declared length of a body, None if it is chunked; refuse one longer than `most` bytes."""
     length = request.content_length
     if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
-        raise Refused(411, "a body needs a Content-Length")
+        raise Refused(411, "a body without Content-Length must be chunked")
     if length is not None and length > most:
         raise _too_long(most)
     return length
 
 
-async def received(request: web.BaseRequest, most: int, transfer: Transfer) -> AsyncIterator[bytes]:
-    """The body, about 256 KiB at a time; refuses one that is too long, too slow, or cut short."""
-    counted, ended = tally(), False
+async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> AsyncIterator[bytes]:
+    """Yield the body about 256 KiB at a time; refuse one that is too long, too slow, or truncated."""
+    tally, ended = current_tally(), False
     try:
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # what comes is the answer, of which nothing is sent yet
+            request.writer.output_size = 0  # nothing of the final response is sent yet
         while not ended:
             pieces: list[bytes] = []
-            enough = transfer.moved + _GATHERED
+            enough = transfer.moved + _RECEIVE_BYTES
             async with transfer.awaiting():
                 while transfer.moved < enough and not ended:
                     pieces.append(await request.content.readany())
                     transfer.moved += len(pieces[-1])
                     ended = not pieces[-1]
-            counted.received = transfer.moved
+            tally.received = transfer.moved
             if transfer.moved > most:
                 raise _too_long(most)
             if data := b"".join(pieces):
                 yield data
     except (web.RequestPayloadError, ConnectionError):
-        raise Refused(400, "the body was cut short, so nothing was stored", {"Connection": "close"}) from None
+        raise Refused(400, "the body was truncated; nothing was stored", {"Connection": "close"}) from None
 
 
 def _too_long(most: int) -> Refused:
     advice = SMALLER if most == LONGEST_HELD else "pass a greater --max-pack to tstore serve"
-    said = f"the body is longer than the {most} bytes that are taken here; {advice}"
-    return Refused(413, said, {"Connection": "close"})
+    message = f"the body is longer than the {most} bytes that this server accepts; {advice}"
+    return Refused(413, message, {"Connection": "close"})
 
 
-async def send(request: web.BaseRequest, opened: OpenObject, kind: str, transfer: Transfer) -> web.StreamResponse:
-    """Answers with the object, or what was asked of it."""
-    said = headers(**{"Accept-Ranges": "bytes", "Cache-Control": kind})
+async def send(
+    request: web.BaseRequest, opened: OpenObject, caching: str, transfer: Transfer
+) -> web.StreamResponse:
+    """Respond with an object, or with the requested range of it; `caching` is its `Cache-Control`."""
+    headers = common_headers(**{"Accept-Ranges": "bytes", "Cache-Control": caching})
     if opened.etag is not None:
-        said["ETag"] = f'"{opened.etag}"'
+        headers["ETag"] = f'"{opened.etag}"'
     if opened.age is not None:
-        said["X-TStore-Age"] = f"{opened.age:.3f}"
+        headers["X-TStore-Age"] = f"{opened.age:.3f}"
     if opened.modified is not None:
-        said["Last-Modified"] = email.utils.formatdate(opened.modified, usegmt=True)
-    _check_conditions(request, opened, said)
-    status, start, stop = _range(request, opened, said)
-    response = web.StreamResponse(status=status, headers=said)
+        headers["Last-Modified"] = email.utils.formatdate(opened.modified, usegmt=True)
+    _check_conditions(request, opened, headers)
+    status, start, stop = _range(request, opened, headers)
+    response = web.StreamResponse(status=status, headers=headers)
     response.content_type = "application/octet-stream"
     response.content_length = stop - start
-    counted = tally()
+    tally = current_tally()
     try:
         await response.prepare(request)
         if request.method == "HEAD":
@@ -85,10 +87,10 @@ async def send(request: web.BaseRequest, opened: OpenObject, kind: str, transfer
             async with transfer.awaiting():
                 sent = await _send_piece(request, response, opened, start, min(stop - start, PIECE))
                 start, transfer.moved = start + sent, transfer.moved + sent
-            counted.sent = transfer.moved
+            tally.sent = transfer.moved
     except (ConnectionError, EOFError, Refused):
         if request.transport is not None:
-            request.transport.abort()  # the client must not take a part for the whole
+            request.transport.abort()  # the client must not take a truncated body for complete
     return response
 
 
@@ -105,7 +107,7 @@ async def _send_piece(
             pass
         else:
             if sent < size:
-                raise EOFError  # somebody cut the file
+                raise EOFError  # the file was truncated meanwhile
             return sent
     data = await opened.piece(offset, size)
     if not data:
@@ -114,31 +116,31 @@ async def _send_piece(
     return len(data)
 
 
-def _check_conditions(request: web.BaseRequest, opened: OpenObject, said: dict[str, str]) -> None:
+def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> None:
     wanted, known = request.if_match, request.if_none_match
     if wanted is not None and not any(
         e.value == "*" or (e.value == opened.etag and not e.is_weak) for e in wanted
     ):
-        raise Refused(412, "the object is another one than If-Match names")
+        raise Refused(412, "the object does not match If-Match")
     if known is not None and any(e.value in ("*", opened.etag) for e in known):
-        raise Refused(304, "", said)
+        raise Refused(304, "", headers)
 
 
-def _range(request: web.BaseRequest, opened: OpenObject, said: dict[str, str]) -> tuple[int, int, int]:
-    """The status, and the bytes to send; several ranges, and units unknown, are answered with the whole."""
-    asked = _RANGE.fullmatch(request.headers.get("Range", ""))
-    only_if = request.headers.get("If-Range")
-    same = only_if is None or only_if in (said.get("ETag"), said.get("Last-Modified"))
-    if asked is None or not same:
+def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
+    """Return the status, and the range to send: the whole object for several ranges or unknown units."""
+    requested = _RANGE.fullmatch(request.headers.get("Range", ""))
+    if_range = request.headers.get("If-Range")
+    same = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))
+    if requested is None or not same:
         return 200, 0, opened.size
-    first, last, suffix = asked.groups()
+    first, last, suffix = requested.groups()
     if suffix is None:
         start, stop = int(first), min(opened.size, int(last) + 1 if last else opened.size)
     else:
         start, stop = max(0, opened.size - int(suffix)), opened.size
     if start >= stop or (last and int(last) < int(first)):
         raise Refused(
-            416, "the range lies beyond the end of the object", {"Content-Range": f"bytes */{opened.size}"}
+            416, "the range begins after the end of the object", {"Content-Range": f"bytes */{opened.size}"}
         )
-    said["Content-Range"] = f"bytes {start}-{stop - 1}/{opened.size}"
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{opened.size}"
     return 206, start, stop

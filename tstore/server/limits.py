@@ -1,4 +1,4 @@
-"""What a server spends on its clients."""
+"""The limits of a server: connections, requests, sizes, rates and times."""
 
 from __future__ import annotations
 
@@ -23,62 +23,62 @@ __all__ = [
 ]
 
 PIECE = 1 << 20
-"""Bytes of a body that must make their way within `Limits.stall`; also the most of it that is sent in one call."""
+"""Bytes of a body that must be transferred within `Limits.stall`; also the maximum sent in one call."""
 
 FRAMING, FRAMING_SHARE = 32 << 10, 16
-"""Bytes of a request that may be no body: its head, and the framing of a body in chunks, of which one more is
-permitted for each 16 of the body. That is 5,000 chunks of any size, and any number of about 100 bytes."""
+"""Bytes of a request besides its body: the head, and the framing of a chunked body, of which one more byte is
+permitted for each 16 of the body. That permits 5,000 chunks of any size, and any number of about 100 bytes."""
 
 HELD = 256 << 20
-"""Bytes of bodies that are in memory at once: those that are checked before they are stored."""
+"""Bytes of bodies in memory at once: those that are validated before they are stored."""
 
 LONGEST_HELD = 192 << 20
-"""The longest body that is held in memory, where `bounds.longest` lets an object of its name be longer."""
+"""The longest body held in memory, if `bounds.longest` permits a longer object of its name."""
 
 SMALLER = "choose larger chunks, or write to its storage directly"
-"""What a client can do whose metadata is too long for a server."""
+"""The advice to clients whose metadata is too large for a server."""
 
 UPLOADS = 8
-"""Objects on their way at once to a storage that is not local; they are whole by then."""
+"""Objects uploaded at once to storage that is not local; they are complete by then."""
 
 
 MOST_RATE = 1 << 20
-"""The greatest `Limits.rate`: a job's hosts that share 1 Gbit/s send 128 bodies at once no faster."""
+"""The maximum of `Limits.rate`: the rate of each of 128 concurrent bodies of hosts that share 1 Gbit/s."""
 
 
 class Limits(NamedTuple):
-    """What clients may take; beyond it they are refused or cut off."""
+    """The limits of clients; beyond them requests are refused or aborted."""
 
     connections: int = 1024
-    """Open at once; a further one takes the place of a silent one, or of the one that is idle for longest."""
+    """Concurrent connections; another one replaces a silent one, or the one that is idle for longest."""
     requests: int = 256
-    """Answered at once; a further one takes the place of one whose client is too slow, or gets 503."""
+    """Concurrent requests; another one replaces one whose client is too slow, or gets 503."""
     object_bytes: int = 64 << 30
-    """The longest pack."""
+    """The maximum size of a pack."""
     stall: float = 180.0
-    """Seconds in which the next piece (1 MiB) of a body must have been sent or received.
+    """Seconds to transfer the next MiB of a body.
 
-    By default more than tstore's clients wait for one, with the silence that they permit.
+    The default is longer than tstore's clients wait themselves.
     """
     idle: float = 75.0
-    """Seconds until the head of the next request must be whole."""
+    """Seconds to receive the complete head of the next request."""
     drain: float = 30.0
-    """Seconds that requests under way are given at the end."""
+    """Seconds for requests under way at shutdown."""
     rate: int = SLOWEST
-    """Bytes a second of a whole body, sent or received, that a client must reach on average, after `stall`.
+    """Bytes per second that a body must reach on average, after `stall` seconds.
 
-    By default no more than tstore's clients demand themselves.
+    The default is not higher than tstore's clients require themselves.
     """
     wait: float = 30.0
     """Seconds that a request waits for memory, or for its turn with the storage, before it gets 503."""
 
 
 LIMITS = Limits()
-"""Those that a server has unless told otherwise."""
+"""The default limits."""
 
 
 def checked_limits(limits: Limits) -> Limits:
-    """Return the limits; `InvalidArgument` for what is no limit, or one that no client keeps."""
+    """Return the limits; raise `InvalidArgument` for a value out of its range."""
     for name, value in limits._asdict().items():
         least = {"drain": 0, "stall": 0.001, "idle": 0.001, "wait": 0.001}.get(name, 1)
         most = MOST_RATE if name == "rate" else math.inf

@@ -1,7 +1,7 @@
-"""The names of a listing, cached between its pages.
+"""Cached listings, so that a listing in pages reads the names only once.
 
-Nothing tells whether a storage that is no folder has changed. So the first page of a listing is always read, and
-only the following pages are taken from the cache, which is at least as new as the first.
+A storage that is not a folder does not tell whether it has changed. So the first page of a listing is always read,
+and only the pages after it come from the cache, which is at least as new as their first page.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 __all__ = ["Pages"]
 
-_LONG = 1000  # names; fewer are read again in no time
-_MOST = 500_000  # cached names of all listings
+_MIN_CACHED = 1000  # names; shorter listings are cheap to read again
+_MAX_CACHED = 500_000  # names of all listings
 _STALE = 60.0  # seconds from one page to the next
 
 
@@ -23,26 +23,26 @@ class _Pages(NamedTuple):
 
 
 class Pages:
-    """The names of listings, as they were for their first pages."""
+    """A cache of the names under prefixes of a storage, for the pages after the first."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[str, str], _Pages] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], _Pages] = OrderedDict()
 
     def known(self, prefix: str, delimiter: str, after: str) -> list[str] | None:
-        """Return the names of the listing of a page after `after`; None for a first page, or if not cached."""
-        cached = self._cached.pop((prefix, delimiter), None)
+        """Return the cached names for a page after `after`; None for a first page, or if not cached."""
+        cached = self._cache.pop((prefix, delimiter), None)
         if cached is None or not after or time.monotonic() > cached.used + _STALE:
             return None
-        self._keep(prefix, delimiter, cached.names)
+        self._put(prefix, delimiter, cached.names)
         return cached.names
 
     def put(self, prefix: str, delimiter: str, names: list[str]) -> None:
-        """Cache names, in order, for the following pages."""
-        if len(names) >= _LONG:
-            self._keep(prefix, delimiter, names)
+        """Cache sorted names for the following pages."""
+        if len(names) >= _MIN_CACHED:
+            self._put(prefix, delimiter, names)
 
-    def _keep(self, prefix: str, delimiter: str, names: list[str]) -> None:
-        self._cached[prefix, delimiter] = _Pages(time.monotonic(), names)
-        self._cached.move_to_end((prefix, delimiter))
-        while sum(len(listing.names) for listing in self._cached.values()) > _MOST:
-            self._cached.popitem(last=False)
+    def _put(self, prefix: str, delimiter: str, names: list[str]) -> None:
+        self._cache[prefix, delimiter] = _Pages(time.monotonic(), names)
+        self._cache.move_to_end((prefix, delimiter))
+        while sum(len(cached.names) for cached in self._cache.values()) > _MAX_CACHED:
+            self._cache.popitem(last=False)

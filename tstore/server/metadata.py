@@ -1,7 +1,7 @@
-"""Whether metadata may be stored under its name: it parses, and agrees with the name; pure.
+"""Validation of metadata objects before they are stored: they must parse, and agree with their key.
 
-The form is checked, most of it by decoding, and not what it refers to: what a record names, and a root holds, is
-compared with the log by `admission`.
+Only the form is checked here, most of it by decoding; `admission` validates the references of records and the
+contents of roots against the log.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tstore.log.marker import Marker
 from tstore.server.names import Kind, number_of
 from tstore.transactions.pending import Heartbeat
 
-__all__ = ["parsed"]
+__all__ = ["parse_metadata"]
 
 _HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
 
 
-def parsed(key: str, kind: Kind, data: bytes) -> Record | Root | None:
-    """Return the record or root in the data, None of anything else.
+def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
+    """Validate an object; return it if it is a record or root, else None.
 
-    Raise `Corrupt` or `UnsupportedFormat`, with the reason, where the data can't be what the key says.
+    Raise `Corrupt` or `UnsupportedFormat` if the data is not a valid object for its key.
     """
     match kind:
         case Kind.MARKER:
@@ -36,10 +36,10 @@ def parsed(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             _check_heartbeat(data)
         case Kind.MERGER:
             if not re.fullmatch(rb"[0-9]{1,10}", data):
-                raise Corrupt("it is no number of a host")
+                raise Corrupt("it is not the number of a host")
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
-                raise Corrupt("the hint is no version")
+                raise Corrupt("the hint is not a version")
         case Kind.RECORD:
             record = decode(data, Record)
             record.check_number(number_of(key))
@@ -47,7 +47,10 @@ def parsed(key: str, kind: Kind, data: bytes) -> Record | Root | None:
         case Kind.ROOT:
             root = decode(data, Root)
             if root.version != number_of(key) or root.version % ROOT_EVERY:
-                raise Corrupt(f"the root is of version {root.version}; expected that of its name, one of 64")
+                raise Corrupt(
+                    f"the root is of version {root.version}; expected the version in its name, a multiple of "
+                    f"{ROOT_EVERY}"
+                )
             return root
         case Kind.MANIFEST:
             decode(data, Manifest)
@@ -60,13 +63,13 @@ def parsed(key: str, kind: Kind, data: bytes) -> Record | Root | None:
 
 def _check_fragment(fragment: Fragment, key: str) -> None:
     _, transaction, name = key.split("/")
-    place = _HOSTS.fullmatch(name)
+    hosts = _HOSTS.fullmatch(name)
     if fragment.transaction != transaction:
-        raise Corrupt("a fragment is of another transaction than its name")
-    if place is None or fragment.hosts != int(place[3]):
-        raise Corrupt("a fragment is of another number of hosts than its name")
-    if place[1] == "part" and fragment.host != int(place[2]):
-        raise Corrupt("a fragment is of another host than its name")
+        raise Corrupt("the transaction of the fragment is not the one in its name")
+    if hosts is None or fragment.hosts != int(hosts[3]):
+        raise Corrupt("the number of hosts of the fragment is not the one in its name")
+    if hosts[1] == "part" and fragment.host != int(hosts[2]):
+        raise Corrupt("the host of the fragment is not the one in its name")
 
 
 def _check_heartbeat(data: bytes) -> None:

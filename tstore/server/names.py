@@ -1,6 +1,6 @@
-"""Which names exist in a store, and what stands under each; pure.
+"""The keys that a server serves, and the kind of object under each.
 
-The server takes and gives only these, so that nothing else that lies in a folder by chance is ever served:
+The server accepts and serves only these, so that no other file in the folder is ever exposed:
 
     tstore.json                        the marker
     commits/<20 digits>                a record
@@ -10,8 +10,8 @@ The server takes and gives only these, so that nothing else that lies in a folde
     txn/<id>/manifest…                 a manifest
     txn/<id>/part-…, merge-…           a fragment
     txn/<id>/merging-…                 the number of the host that merges
-    txn/<id>/alive-…                   a heartbeat; may be replaced, and removed by who may write
-    txn/<id>                           no object, but a folder, which a gc removes last
+    txn/<id>/alive-…                   a heartbeat; may be replaced, and deleted with scope write
+    txn/<id>                           not an object but a folder, which a gc deletes last
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tstore.storage.objects import checked_key
 __all__ = ["Kind", "Names", "key_of", "kind_of", "number_of"]
 
 Names = Literal["layout", "any"]
-"""Which names a server knows: those of a store's layout, or any that a backend may have."""
+"""The keys that a server serves: those of a store's layout, or any valid key."""
 
-_LONGEST = 1024
+_MAX_PATH = 1024
 _TRANSACTION = r"txn/[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 
 
 class Kind(enum.Enum):
-    """What stands under a name."""
+    """The kind of object under a key, with the pattern of its keys."""
 
     MARKER = r"tstore\.json"
     RECORD = r"commits/[0-9]{20}"
@@ -50,12 +50,12 @@ class Kind(enum.Enum):
 
     @property
     def replaceable(self) -> bool:
-        """Whether an object may take the place of another; all others are created once."""
+        """Whether an object may be replaced; all others are created once."""
         return self in (Kind.HINT, Kind.HEARTBEAT, Kind.OTHER)
 
     @property
     def streamed(self) -> bool:
-        """Whether it is bytes without a form that could be checked, and may be long."""
+        """Whether the object is streamed to storage: its bytes have no form to validate, and may be large."""
         return self in (Kind.PACK, Kind.OTHER)
 
 
@@ -63,30 +63,30 @@ _FORMS = {kind: re.compile(kind.value) for kind in Kind}
 
 
 def key_of(path: str) -> str:
-    """The key that the path of a request names (what was sent, still encoded); `InvalidArgument`.
+    """Return the key for the raw (percent-encoded) path of a request; raise `InvalidArgument` for an invalid one.
 
-    It is decoded once and strictly: an encoded slash, a backslash, and what is not printable are refused, so that
-    no two layers read one path in two ways.
+    The path is decoded once and strictly: encoded slashes, backslashes and unprintable characters are refused, so
+    that no two layers can interpret one path differently.
     """
-    if not path.startswith("/") or len(path) > _LONGEST:
-        raise InvalidArgument(f"the path of a request begins with '/' and has at most {_LONGEST} characters")
+    if not path.startswith("/") or len(path) > _MAX_PATH:
+        raise InvalidArgument(f"the path of a request must begin with '/' and have at most {_MAX_PATH} characters")
     if re.search(r"%(?![0-9A-Fa-f]{2})|%(?:2[fF]|5[cC]|[01][0-9A-Fa-f]|7[fF])|[^!-~]|\\", path):
-        raise InvalidArgument("the path holds a character, or an encoded one, that no name has")
+        raise InvalidArgument("the path contains a character, plain or encoded, that is not permitted in a key")
     try:
         key = unquote_to_bytes(path[1:]).decode()
     except UnicodeDecodeError:
         raise InvalidArgument("the path is not UTF-8") from None
     if not key.isprintable():
-        raise InvalidArgument("the path holds a character that no name has")
+        raise InvalidArgument("the path contains a character that is not permitted in a key")
     return checked_key(key, "this store")
 
 
 def kind_of(key: str, names: Names = "layout") -> Kind | None:
-    """What stands under a key, None where no object of the server can have it."""
+    """Return the kind of object under a key, None if the server serves no such key."""
     kind = next((kind for kind, form in _FORMS.items() if form.fullmatch(key)), None)
     return Kind.OTHER if kind is None and names == "any" else kind
 
 
 def number_of(key: str) -> int:
-    """The version in the name of a record or root."""
+    """Return the version in the key of a record or root."""
     return int(key.rpartition("/")[2])

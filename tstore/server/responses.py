@@ -1,4 +1,4 @@
-"""What the server says when it does not give or take an object; every answer is one sentence of JSON."""
+"""JSON responses and their headers, and the mapping from errors to status codes."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from tstore.errors import (
     Unavailable,
 )
 
-__all__ = ["NAME", "Refused", "answer", "headers", "refusal_of"]
+__all__ = ["NAME", "Refused", "common_headers", "json_response", "refusal_from"]
 
 NAME = f"tstore/{tstore.__version__}"
 
 _log = logging.getLogger("tstore.server")
 
-_SAID: list[tuple[type[TStoreError], int, str]] = [
-    (AlreadyExists, 412, "the name is taken; what stands there was left as it is"),
+_RESPONSES: list[tuple[type[TStoreError], int, str]] = [
+    (AlreadyExists, 412, "the object exists already; it was not changed"),
     (NotFound, 404, "there is no such object"),
-    (InvalidArgument, 400, "there can be no object of that name"),
-    (Denied, 403, "the server may not do that with its storage, which may be read-only; its log tells more"),
-    (StorageFull, 507, "its storage is full, and nothing that is stored was harmed"),
-    (Throttled, 503, "the server's storage refuses for now; try again"),
-    (Unavailable, 503, "the server's storage does not answer; try again"),
+    (InvalidArgument, 400, "no object can have that name"),
+    (Denied, 403, "the server's storage denied the operation, it may be read-only; see the server's log"),
+    (StorageFull, 507, "the server's storage is full; stored objects are not affected"),
+    (Throttled, 503, "the server's storage is throttling requests; try again"),
+    (Unavailable, 503, "the server's storage does not respond; try again"),
 ]
 
 
 class Refused(Exception):
-    """A request that is not done, with the status that tells why."""
+    """A request that the server does not carry out, with the status, message and headers of the response."""
 
-    def __init__(self, status: int, message: str, more: Mapping[str, str] | None = None) -> None:
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         self.status = status
         self.message = message
-        self.more = dict(more or {})
+        self.headers = dict(headers or {})
         super().__init__(message)
 
 
-def refusal_of(error: TStoreError) -> Refused:
-    """How an error of the storage is told to a client: without the paths of this machine, which are logged."""
-    odd = (500, "the server's storage is not as it should be; its log tells more")
-    status, said = next(((status, said) for kind, status, said in _SAID if isinstance(error, kind)), odd)
+def refusal_from(error: TStoreError) -> Refused:
+    """Translate an error of the storage for a client; paths of this machine are logged, not sent."""
+    default = (500, "the server's storage failed; see the server's log")
+    status, message = next(((s, text) for kind, s, text in _RESPONSES if isinstance(error, kind)), default)
     if status not in (404, 412):
         _log.warning("%s: %s", type(error).__name__, error)
-    return Refused(status, said, {"Retry-After": "1"} if status == 503 else None)
+    return Refused(status, message, {"Retry-After": "1"} if status == 503 else None)
 
 
-def headers(**more: str) -> dict[str, str]:
-    """The headers of every answer, and these."""
-    return {"Server": NAME, "X-TStore-Version": tstore.__version__, "X-Content-Type-Options": "nosniff"} | more
+def common_headers(**headers: str) -> dict[str, str]:
+    """Return the headers of every response, with these added."""
+    return {"Server": NAME, "X-TStore-Version": tstore.__version__, "X-Content-Type-Options": "nosniff"} | headers
 
 
-def answer(
-    status: int, document: Mapping[str, Any] | None = None, more: Mapping[str, str] | None = None
+def json_response(
+    status: int, document: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """A document as the answer."""
+    """Return a response with a document as its body."""
     body = b"" if document is None else json.dumps(document).encode()
-    said = headers() | {"Cache-Control": "no-store"} | dict(more or {})
-    return web.Response(status=status, body=body, headers=said, content_type="application/json")
+    combined = common_headers() | {"Cache-Control": "no-store"} | dict(headers or {})
+    return web.Response(status=status, body=body, headers=combined, content_type="application/json")

@@ -1,4 +1,4 @@
-"""A server that runs: where it listens, who may reach it, and how it ends."""
+"""The server: its configuration, start and shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tstore.server.app import App
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
 from tstore.server.limits import LIMITS, Limits, checked_limits
-from tstore.server.listening import Listening
+from tstore.server.listener import Listener
 from tstore.server.names import Names
 from tstore.server.served import Served
 from tstore.storage.base import Storage
@@ -45,15 +45,15 @@ class Certificate(NamedTuple):
 
 
 class Server:
-    """Serves a store over HTTP, on the loop that enters it, until the block ends; then it finishes what it began.
+    """Serves a store over HTTP on the running event loop during an `async with` block.
 
-    `store` is the URL of a store, or of an empty place where clients will make one; mode "r" serves it for reading
-    only; `storage_options` as `tstore.open` takes them. `access` says who may do what; without it whoever reaches
-    the server may read and write, and so it listens to this machine alone. Port 0 is any free one: `url` tells
-    which. `names="any"` serves any names that a backend may have, and not those of a store's layout alone.
-    Requests without a token are answered only where their Host is an address, localhost, `host`, or one of
-    `hostnames`, which are names alone, without scheme or port.
-    Raises `InvalidArgument`, `NotAStore`, `Denied` (the port, the key), `Unavailable` (the port is taken).
+    `store` is the URL of a store, or of an empty folder or prefix in which clients will create one; `mode="r"`
+    serves it read-only; `storage_options` are those of `tstore.open`. `access` holds the tokens; without it
+    everyone who can connect may read and write, so the server must listen on a loopback address. Port 0 selects a
+    free port: see `url`. `names="any"` serves any keys, not only those of a store's layout. The Host of a request
+    without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme
+    or port. At the end of the block, requests under way are completed within `limits.drain` seconds. Raise
+    `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port or key), `Unavailable` (port in use).
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Server:
         limits: Limits = LIMITS,
     ) -> None:
         if mode not in ("r", "a"):
-            raise InvalidArgument(f"mode {mode!r} is not known: expected 'r' (read) or 'a' (write)")
+            raise InvalidArgument(f"unknown mode {mode!r}: expected 'r' (read) or 'a' (write)")
         access = access or Access(anonymous="write")
         _check_reach(host, access)
         if not _is_loopback(host) and certificate is None:
-            _log.warning("listening on %s without TLS: tokens can be read on the way, unless a proxy has it", host)
+            _log.warning("listening on %s without TLS: tokens are sent in clear, unless a proxy adds TLS", host)
         self.store = os.fspath(store)
         self._mode = mode
         self._options = storage_options
@@ -88,16 +88,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The URL under which the store is served."""
-        host, port = self._listening.address
+        """The URL of the server."""
+        host, port = self._listener.address
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def admit(self, access: Access) -> None:
-        """Has `access` say from now on who may do what; requests under way are not looked at again."""
+    def set_access(self, access: Access) -> None:
+        """Replace the tokens; requests under way are not affected."""
         _check_reach(self._host, access)
         self._access = access
-        self._app.admit(access)
+        self._app.set_access(access)
 
     async def __aenter__(self) -> Server:
         storage, wait = connect(self.store, self._options), self._limits.wait
@@ -109,35 +109,35 @@ class Server:
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
         self._app = App(self._served, self._access, most, self._names, self._limits, self._hostnames)
         limits = _affordable(self._limits)
-        self._connections = Connections(self._app.answer, limits)
-        self._listening = Listening(self._connections, self._tls)
-        await self._listening.open(self._host, self._port)
+        self._connections = Connections(self._app.handle, limits)
+        self._listener = Listener(self._connections, self._tls)
+        await self._listener.open(self._host, self._port)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listening.stop()
+        self._listener.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain):
                 await self._app.drain()
         await self._connections.close()
-        await self._listening.close()
+        await self._listener.close()
         await self._served.storage.close()
 
     async def _check_store(self, storage: Storage) -> None:
-        """Raise `NotAStore` before anybody can read from another place or write into it."""
+        """Raise `NotAStore` unless it is a store, or an empty location that may become one."""
         if self._names == "any" or await storage.head(_MARKER) is not None:
             return
         url = storage.url
         if self._mode == "r":
             raise NotAStore(f"{url} is not a tstore store: it has no {_MARKER}; check the path")
         if not await storage.empty():
-            raise NotAStore(f"{url} holds other files and no {_MARKER}, so it is not served; check the path")
+            raise NotAStore(f"{url} has other files and no {_MARKER}, so it is not served; check the path")
 
 
 def _affordable(limits: Limits) -> Limits:
-    """The limits, with no more connections than this process may have open, each with a file."""
+    """Return the limits with `connections` capped by the process's limit of open files, at two per connection."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits
@@ -145,21 +145,21 @@ def _affordable(limits: Limits) -> Limits:
 
 
 def _checked_hostname(name: str) -> str:
-    """Return a name as the Host header of requests has it, without a port; `InvalidArgument` for what none has."""
+    """Return a host name; raise `InvalidArgument` if it can't be the name in a Host header."""
     if not _HOSTNAME.fullmatch(name):
         raise InvalidArgument(
-            f"hostname {shown(name)}: expected a name alone, as ckpt.example.com, without http://, port or path; "
-            "one with other letters in its encoded form (xn--…); addresses need not be named"
+            f"hostname {shown(name)}: expected a name such as ckpt.example.com, without http://, port or path; an "
+            "internationalized name in its encoded form (xn--…); addresses need not be listed"
         )
     return name
 
 
 def _check_reach(host: str, access: Access) -> None:
-    """Raises `InvalidArgument` where others than this machine could reach a server without tokens."""
+    """Raise `InvalidArgument` if other machines could reach a server without tokens."""
     if not access.tokens and not _is_loopback(host):
         raise InvalidArgument(
-            f"host {host}: others than this machine can reach that, so the server needs tokens; pass a file "
-            "of them, or listen on 127.0.0.1"
+            f"host {host}: other machines can reach this address, so the server needs tokens; pass a token file, "
+            "or listen on 127.0.0.1"
         )
 
 
@@ -175,12 +175,12 @@ def _tls(certificate: Certificate) -> ssl.SSLContext:
     cert, key = certificate
     for path in certificate:
         if not os.access(path, os.R_OK):
-            raise InvalidArgument(f"{path} can't be read; pass the files of a certificate and its key, as PEM")
+            raise InvalidArgument(f"{path} can't be read; pass the PEM files of a certificate and its key")
     try:
         context.load_cert_chain(cert, key, password=lambda: b"")
     except (OSError, ssl.SSLError) as error:
         raise InvalidArgument(
-            f"{cert} and {key} can't be used for TLS ({error}); expected a certificate and its key, as PEM, the "
-            "key without a passphrase"
+            f"{cert} and {key} can't be used for TLS ({error}); expected PEM files of a certificate and its key "
+            "without a passphrase"
         ) from error
     return context

@@ -1,7 +1,7 @@
-"""A body until it is complete: a little in memory, the rest in an unnamed temporary file.
+"""A buffer for a body being received: up to 1 MiB in memory, a larger body in an unnamed temporary file.
 
-So a slow body, or one with a long declared length, occupies neither memory nor a slot of the storage, but only the
-disk space (`TMPDIR`) of what has arrived.
+So a body that arrives slowly, or is declared to be large, claims neither memory nor access to the storage, but
+only disk space (`TMPDIR`) for the bytes received so far.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Spool"]
 
 
 class Spool:
-    """Bytes that are appended, and read when complete; close it in the end."""
+    """Bytes written sequentially and read back when complete; close it afterwards."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -36,18 +36,18 @@ class Spool:
             self._held.clear()
 
     def content(self) -> bytes | mmap.mmap:
-        """Return all bytes; those of a file are mapped, and cost memory only while they are read."""
+        """Return the bytes; those of a file are memory-mapped."""
         if self._file is None:
             return b"".join(self._held)
         return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)
 
     async def read(self) -> bytes:
-        """Return all bytes, in memory."""
+        """Return the bytes, in memory."""
         content = self.content()
         return content if isinstance(content, bytes) else await run(bytes, content)
 
     def close(self) -> None:
-        """Release memory and file; any number of times."""
+        """Release memory and file; may be called repeatedly."""
         self._held.clear()
         if self._file is not None:
             self._file.close()
@@ -55,5 +55,5 @@ class Spool:
     def _write(self, pieces: Buffers) -> None:
         with explained("write", tempfile.gettempdir()):
             if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until `close`
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
             write_all(self._file.fileno(), pieces, self.size - sum(map(len, pieces)))

@@ -1,21 +1,20 @@
-"""The bodies on their way to and from clients: how fast each must be, and which has to go where others want in.
+"""The transfers of bodies to and from clients: the rate each must reach, and which is ended under overload.
 
-A body lasts as long as its client likes, so three rules bound it. Only time in which the server waited for the
-client counts, never what its own storage took.
+A client could make a transfer last for ever, so three rules bound it. Only the time spent waiting for the client
+counts, never that of the server's storage.
 
-1. `Limits.stall`: each MiB must make its way within so many seconds.
-2. `Limits.rate`: the whole must reach an average of so many bytes a second, or each MiB could take all its time.
-   By default neither ends a body that tstore's own clients still wait for (`storage.pace`): 32 uploads of a client
-   that share 2 Mbit/s are finished.
-3. Where as many requests are being answered as may be, the slowest body has to go, with 503, for one that comes.
+1. `Limits.stall`: each MiB must be transferred within this time.
+2. `Limits.rate`: the whole body must reach this average rate, or each MiB could take the whole stall time. The
+   defaults never end a body that tstore's own clients still wait for (`storage.pace`): 32 uploads of a client that
+   share 2 Mbit/s complete.
+3. At the limit of concurrent requests the slowest transfer is ended, with 503, in favor of a new request.
 
-The third is what keeps a server reachable. It takes the place of a fixed quota for each client: eight hosts of a
-job may share one address, on one machine or behind a proxy, and one token, and a quota would strangle them.
-Instead, a body of a client (an address and a token) that has more bodies under way than the one that asks is ended
-if it makes less than 1 MiB a second. Any other is ended only below 64 KiB a second, at which 256 of them use 16
-MiB a second. So hosts that are equally slow because they share a line do not drive each other out: those that find
-no place are told to come again (`Retry-After`). What it cannot do is to tell a flood that is fast from a job of
-the same address and token; give jobs tokens of their own.
+The third rule keeps a server reachable. It replaces a fixed quota per client: eight hosts of a job may share one
+address, on one machine or behind a proxy, and one token, and a quota would throttle them. Instead, a transfer of a
+client (an address and a token) with more transfers than the requesting client is ended if it is slower than 1
+MiB/s. Any other is ended only below 64 KiB/s, at which 256 of them use 16 MiB/s. So hosts that are equally slow
+because they share a line do not displace each other: those that find no room get 503 with `Retry-After`. A fast
+flood can't be told from a job with the same address and token; so give each job its own token.
 """
 
 from __future__ import annotations
@@ -33,43 +32,43 @@ from tstore.server.responses import Refused
 
 __all__ = ["Transfer", "Transfers", "client_of"]
 
-_SLOW = 64 << 10  # bytes a second
+_SLOW = 64 << 10  # bytes per second
 _SLOW_OF_MANY = 1 << 20
-_HEAD_START = 128 << 10  # bytes that are added to what has moved, or each piece would be slow in its first moment
-_NETWORK = 64  # bits of an IPv6 address; the rest is each client's own to choose
+_HEAD_START = 128 << 10  # bytes added to the amount transferred, or each piece would seem slow at its start
+_HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
 
 
 def client_of(request: web.BaseRequest) -> Hashable:
-    """Return who asks: the address, or the network of one that has many, and the token."""
+    """Return the identity of a client: its address (for IPv6 the network) and its token."""
     try:
         address = ipaddress.ip_address((request.remote or "").partition("%")[0])
     except ValueError:
         return request.remote, hash(request.headers.get("Authorization"))
-    network = int(address) >> _NETWORK if address.version == 6 else int(address)
+    network = int(address) >> _HOST_BITS if address.version == 6 else int(address)
     return network, hash(request.headers.get("Authorization"))
 
 
 class Transfer:
-    """One body under way; its client is waited for inside `awaiting`."""
+    """The transfer of one body; the server waits for its client only inside `awaiting`."""
 
     def __init__(self, client: Hashable, limits: Limits) -> None:
         self.client = client
         self.moved = 0
-        """Bytes that have made their way; who moves them adds them."""
+        """Bytes transferred, updated by the code that transfers them."""
         self._limits = limits
         self._waited = 0.0
-        self._piece = 0, 0.0  # what had moved, and how long it took, when the last whole piece had
+        self._piece = 0, 0.0  # `moved` and `_waited` when the last whole piece was complete
         self._began = 0.0
         self._timeout: asyncio.Timeout | None = None
         self._displaced = False
 
     @contextlib.asynccontextmanager
     async def awaiting(self) -> AsyncIterator[None]:
-        """Wait for the client, inside the block, as long as its pace permits; `Refused` (408, 503) beyond."""
+        """Bound the block, which waits for the client, by the rules; raise `Refused` (408, 503) beyond them."""
         loop = asyncio.get_running_loop()
         self._began = loop.time()
         try:
-            async with asyncio.timeout(self._patience()) as self._timeout:
+            async with asyncio.timeout(self._remaining()) as self._timeout:
                 yield
         except TimeoutError:
             raise self._refusal() from None
@@ -80,66 +79,64 @@ class Transfer:
                 self._piece = self.moved, self._waited
 
     def pace(self, now: float) -> float | None:
-        """Bytes a second since the last whole MiB; None where it is not the client that is waited for."""
+        """Return bytes per second since the last whole MiB; None if the server is not waiting for the client."""
         if self._timeout is None or self._displaced or self._timeout.expired():
             return None
         moved, waited = self.moved - self._piece[0], self._waited + now - self._began - self._piece[1]
         return (moved + _HEAD_START) / max(1e-6, waited)
 
     def displace(self) -> None:
-        """End it, for one that comes; only where it has a pace."""
+        """End the transfer in favor of another request; only if it has a pace."""
         assert self._timeout is not None
         self._displaced = True
         self._timeout.reschedule(self._began)
 
-    def _patience(self) -> float:
-        """Seconds that the client still has: the fewest that either rule leaves it."""
+    def _remaining(self) -> float:
+        """Return the seconds left to the client by the stricter of the first two rules."""
         stall, rate = self._limits.stall, self._limits.rate
         return min(stall - (self._waited - self._piece[1]), stall + self.moved / rate - self._waited)
 
     def _refusal(self) -> Refused:
         if self._displaced:
-            said = "faster clients wait, and this body comes slowly; try again"
-            return Refused(503, said, {"Retry-After": "5", "Connection": "close"})
+            message = "overload: this slow transfer was ended in favor of other requests; try again"
+            return Refused(503, message, {"Retry-After": "5", "Connection": "close"})
         stall, rate = self._limits.stall, self._limits.rate
-        said = (
-            f"less than {PIECE} bytes of the body came in {stall:g} s, or less than {rate} bytes a second of all"
-        )
-        return Refused(408, said, {"Connection": "close"})
+        message = f"the body is too slow: expected {PIECE} bytes every {stall:g} s, and {rate} bytes/s on average"
+        return Refused(408, message, {"Connection": "close"})
 
 
 class Transfers:
-    """The bodies that are under way."""
+    """The transfers under way, counted by client."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._running: dict[Transfer, None] = {}
-        self._of: Counter[Hashable] = Counter()
+        self._counts: Counter[Hashable] = Counter()
 
     @contextlib.contextmanager
-    def begun(self, client: Hashable) -> Iterator[Transfer]:
-        """A new one, as long as the block takes."""
+    def track(self, client: Hashable) -> Iterator[Transfer]:
+        """Yield a new transfer, which counts as running during the block."""
         transfer = Transfer(client, self._limits)
         self._running[transfer] = None
-        self._of[client] += 1
+        self._counts[client] += 1
         try:
             yield transfer
         finally:
             del self._running[transfer]
-            self._of[client] -= 1
-            if not self._of[client]:
-                del self._of[client]
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]
 
     def make_room(self, client: Hashable) -> bool:
-        """Whether a body was ended so that a request of this client can be answered."""
+        """End a slow transfer in favor of a request of this client; return whether there was one."""
         now = asyncio.get_running_loop().time()
-        share = self._of[client] + 1  # what it would have
+        share = self._counts[client] + 1  # including this request
         slow: list[tuple[int, float, Transfer]] = []
         for transfer in self._running:
-            pace, more = transfer.pace(now), self._of[transfer.client] - share
+            pace, more = transfer.pace(now), self._counts[transfer.client] - share
             if pace is not None and pace < (_SLOW_OF_MANY if more > 0 else _SLOW):
                 slow.append((-max(0, more), pace, transfer))
         if not slow:
             return False
-        min(slow, key=lambda found: found[:2])[2].displace()
+        min(slow, key=lambda candidate: candidate[:2])[2].displace()
         return True

@@ -1,8 +1,8 @@
-"""What the log behind a server says as of one version, as far as the next record is compared with it.
+"""The state of the log behind a server, as needed to validate the next record.
 
-It goes on with each record that the server takes, so that a commit costs no reading of the log but of the newest
-record. It is read anew where a backup was restored under the server, or `tstore repair` has voided a record: the
-repair's own commit, the newest then, tells of it.
+It advances with each record that the server accepts, so that a commit reads only the newest record. It is read
+again if a backup was restored under the server, or if `tstore repair` voided a record, as the repair's own commit
+says.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import each
 from tstore.storage.base import Storage
 
-__all__ = ["Standing", "weight_of"]
+__all__ = ["LogState", "weight_of"]
 
-_REMEMBERED = 1024
-_COLLECTIONS = 8
-_CONDEMNED = 1 << 20  # names that the last gcs condemned together
+_RECENT_VERSIONS = 1024
+_RECENT_COLLECTIONS = 8
+_MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
 
 
-class Standing:
+class LogState:
     """The state as of `version`, whose record ends in the checksum `check`.
 
-    `tree` is what the records make. Where it is not `whole`, objects that it is made of are gone, as in the midst
-    of a history of which much was collected; then its tags alone count. Its manifests have `weight` bytes at most.
-    `gc` is the version of the newest garbage collection, and `collected` the one that the next record has to name
-    as that: a later one where a repair has voided that, which stands for the one before it.
+    `tree` is the tree of that version. If it is not `whole`, some of its objects are missing, as within a history
+    with collected versions; then only its tags are valid. Its manifests have at most `weight` bytes. `gc` is the
+    version of the newest garbage collection. `collected` is the one that the next record must name as such; it is
+    later than `gc` if a repair has voided that collection, which is then an alias of the one before it.
     """
 
     def __init__(self) -> None:
@@ -54,58 +54,58 @@ class Standing:
         self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
 
     @staticmethod
-    async def read(backend: Storage, version: int) -> Standing:
-        """Read the state as of a version that exists; `Corrupt` or `NotFound` where the log is damaged."""
-        found = Standing()
+    async def read(backend: Storage, version: int) -> LogState:
+        """Read the state as of an existing version; raise `Corrupt` or `NotFound` if the log is damaged."""
+        state = LogState()
         if version == 0:
-            return found
+            return state
         log = LogReader.strict(backend)
-        found._ledger = None
-        found.version, found.check = version, (await log.stored(version)).check
-        async for number, record in each(log.record, range(max(1, version - _REMEMBERED + 1), version + 1)):
-            found._remember(number, record)
-        await found._read_collections(log)
+        state._ledger = None
+        state.version, state.check = version, (await log.stored(version)).check
+        async for number, record in each(log.record, range(max(1, version - _RECENT_VERSIONS + 1), version + 1)):
+            state._remember(number, record)
+        await state._read_collections(log)
         try:
-            found.tree = await log.tree(version)
-            found.weight = weight_of(found.tree.manifest())
+            state.tree = await log.tree(version)
+            state.weight = weight_of(state.tree.manifest())
         except (Corrupt, NotFound, UnsupportedFormat):
-            found.whole = False
+            state.whole = False
             async for number, record in each(log.record, range(1, version + 1)):
-                found.tree = found.tree.after(number, await log.records.with_collection(number, record), [])
-        return found
+                state.tree = state.tree.after(number, await log.records.with_collection(number, record), [])
+        return state
 
     async def _read_collections(self, log: LogReader) -> None:
-        """Read what the last collections decided; one that was voided, as by a repair, decided nothing."""
+        """Read the decisions of the recent collections, ignoring those that a repair has voided."""
         self.collected = await named_collection(log, self.version)
         async for gc, collection in collections(log, await existing_collection(log, self.collected)):
             if not self._condemned:
                 self.gc, self._alive = gc, collection.alive
             before, self._condemned = self._condemned, _last([*self._condemned, Condemned.by(collection)])
-            if len(self._condemned) in (len(before), _COLLECTIONS):
+            if len(self._condemned) in (len(before), _RECENT_COLLECTIONS):
                 break
 
     async def follow(self, backend: Storage, version: int) -> bool:
-        """Go on to a later version, by the records that others created; False where one voided an older one."""
+        """Advance to a later version by records that others created; return False if one voided an older one."""
         log = LogReader.strict(backend)
         async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
             manifests: list[Manifest] = []
-            there = True
+            readable = True
             try:
                 manifests = await log.objects.manifests(number, record)
             except (Corrupt, NotFound, UnsupportedFormat):
-                there = False
+                readable = False
             record = await log.records.with_collection(number, record)
-            if number == self.version + 1:  # else it was taken in meanwhile
-                whole = there and (self.whole or record.replaces)
+            if number == self.version + 1:  # otherwise a concurrent task advanced already
+                whole = readable and (self.whole or record.replaces)
                 weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
                 tree = self.tree.after(number, record, manifests)
-                self.goes_on(number, record, check, tree, whole=whole, weight=weight)
+                self.advance(number, record, check, tree, whole=whole, weight=weight)
         return True
 
-    def goes_on(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
-        """Take in the next version, whose record ends in that checksum, and after which the tree is `tree`."""
+    def advance(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
+        """Advance to the next version, with the checksum of its record and the resulting tree."""
         self.version, self.check = version, check
         self.tree, self.whole, self.weight = tree, whole, weight
         self._remember(version, record)
@@ -118,15 +118,15 @@ class Standing:
         elif self._ledger is not None:
             self._ledger.add(version, record)
 
-    async def stands(self, backend: Storage) -> bool:
-        """Whether the record of the version is still the same one."""
+    async def is_current(self, backend: Storage) -> bool:
+        """Whether the record of this version is unchanged in the storage."""
         try:
             return not self.version or check_of(await backend.get(commit_key(self.version))) == self.check
         except NotFound:
             return False
 
     async def ledger(self, backend: Storage) -> Ledger:
-        """Return a copy of the versions that live; the records since the last collection are read once."""
+        """Return a copy of the ledger of living versions; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
             ledger = await ledger_since(LogReader.strict(backend), self.gc, self._alive, version)
@@ -136,7 +136,7 @@ class Standing:
         return Ledger(self._ledger.alive.values())
 
     async def needs(self, backend: Storage, key: str) -> bool:
-        """Whether a version that lives is made of an object, or of one of its transaction."""
+        """Whether a living version needs an object, or another object of its transaction."""
         version, transactions, held = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(backend)
@@ -144,34 +144,34 @@ class Standing:
             self._needed = version, transactions, held
         return key in held or owner_of(key) in transactions
 
-    def became(self, record: Record) -> int | None:
-        """Return the version that a transaction of the record has become before, None where none has of late."""
+    def committed_as(self, record: Record) -> int | None:
+        """Return the recent version that committed a transaction of the record already, None if none did."""
         if record.void:  # a transaction may need several of these
             return None
         return next((self._recent[t] for t in record.transactions if t in self._recent), None)
 
-    def has_condemned(self, keys: Iterable[str]) -> str | None:
-        """Return the first of the objects, or folders of transactions, that a recent collection condemned."""
-        return next((key for key in keys if any(gone.covers(key) for gone in self._condemned)), None)
+    def first_condemned(self, keys: Iterable[str]) -> str | None:
+        """Return the first of the keys, of objects or transaction folders, that was condemned recently."""
+        return next((key for key in keys if any(c.covers(key) for c in self._condemned)), None)
 
     def _remember(self, version: int, record: Record) -> None:
         if not record.void:
             self._recent.update(dict.fromkeys(record.transactions, version))
-        while len(self._recent) > _REMEMBERED:
+        while len(self._recent) > _RECENT_VERSIONS:
             del self._recent[next(iter(self._recent))]
 
 
 def _last(condemned: Sequence[Condemned]) -> list[Condemned]:
-    """Return the newest of what gcs condemned, the newest first: so many that memory is bounded, one at least."""
-    counts = itertools.accumulate(len(gone.transactions) + len(gone.objects) for gone in condemned[:_COLLECTIONS])
+    """Return the newest of these, newest first, as many as the bound on memory permits, and at least one."""
+    counts = itertools.accumulate(len(c.transactions) + len(c.objects) for c in condemned[:_RECENT_COLLECTIONS])
     return [
-        gone
-        for at, (gone, count) in enumerate(zip(condemned, counts, strict=False))
-        if not at or count <= _CONDEMNED
+        one
+        for i, (one, count) in enumerate(zip(condemned, counts, strict=False))
+        if not i or count <= _MAX_CONDEMNED
     ]
 
 
 def weight_of(manifest: Manifest) -> int:
-    """Return about how many bytes a manifest has."""
+    """Return the approximate size of a manifest in bytes."""
     names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     return sum(len(text) for column in names for text in column) + 56 * len(manifest.table)

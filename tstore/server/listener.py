@@ -1,8 +1,8 @@
-"""Where a server listens, and how connections come in.
+"""The listening sockets of a server, which accept connections.
 
-The loop of `asyncio.create_server` tells of a TLS connection only once its handshake is done, so that those that
-never finish one are neither counted nor can be ended. Here each is accepted by itself, one in a turn of the event
-loop, and counted (`connections`) before its handshake begins.
+`asyncio.create_server` reports a TLS connection only after its handshake, so connections that never finish one
+could be neither counted nor closed. Here each is accepted individually, one per iteration of the event loop, and
+counted (`connections`) before its handshake begins.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import ssl
 from tstore.errors import Denied, Unavailable
 from tstore.server.connections import Connections
 
-__all__ = ["Listening"]
+__all__ = ["Listener"]
 
 _BACKLOG = 512
-_HANDSHAKE = 10.0
-_GOODBYE = 2.0  # seconds in which a client answers the end of TLS
+_HANDSHAKE_TIMEOUT = 10.0
+_SHUTDOWN_TIMEOUT = 2.0  # seconds for a client to respond to the end of TLS
 _PAUSE = 0.1
-_NO_MORE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _log = logging.getLogger("tstore.server")
 
 
-class Listening:
+class Listener:
     """Accepts connections on the addresses of a host, from `open` until `close`."""
 
     def __init__(self, connections: Connections, tls: ssl.SSLContext | None) -> None:
@@ -44,7 +44,7 @@ class Listening:
         return host, port
 
     async def open(self, host: str, port: int) -> None:
-        """Listens on every address of the host; raises `Denied`, `Unavailable`."""
+        """Listen on every address of the host; raise `Denied` or `Unavailable`."""
         loop = asyncio.get_running_loop()
         try:
             bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
@@ -66,12 +66,12 @@ class Listening:
         self._accepting = [loop.create_task(self._accept(sock)) for sock in self._sockets]
 
     def stop(self) -> None:
-        """Accepts no more."""
+        """Stop accepting connections."""
         for task in self._accepting:
             task.cancel()
 
     async def close(self) -> None:
-        """Stops, and waits until nothing is left that comes in; connections should be closed before."""
+        """Stop, and wait for connections being accepted; established ones should be closed before."""
         self.stop()
         for tasks in (self._accepting, self._connecting):
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,7 +84,7 @@ class Listening:
             try:
                 sock, _ = await loop.sock_accept(listening)
             except OSError as error:
-                if error.errno in _NO_MORE:
+                if error.errno in _EXHAUSTED:
                     _log.warning("a connection could not be accepted: %s", error.strerror)
                     self._connections.make_room()
                     await asyncio.sleep(_PAUSE)
@@ -92,10 +92,10 @@ class Listening:
                 connecting = loop.create_task(self._connect(sock))
                 self._connecting.add(connecting)
                 connecting.add_done_callback(self._connecting.discard)
-            await asyncio.sleep(0)  # accepting does not wait while there are more
+            await asyncio.sleep(0)  # sock_accept does not yield while connections are queued
 
     async def _connect(self, sock: socket.socket) -> None:
-        connection = self._connections.accepted(sock)
+        connection = self._connections.add(sock)
         if connection is None:
             return
         loop = asyncio.get_running_loop()
@@ -104,12 +104,10 @@ class Listening:
                 lambda: connection,
                 sock,
                 ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE,
-                ssl_shutdown_timeout=None if self._tls is None else _GOODBYE,
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_TIMEOUT,
+                ssl_shutdown_timeout=None if self._tls is None else _SHUTDOWN_TIMEOUT,
             )
-        except OSError as error:  # as those of TLS are
-            self._connections.closed(connection)
-            _log.info("a connection ended before its TLS handshake did: %s", error)
-            error.__traceback__ = error.__context__ = (
-                None  # its frames hold a quarter of a MiB for TLS, in a cycle
-            )
+        except OSError as error:  # includes errors of TLS
+            self._connections.remove(connection)
+            _log.info("a connection failed in its TLS handshake: %s", error)
+            error.__traceback__ = error.__context__ = None  # a cycle: its frames hold 256 KiB for TLS
