@@ -1,5 +1,5 @@
-"""Measurements: tstore, its peers and the raw limit of the machine, interleaved in one run.
+"""Benchmarks of tstore, its peers and the raw limit of the machine, interleaved in one run.
 
 Run `python -m bench.save`, `bench.backends`, `bench.writers` or `bench.exmy`.
-`machine`: its CPU, memory and limits. `bars`: what each figure must reach.
+`machine`: CPU, memory, page cache. `bars`: the target of each figure.
 """

@@ -1,4 +1,4 @@
-"""Bars: what a figure is to reach, and the table that says which were reached."""
+"""Bars: the targets of figures, and the table of targets met and missed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Bar:
-    """``need`` × the reference is the least (``measured`` NaN: it could not be measured in this run)."""
+    """A target: `measured` must be at least `need`. NaN if it was not measured in this run."""
 
     what: str
     need: float
     measured: float
-    most: bool = False  # then ``need`` is the most, not the least
+    most: bool = False  # `measured` must be at most `need` instead
     unit: str = "×"
 
     @property
@@ -25,11 +25,11 @@ class Bar:
         return self.measured <= self.need if self.most else self.measured >= self.need
 
 
-def bar_table(of: list[Bar]) -> Table:
+def bar_table(bars: list[Bar]) -> Table:
     out = Table(title="bars", title_justify="left")
     for head in ("", "bar", "measured", ""):
         out.add_column(head, justify="right" if head else "left")
-    for bar in of:
+    for bar in bars:
         verdict = {True: "[green]met", False: "[red]missed", None: "[dim]not measured"}[bar.met]
         sign = "≤" if bar.most else "≥"
         out.add_row(bar.what, f"{sign} {bar.need:g}{bar.unit}", number(bar.measured, bar.unit), verdict)
@@ -37,7 +37,7 @@ def bar_table(of: list[Bar]) -> Table:
 
 
 def number(value: float, unit: str = "") -> str:
-    """Three digits of it; a dash for NaN."""
+    """Format a number with two decimals, or none from 100; a dash for NaN."""
     if isnan(value):
         return "–"
     return (f"{value:.0f}" if value >= 100 else f"{value:.2f}") + unit

@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, its page cache, and the peak memory of this process (Linux)."""
+"""The machine that runs a benchmark, its page cache, and the peak memory of this process (Linux)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("tstore", "tensorstore", "safetensors", "numpy", "zarr", "xxhash", "
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a reader needs to know to compare figures: processor, kernel, file system, versions."""
+    """Return what readers need to compare figures: processor, kernel, file system, versions."""
     cpu = _cpuinfo()
     flags = cpu.get("flags", "").split()
     device, kind, options = _mount(folder)
@@ -37,18 +37,18 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def settle(folder: Path) -> None:
-    """Empty ``folder`` and wait for the disk, so that nobody pays for another's dirty pages."""
+def clear(folder: Path) -> None:
+    """Empty a folder and sync the disk, so that no measurement pays for the dirty pages of another."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()
 
 
 class Reserve:
-    """Memory held between the timed regions, so that each starts with free memory that is really there.
+    """Memory held between timed regions and released just before, so that each begins with backed free memory.
 
-    A virtual machine with free page reporting hands free memory back to its host after about two seconds,
-    and the first touch afterwards runs at 0.5 GB/s instead of 20: whoever comes next would pay for it.
+    A virtual machine with free page reporting returns free memory to its host after about two seconds. The first
+    touch afterwards runs at 0.5 GB/s instead of 20, which the next measurement would pay for.
     """
 
     slack = 512 << 20
@@ -56,8 +56,8 @@ class Reserve:
     def __init__(self) -> None:
         self._held: npt.NDArray[np.uint8] | None = None
 
-    def take(self, nbytes: int) -> None:
-        """Hold ``nbytes`` and some slack, every page touched."""
+    def acquire(self, nbytes: int) -> None:
+        """Allocate and touch `nbytes` and some slack."""
         if self._held is None or self._held.size != nbytes + self.slack:
             self._held = None
             self._held = np.empty(nbytes + self.slack, np.uint8)
@@ -68,7 +68,7 @@ class Reserve:
 
 
 def warm(folder: Path) -> None:
-    """Bring every file under ``folder`` into the page cache."""
+    """Read every file under a folder into the page cache."""
     scratch = bytearray(8 << 20)
     for path in _files(folder):
         with path.open("rb", buffering=0) as file:
@@ -77,7 +77,7 @@ def warm(folder: Path) -> None:
 
 
 def evict(folder: Path) -> None:
-    """Drop every file under ``folder`` from the page cache (needs no root)."""
+    """Drop every file under a folder from the page cache (needs no root)."""
     os.sync()  # dirty pages cannot be dropped
     for path in _files(folder):
         fd = os.open(path, os.O_RDONLY)
@@ -86,19 +86,19 @@ def evict(folder: Path) -> None:
 
 
 def bytes_from_disk() -> int:
-    """Bytes that this process has caused to be read from storage so far."""
-    fields = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
-    return int(fields["read_bytes"])
+    """Return the bytes that this process has read from the disk so far."""
+    counters = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
+    return int(counters["read_bytes"])
 
 
 def reset_peak() -> int:
-    """Start a new peak of resident memory; returns the resident bytes now."""
+    """Reset the peak of resident memory, and return the resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The most resident bytes since ``reset_peak``."""
+    """Return the peak of resident bytes since `reset_peak`."""
     return _status("VmHWM")
 
 
@@ -118,7 +118,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _mount(folder: Path) -> tuple[str, str, str]:
-    """Device, type and options of the file system that holds ``folder``: the longest mount point above it."""
+    """Return the device, type and options of the file system of a folder."""
     mounts = [line.split()[:4] for line in _read("/proc/mounts").splitlines()]
     above = [m for m in mounts if folder.resolve().is_relative_to(m[1])]
     device, _, kind, options = max(above, key=lambda m: len(m[1]))

@@ -1,4 +1,4 @@
-"""Build hook of the wheel: compile `exmy._kernels` where there is a C compiler."""
+"""Build hook of the wheel: compile `exmy._kernels` if a C compiler is available."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Extension(
     "exmy._kernels",
     sources=["codecs/exmy/_kernels.c"],
-    extra_compile_args=["-O3", "-ffp-contract=off"],  # a fused multiply-add would round other than the reference
+    extra_compile_args=[
+        "-O3",
+        "-ffp-contract=off",
+    ],  # fused multiply-adds would round differently from the reference
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
-    optional=True,  # without a compiler `exmy.reference` serves
+    optional=True,  # without a compiler, exmy runs on `exmy.reference`
 )
 
 
@@ -24,14 +27,14 @@ class KernelsHook(BuildHookInterface[Any]):
     """Put the compiled module into the wheel, or beside its source for an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile before the wheel is written; without a result it remains a wheel of Python alone."""
+        """Compile before the wheel is written; if that fails, the wheel is pure Python."""
         self.scratch = tempfile.TemporaryDirectory()
         command = build_ext(Distribution({"ext_modules": [KERNELS]}))
         command.build_temp = self.scratch.name
         command.build_lib = "codecs" if version == "editable" else self.scratch.name
         command.ensure_finalized()
         compiled = Path(command.get_ext_fullpath(KERNELS.name))
-        compiled.unlink(missing_ok=True)  # of an earlier install, perhaps of another source
+        compiled.unlink(missing_ok=True)  # of an earlier install, perhaps from another source
         command.run()
         if version != "editable" and compiled.exists():
             build_data["force_include"][str(compiled)] = f"exmy/{compiled.name}"
@@ -39,5 +42,5 @@ class KernelsHook(BuildHookInterface[Any]):
             build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what the compiler left."""
+        """Remove the compiler's temporary files."""
         self.scratch.cleanup()

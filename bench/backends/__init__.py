@@ -1,1 +1,1 @@
-"""Hosts on every backend beside what else speaks to its server: `python -m bench.backends`."""
+"""Benchmarks of several hosts on every backend, beside other clients of its server: `python -m bench.backends`."""

@@ -1,12 +1,11 @@
-"""One checkpoint saved and restored by several host processes: tstore and its peers on each backend.
+"""Saves and restores of one checkpoint by several host processes: tstore and its peers on each backend.
 
     pip install -e '.[bench,test]' && python -m bench.backends --json figures.json
 
-Each round starts every server anew, in a process of its own on loopback; in it every contender saves and restores
-the same bytes, in an order that is rotated by one each round. Figures are medians of rounds, ratios the medians of
-the rounds' paired ratios: quote ratios. Requests are those of all hosts together; memory is the peak of the host
-that took most, beyond its arrays. What came back is compared with what was saved, when the time has been taken.
-Linux only.
+Each round starts new server processes on loopback. Every contender saves and restores the same bytes, in an order
+that rotates by one each round. Figures are medians of rounds, ratios are medians of the paired ratios of the
+rounds: quote ratios. Requests are those of all hosts; memory is the highest peak of a host, without its arrays.
+Restored values are checked after the clock has stopped. Linux only.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Figures = dict[str, dict[str, dict[str, list[float]]]]
 
 
 class Hosts:
-    """The processes, which do the same at the same time."""
+    """The host processes, which all run the same call at the same time."""
 
     def __init__(self, hosts: int, size: int) -> None:
         self.size = size
@@ -47,28 +46,28 @@ class Hosts:
                 [*command, str(i), str(hosts), str(size)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # what they fail of is in their answers
+                stderr=subprocess.DEVNULL,  # errors are in their replies
                 text=True,
             )
             for i in range(hosts)
         ]
 
-    def ask(self, **asked: Any) -> tuple[float, list[dict[str, Any]]]:
-        """Seconds until the last had done it, and their answers; raises RuntimeError where one failed."""
-        line = json.dumps(asked) + "\n"
-        began = time.monotonic()  # the machine's, so that the hosts' can be compared with it
+    def call(self, **request: Any) -> tuple[float, list[dict[str, Any]]]:
+        """Return the seconds until the last host was done, and the replies. Raises `RuntimeError` on failure."""
+        line = json.dumps(request) + "\n"
+        began = time.monotonic()  # a clock that all processes share
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
-        answers = []
+        replies = []
         for process in self._processes:
             assert process.stdout is not None
-            answers.append(json.loads(process.stdout.readline() or '{"error": "the host ended"}'))
-        for answer in answers:
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
-        return max(answer.get("ended", began) for answer in answers) - began, answers
+            replies.append(json.loads(process.stdout.readline() or '{"error": "the host ended"}'))
+        for reply in replies:
+            if "error" in reply:
+                raise RuntimeError(reply["error"])
+        return max(reply.get("ended", began) for reply in replies) - began, replies
 
     def close(self) -> None:
         for process in self._processes:
@@ -103,22 +102,22 @@ class Measurement:
                     self.say.print(f"{server}: {name} failed: {error}")
 
     def _measure(self, server: str, name: str, place: Place, number: int) -> None:
-        where = {**place._asdict(), "folder": str(place.folder)}
-        self.hosts.ask(contender=name, server=server, place=where)
+        location = {**place._asdict(), "folder": str(place.folder)}
+        self.hosts.call(contender=name, server=server, place=location)
         for do in ("save", "restore"):
-            seconds, answers = self.hosts.ask(do=do, run=str(number))
+            seconds, replies = self.hosts.call(do=do, run=str(number))
             if do == "restore" or server in CONTENDERS[name].servers:
                 self.seconds.setdefault(server, {}).setdefault(name, {}).setdefault(do, []).append(seconds)
             if name == "tstore":
                 total: Counter[str] = Counter()
-                for answer in answers:
-                    total.update(answer["requests"])
+                for reply in replies:
+                    total.update(reply["requests"])
                 self.requests.setdefault(server, {})[do] = dict(total)
                 key = f"{server} {do}"
-                self.peaks[key] = max(self.peaks.get(key, 0), *(answer["peak"] for answer in answers))
+                self.peaks[key] = max(self.peaks.get(key, 0), *(reply["peak"] for reply in replies))
 
     def ratio(self, server: str, other: str, do: str) -> float:
-        """The median over the rounds of the other's seconds by tstore's."""
+        """Return the median over the rounds of the other's seconds divided by tstore's."""
         figures = self.seconds.get(server, {})
         mine, theirs = (figures.get(n, {}).get(do, []) for n in ("tstore", other))
         return median(b / a for a, b in zip(mine, theirs, strict=False)) if mine and theirs else float("nan")
@@ -150,8 +149,8 @@ class Measurement:
                     speeds = sorted(self.hosts.size / 1e9 / s for s in by.get(do, []))
                     row += [f"{median(speeds):.3g}", f"{speeds[0]:.3g}–{speeds[-1]:.3g}"] if speeds else ["–", ""]
                 out.add_row(*row)
-            asked = self.requests.get(server, {})
-            out.caption = "\n".join(f"tstore's requests, {do}: {_counts(n)}" for do, n in asked.items() if n)
+            requests = self.requests.get(server, {})
+            out.caption = "\n".join(f"tstore's requests, {do}: {_counts(n)}" for do, n in requests.items() if n)
             out.caption_justify = "left"
             yield out
 
@@ -172,8 +171,8 @@ def _counts(requests: dict[str, int]) -> str:
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--hosts", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--size", default=256, show_default=True, type=click.IntRange(1), help="MiB of the checkpoint.")
-@click.option("--only", default="", help=f"Of {', '.join(SERVERS)}, latency; comma-separated.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--only", default="", help=f"Comma-separated: {', '.join(SERVERS)}, latency.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @click.option(
     "--dir",
     "parent",
@@ -197,18 +196,20 @@ def main(rounds: int, hosts: int, size: int, only: str, json_file: Path | None, 
     for table in measured.tables():
         console.print(table)
     bars = measured.bars()
-    found = latency.measure(rounds) if "latency" in chosen else None
-    if found is not None:
+    delayed = latency.measure(rounds) if "latency" in chosen else None
+    if delayed is not None:
         console.print(
-            f"50 ms for each request: {found.arrays} arrays {median(found.many):.2f} s, the same bytes in one "
-            f"array {median(found.one):.2f} s; a commit of one host: {found.save} for {found.objects} objects"
+            f"50 ms per request: {delayed.arrays} arrays {median(delayed.many):.2f} s, the same bytes in one "
+            f"array {median(delayed.one):.2f} s; one commit: {delayed.save} for {delayed.objects} objects"
         )
-        bars += found.bars()
+        bars += delayed.bars()
     console.print(bar_table(bars))
     if json_file:
         rows = [{"what": b.what, "need": b.need, "measured": b.measured, "met": b.met} for b in bars]
         data = {"machine": about, **measured.data(), "bars": rows}
-        json_file.write_text(json.dumps(data | ({"latency": found._asdict()} if found else {}), indent=1) + "\n")
+        json_file.write_text(
+            json.dumps(data | ({"latency": delayed._asdict()} if delayed else {}), indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One host of a measurement: does what it is told on standard input, one line of JSON each, and answers."""
+"""One host process of a measurement: reads calls as lines of JSON from standard input, and replies likewise."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def main() -> None:
     share = Share(host, hosts, size)
     subject: Contender | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            if "contender" in asked:
-                subject = CONTENDERS[asked["contender"]](share, asked["place"], asked["server"])
-                answer: dict[str, Any] = {}
+            if "contender" in request:
+                subject = CONTENDERS[request["contender"]](share, request["place"], request["server"])
+                reply: dict[str, Any] = {}
             else:
                 assert subject is not None
-                answer = _do(share, subject, **asked)
+                reply = _do(share, subject, **request)
         except Exception:
-            answer = {"error": traceback.format_exc().strip().splitlines()[-1]}
-        gc.collect()  # so that none is measured with another's garbage
-        print(json.dumps(answer), flush=True)
+            reply = {"error": traceback.format_exc().strip().splitlines()[-1]}
+        gc.collect()  # so that no contender is measured with another's garbage
+        print(json.dumps(reply), flush=True)
 
 
 def _do(share: Share, subject: Contender, do: str, run: str) -> dict[str, Any]:
@@ -43,10 +43,10 @@ def _do(share: Share, subject: Contender, do: str, run: str) -> dict[str, Any]:
         subject.save(run)
         ended = time.monotonic()
         return {"requests": subject.requests, "peak": machine.peak() - before, "ended": ended}
-    found = subject.restore(run)
+    restored = subject.restore(run)
     ended = time.monotonic()
-    peak = machine.peak() - before - sum(array.nbytes for array in found.values())
-    if not all(np.array_equal(found[name], share.arrays[name]) for name in share.names):
+    peak = machine.peak() - before - sum(array.nbytes for array in restored.values())
+    if not all(np.array_equal(restored[name], share.arrays[name]) for name in share.names):
         raise ValueError("the restored values differ")
     return {"requests": subject.requests, "peak": peak, "ended": ended}
 

@@ -1,4 +1,4 @@
-"""Restores where every request takes 50 ms, and how many requests a commit takes."""
+"""The time of restores if every request takes 50 ms, and the number of requests of a commit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EACH = 16 << 10
 LATENCY = 0.05
 
 
-class Found(NamedTuple):
-    """Seconds by round: of `arrays` arrays, and of the same bytes in one; requests and objects of one save."""
+class Latencies(NamedTuple):
+    """Seconds by round for `arrays` arrays and for the same bytes in one array; requests and objects of a save."""
 
     arrays: int
     many: list[float]
@@ -44,12 +44,12 @@ class Found(NamedTuple):
         ]
 
 
-def measure(rounds: int) -> Found:
-    """A store of one commit with many arrays, another with one array."""
+def measure(rounds: int) -> Latencies:
+    """Measure a store with many arrays, and another with the same bytes in one array."""
     return asyncio.run(_measure(rounds))
 
 
-async def _measure(rounds: int) -> Found:
+async def _measure(rounds: int) -> Latencies:
     values = np.random.default_rng(0).random((ARRAYS, EACH // 8))
     many, one = uuid.uuid4().hex, uuid.uuid4().hex
     async with await tstore.open(served(MemoryStorage(many))) as store:
@@ -60,11 +60,11 @@ async def _measure(rounds: int) -> Found:
     async with await tstore.open(served(MemoryStorage(one))) as store:
         await tstore.save(store, {"a": values}, 0)
     requests = {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
-    found = Found(ARRAYS, [], [], requests, objects)
+    result = Latencies(ARRAYS, [], [], requests, objects)
     for _ in range(rounds):
-        for name, seconds in ((many, found.many), (one, found.one)):
+        for name, seconds in ((many, result.many), (one, result.one)):
             began = time.perf_counter()
             async with await tstore.open(served(Faults(MemoryStorage(name), latency=LATENCY)), "r") as store:
                 await tstore.restore(store, 0)
             seconds.append(time.perf_counter() - began)
-    return found
+    return result

@@ -1,8 +1,8 @@
-"""The contenders on each backend, as one of several hosts: each saves and restores its own share of some arrays.
+"""The contenders on each backend, as one of several hosts: each saves and restores its share of some arrays.
 
-A share is `ARRAYS` float32 arrays of equal size. tstore's hosts save one checkpoint together, in one commit; the
-others write objects of their own, with no commit at all. Connections are made within the time that is measured,
-modules are imported before.
+A share is `ARRAYS` float32 arrays of equal size. With tstore, all hosts save one checkpoint in one commit; with
+the others, each host writes its own objects, without a commit. The time includes connecting, but not importing
+modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float32]
 
 
 class Share:
-    """What one host has: its rows of every array."""
+    """The data of one host: its rows of every array."""
 
     def __init__(self, host: int, hosts: int, size: int) -> None:
         self.host = host
@@ -41,12 +41,12 @@ class Share:
         self.arrays = {name: rng.random(self.part, np.float32) for name in self.names}
 
     def empty(self) -> dict[str, Array]:
-        """Room for the same, not touched yet."""
+        """Return new arrays of the same shapes, whose pages are not touched yet."""
         return {name: np.empty(self.part, np.float32) for name in self.names}
 
 
 class Contender(Protocol):
-    """`servers` are those on which it can be measured; `reads` those to which it only goes for reading."""
+    """A client, measured for saves and restores on `servers`, and only for restores on `reads`."""
 
     servers: ClassVar[tuple[str, ...]]
     reads: ClassVar[tuple[str, ...]]
@@ -60,7 +60,7 @@ class Contender(Protocol):
 
 
 class TStore:
-    """One commit of all hosts; nginx has the files that a local store left."""
+    """One commit of all hosts; nginx serves the files of a local store."""
 
     servers = ("local", "serve", "gcs", "s3")
     reads = ("nginx",)
@@ -70,37 +70,37 @@ class TStore:
         self.place = place
         self.server = server
         self.requests: dict[str, int] = {}
-        connect(place["store"], self._options(place["store"]))  # imports what it needs
+        connect(place["store"], self._options())  # imports the modules of the backend
 
     def save(self, run: str) -> None:
         share = self.share
-        where = f"{self.place['folder']}/store" if self.server == "nginx" else self.place["store"]
+        url = f"{self.place['folder']}/store" if self.server == "nginx" else self.place["store"]
         tree = {
             name: tstore.Shards(share.shape, "float32", [((share.rows, slice(0, 1024)), array)])
             for name, array in share.arrays.items()
         }
-        with tstore.open(where, storage_options=self._options(where)) as store:
+        with tstore.open(url, storage_options=self._options()) as store:
             tstore.save(store, tree, int(run), host=share.host, hosts=share.hosts, attempt="bench")
             self._count(store)
 
     def restore(self, run: str) -> dict[str, Array]:
-        share, where = self.share, self.place["store"]
-        wanted = tstore.Shards(share.shape, "float32", [((share.rows, slice(0, 1024)), None)])
-        with tstore.open(where, "r", storage_options=self._options(where)) as store:
-            tree = tstore.restore(store, int(run), target=dict.fromkeys(share.names, wanted))
+        share, url = self.share, self.place["store"]
+        target = tstore.Shards(share.shape, "float32", [((share.rows, slice(0, 1024)), None)])
+        with tstore.open(url, "r", storage_options=self._options()) as store:
+            tree = tstore.restore(store, int(run), target=dict.fromkeys(share.names, target))
             self._count(store)
         return {name: tree[name].parts[0][1] for name in share.names}
 
-    def _options(self, where: str) -> dict[str, Any] | None:
+    def _options(self) -> dict[str, Any] | None:
         return self.place["options"] or None
 
     def _count(self, store: tstore.Store) -> None:
-        found = store.traffic
-        self.requests = {} if found is None else dict(found.requests)
+        traffic = store.traffic
+        self.requests = {} if traffic is None else dict(traffic.requests)
 
 
 class TensorStore:
-    """zarr3 on the drivers `file`, `http` and `gcs`, all arrays at once, a chunk for each 4 MiB."""
+    """zarr3 on the drivers `file`, `http` and `gcs`, all arrays at once, in chunks of 4 MiB."""
 
     servers = ("local", "gcs")
     reads = ("serve", "nginx")
@@ -162,7 +162,7 @@ class TensorStore:
 
 
 class Floor:
-    """Objects of about 16 MiB, all at once, by what speaks to that server with the least between."""
+    """Objects of about 16 MiB, all at once, with the thinnest client of the server."""
 
     servers: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
@@ -181,9 +181,9 @@ class Floor:
         asyncio.run(self.put([self.joined[a:b] for a, b in self.pieces], self._names(run)))
 
     def restore(self, run: str) -> dict[str, Array]:
-        room = np.empty_like(self.joined)
-        asyncio.run(self.fetch([room[a:b] for a, b in self.pieces], self._names(run)))
-        parts = np.split(room.view(np.float32), ARRAYS)
+        buffer = np.empty_like(self.joined)
+        asyncio.run(self.fetch([buffer[a:b] for a, b in self.pieces], self._names(run)))
+        parts = np.split(buffer.view(np.float32), ARRAYS)
         return {name: part.reshape(self.share.part) for name, part in zip(self.share.names, parts, strict=True)}
 
     def _names(self, run: str) -> list[str]:
@@ -192,12 +192,12 @@ class Floor:
     async def put(self, data: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
         raise NotImplementedError
 
-    async def fetch(self, rooms: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
+    async def fetch(self, buffers: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
         raise NotImplementedError
 
 
 class Aiohttp(Floor):
-    """aiohttp: PUT, and GET that streams into memory that is there already."""
+    """aiohttp: PUT, and GET that streams into allocated memory."""
 
     servers = ("serve",)
     reads = ("nginx",)
@@ -218,9 +218,9 @@ class Aiohttp(Floor):
         async with self._session() as session:
             await asyncio.gather(*[self._put(session, p, n) for p, n in zip(data, names, strict=True)])
 
-    async def fetch(self, rooms: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
+    async def fetch(self, buffers: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
         async with self._session() as session:
-            await asyncio.gather(*[self._get(session, r, n) for r, n in zip(rooms, names, strict=True)])
+            await asyncio.gather(*[self._get(session, r, n) for r, n in zip(buffers, names, strict=True)])
 
     def _session(self) -> Any:
         return self.session(self.place["server"])
@@ -229,19 +229,19 @@ class Aiohttp(Floor):
         async with session.put(f"/{name}", data=piece.data, headers={"If-None-Match": "*"}) as response:
             response.raise_for_status()
 
-    async def _get(self, session: Any, room: npt.NDArray[np.uint8], name: str) -> None:
+    async def _get(self, session: Any, buffer: npt.NDArray[np.uint8], name: str) -> None:
         async with session.get(f"/{name}") as response:
             response.raise_for_status()
-            at, view = 0, room.data
+            at, view = 0, buffer.data
             async for part in response.content.iter_any():
                 view[at : at + len(part)] = part
                 at += len(part)
-            if at != len(room):
-                raise ValueError(f"{name}: {at} bytes, expected {len(room)}")
+            if at != len(buffer):
+                raise ValueError(f"{name}: {at} bytes, expected {len(buffer)}")
 
 
 class Fsspec(Floor):
-    """gcsfs or s3fs, their own put and get of whole objects, at once."""
+    """gcsfs or s3fs: their put and get of whole objects, all at once."""
 
     servers = ("gcs", "s3")
 
@@ -260,11 +260,11 @@ class Fsspec(Floor):
                 *[files._pipe_file(f"{root}/{n}", p.tobytes()) for p, n in zip(data, names, strict=True)]
             )
 
-    async def fetch(self, rooms: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
+    async def fetch(self, buffers: list[npt.NDArray[np.uint8]], names: list[str]) -> None:
         async with self._files() as (files, root):
-            found = await asyncio.gather(*[files._cat_file(f"{root}/{n}") for n in names])
-        for room, data in zip(rooms, found, strict=True):
-            room[:] = np.frombuffer(data, np.uint8)
+            replies = await asyncio.gather(*[files._cat_file(f"{root}/{n}") for n in names])
+        for buffer, data in zip(buffers, replies, strict=True):
+            buffer[:] = np.frombuffer(data, np.uint8)
 
     @contextlib.asynccontextmanager
     async def _files(self) -> AsyncIterator[tuple[Any, str]]:

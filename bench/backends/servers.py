@@ -1,4 +1,4 @@
-"""The servers that a measurement needs, each in a process of its own on loopback, with nothing in it yet."""
+"""The servers of a measurement, each a new, empty process on loopback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ asyncio.run(serve())
 
 
 class Place(NamedTuple):
-    """Where contenders save and restore: the URL of a store, the server's own, and the folder behind it."""
+    """A location to save to: the URL of a store, the URL of the server, and the folder behind the server."""
 
     store: str
     server: str
@@ -46,7 +46,7 @@ def local(parent: Path) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def serve(parent: Path) -> Iterator[Place]:
-    """`tstore serve` of a store, and the same server for names of any kind."""
+    """Start `tstore serve` for a store, and the same server for arbitrary names."""
     with _folder(parent) as folder, contextlib.ExitStack() as stack:
         options = ["--create", "--port", "0", "--json"]
         command = [sys.executable, "-m", "tstore", "serve", str(folder / "store"), *options]
@@ -58,7 +58,7 @@ def serve(parent: Path) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def nginx(parent: Path) -> Iterator[Place]:
-    """nginx, which serves a folder for reading; contenders save into the folder."""
+    """Start nginx, which serves a folder for reading; contenders save to the folder."""
     with _folder(parent) as folder:
         (folder / "files").mkdir()
         with fileservers.nginx(folder / "files", folder / "nginx") as url:
@@ -106,7 +106,7 @@ def _process(command: list[str], **options: object) -> Iterator[subprocess.Popen
 
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    found = process.stdout.readline().strip()
-    if not found:
+    line = process.stdout.readline().strip()
+    if not line:
         raise RuntimeError(f"{process.args} ended with {process.wait()}")
-    return found
+    return line

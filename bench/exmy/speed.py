@@ -1,10 +1,10 @@
-"""exmy's kernels on one core, beside np.copyto, ml_dtypes' casts and a packing in NumPy: GB/s and ratios.
+"""Speed of exmy's kernels on one core, beside np.copyto, the casts of ml_dtypes and packing in NumPy.
 
     pip install -e '.[bench]' && python -m bench.exmy speed --json figures.json
 
-GB/s count the float32 (or bfloat16) side: what is read when encoding, what is written when decoding. Figures are
-medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. About five minutes
-for typical formats; it asserts no figure.
+GB/s count the float32 (or bfloat16) side: the input of encoding, the output of decoding. Figures are medians of
+interleaved rounds, ratios are medians of the paired ratios of the rounds: quote ratios. Takes about five minutes
+for typical formats, and asserts no figure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Seconds = dict[str, list[float]]
 
 
 def measure(calls: Calls, rounds: int) -> Seconds:
-    """Seconds by call and round, interleaved."""
+    """Return the seconds of each call and round; the calls are interleaved."""
     seconds: Seconds = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -60,12 +60,12 @@ def measure(calls: Calls, rounds: int) -> Seconds:
 
 
 def ratio(seconds: Seconds, mine: str, other: str, share: float = 1.0) -> float:
-    """How many times as fast one is as another, which had `share` of its work."""
+    """Return how many times as fast one call is as another, which does `share` of its work."""
     return median(b / share / a for a, b in zip(seconds[mine], seconds[other], strict=True))
 
 
 class Bench:
-    """All the measurements, each a list of rows for a table and for JSON."""
+    """The measurements, each a list of rows for a table and for JSON."""
 
     def __init__(self, values: int, rounds: int) -> None:
         self.rounds = rounds
@@ -75,7 +75,7 @@ class Bench:
         self.bars: list[Bar] = []
 
     def casts_of(self, f: exmy.Format, x: Any, y: Any, kind: str) -> Calls:
-        """The fused kernels of a format: packed bytes in and out."""
+        """Return calls of the fused kernels of a format, to and from packed bytes."""
         packed = np.ones(exmy.packed_size(x.size, f.bits), np.uint8)
         codes = exmy.encode_packed(x, f)
         return {
@@ -84,7 +84,7 @@ class Bench:
         }
 
     def packed(self, title: str, names: list[str], level: str, need: float) -> None:
-        """Encode and decode of float32, a format at a time."""
+        """Measure encoding and decoding of float32, format by format."""
         for name in names:
             f = exmy.Format(name)
             with exmy.kernels.use(level):
@@ -94,7 +94,7 @@ class Bench:
                 self._row(
                     title, call, self.x.nbytes, seconds, {"× copyto": ratio(seconds, call, COPY)}, bits=f.bits
                 )
-        # the slowest of them all is what a bar is about
+        # the bars apply to the slowest format
         for verb in ("encode", "decode"):
             slowest = [r["× copyto"] for r in self.rows[title] if r["name"].startswith(verb) and r["bits"] <= 8]
             if slowest:
@@ -114,7 +114,7 @@ class Bench:
             self.bars.append(Bar(f"bfloat16, slowest ÷ copyto of bfloat16 ({level})", 0.5, min(slowest)))
 
     def others(self, title: str) -> None:
-        """exmy beside what else there is in Python; on a part of the values, since the others take long."""
+        """Measure exmy beside other Python packages, on a part of the values, because the others are slow."""
         x = self.x[: self.x.size // 8]
         y = np.ones_like(x)
         slowest = []
@@ -122,8 +122,8 @@ class Bench:
             narrow = np.dtype(getattr(ml_dtypes, dtype))
             codes = x.astype(narrow)
             calls = self.casts_of(exmy.Format(name), x, y, "float32")
-            calls |= {"astype there": lambda x=x, narrow=narrow: x.astype(narrow)}
-            calls |= {"astype back": lambda codes=codes: codes.astype(np.float32)}
+            calls |= {"astype narrow": lambda x=x, narrow=narrow: x.astype(narrow)}
+            calls |= {"astype float32": lambda codes=codes: codes.astype(np.float32)}
             seconds = measure(calls, self.rounds)
             for mine, other in zip(list(seconds)[:2], list(seconds)[2:], strict=True):
                 slowest.append(ratio(seconds, mine, other))
@@ -136,10 +136,10 @@ class Bench:
         seconds = measure(calls, self.rounds)
         for mine, other in (("encode e3m2", "packing"), ("decode e3m2", "unpacking")):
             times = {"× the other": ratio(seconds, mine, other)}
-            self._row(title, f"{mine} ÷ torchao's way in NumPy", x.nbytes, seconds, times, of=mine)
+            self._row(title, f"{mine} ÷ torchao's packing in NumPy", x.nbytes, seconds, times, of=mine)
 
     def searches(self, title: str, names: tuple[str, ...]) -> None:
-        """quantize with each scale, as multiples of what "max" takes; `choose` where this exmy has it."""
+        """Measure `quantize` with each scale, and `choose`, as multiples of the time of scale "max"."""
         matrix = self.x.reshape(-1, 4096)
         rounds = max(3, self.rounds // 3)
         most = []
@@ -200,7 +200,7 @@ class Bench:
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(1))
 @click.option("--values", default=16 << 20, show_default=True, type=click.IntRange(1 << 16))
 @click.option("--formats", default="typical", show_default=True, type=click.Choice(["typical", "all"]))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 def speed(rounds: int, values: int, formats: str, json_file: Path | None) -> None:
     names = [*TYPICAL, *MORE]
     if formats == "all":
@@ -219,7 +219,7 @@ def speed(rounds: int, values: int, formats: str, json_file: Path | None) -> Non
         bench.bfloat16(title, level)
         console.print(bench.table(title))
     sections: list[tuple[str, Callable[[str], None]]] = [
-        ("beside others", bench.others),
+        ("other packages", bench.others),
         ("searching", lambda title: bench.searches(title, ("e4m3", "e3m2", "e2m1", "e0m7"))),
     ]
     for title, run in sections:

@@ -1,1 +1,1 @@
-"""Saves and restores of one process beside its peers: `python -m bench.save`."""
+"""Benchmarks of saving and restoring in one process, beside peers: `python -m bench.save`."""

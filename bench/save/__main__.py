@@ -1,10 +1,10 @@
-"""tstore beside tensorstore, np.save, safetensors and the raw limit of the disk: saves, restores, memory.
+"""Saves, restores and memory of tstore, tensorstore, np.save, safetensors and the raw limit of the disk.
 
     pip install -e '.[bench]' && python -m bench.save --json figures.json
 
-Figures are medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. It
-checks that what came back is right, and asserts no figure. Linux only; about eight minutes on two cores,
-10 GB of free memory and 5 GB of free disk.
+Figures are medians of interleaved rounds, ratios are medians of the paired ratios of the rounds: quote ratios.
+Checks the restored values, and asserts no figure. Linux only; takes about eight minutes on two cores, 10 GB of
+free memory and 5 GB of free disk.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bench.save.workloads import WORKLOADS
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--only", default="", help=f"Of {', '.join(WORKLOADS)}, kernels; comma-separated.")
-@click.option("--peers", default="", help=f"Of {', '.join(CONTENDERS)}; comma-separated. raw and tstore always.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--only", default="", help=f"Comma-separated: {', '.join(WORKLOADS)}, kernels.")
+@click.option("--peers", default="", help=f"Comma-separated: {', '.join(CONTENDERS)}; raw and tstore always run.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @click.option(
     "--dir",
     "parent",
@@ -65,10 +65,10 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
         json_file.write_text(json.dumps(report.as_data(about, races, speeds), indent=1) + "\n")
 
 
-def _among(given: str, known: list[str], option: str) -> list[str]:
-    names = [name.strip() for name in given.split(",") if name.strip()]
+def _among(text: str, known: list[str], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
-        raise click.BadParameter(f"no such {unknown[0]!r}; one of {', '.join(known)}", param_hint=option)
+        raise click.BadParameter(f"unknown name {unknown[0]!r}; expected {', '.join(known)}", param_hint=option)
     return names or known
 
 

@@ -1,4 +1,4 @@
-"""exmy's fused kernels beside np.copyto, on one core: GB/s of float32 in or out."""
+"""Speed of exmy's fused kernels beside np.copyto, on one core: GB/s of float32 input or output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 FORMATS = ("e4m3", "e3m2")
-VALUES = 16 << 20  # 64 MiB of float32: beyond the caches, as weights are
+VALUES = 16 << 20  # 64 MiB of float32: larger than the caches, like real weights
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """GB/s by kernel, interleaved; ``copyto`` always, the others where exmy is installed."""
+    """Return the GB/s of each kernel, interleaved: `copyto`, and those of exmy if it is installed."""
     x = np.random.default_rng(20).standard_normal(VALUES, dtype=np.float32)
     y = np.ones_like(x)
     calls: dict[str, Callable[[], Any]] = {"copyto": lambda: np.copyto(y, x)}

@@ -1,4 +1,4 @@
-"""Peak memory of one save or restore, beyond the caller's arrays, measured in a process of its own."""
+"""Peak memory of one save or restore, without the caller's arrays, measured in a new process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from bench.save.workloads import WORKLOADS, Arrays
 
 
 def beyond_arrays(contender: str, workload: str, phase: str, folder: Path) -> int:
-    """Peak resident bytes of ``phase`` ("save", "restore") above the inputs and the result.
+    """Return the peak resident bytes of a phase ("save" or "restore"), without its inputs and its result.
 
-    A restore reads what a save left in ``folder``. Raises RuntimeError with the process's last words.
+    A restore reads what a save wrote to `folder`. Raises `RuntimeError` with the last line of the process's
+    output.
     """
     command = [sys.executable, "-m", "bench.save.memory", contender, workload, phase, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""The contenders: each saves a workload's arrays into an empty folder and restores them as fresh arrays.
+"""The contenders: each saves the arrays of a workload to an empty folder and restores them as new arrays.
 
-Every peer runs with the settings that were fastest for it on a 2-core ext4 machine; they are named in its
-class. A contender knows its workload's names and shapes beforehand, so none pays for a listing.
+Every peer runs with the settings that were fastest for it on a 2-core ext4 machine, which its class documents. A
+contender knows the names and shapes of its workload in advance, so none pays for a listing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from bench.save.workloads import Arrays, Workload
 
 
 class Contender(Protocol):
-    """``title`` is for the tables; ``exact``: a restore gives back the very same values; ``restores``: it is
-    worth measuring, being not the same code as another contender's.
+    """A way of saving and restoring arrays.
+
+    `exact`: a restore returns the saved values bit for bit. `restores`: its restores are measured, because they
+    are not the same code as those of another contender.
     """
 
     title: str
@@ -34,7 +36,7 @@ class Contender(Protocol):
 
 
 class Raw:
-    """The limit: fallocate, then two threads of gathered 8 MiB pwrites or preads, and nothing else."""
+    """The limit of the disk: fallocate, then gathered writes or reads of 8 MiB from two threads."""
 
     title = "raw, 1 file"
     exact = True
@@ -68,7 +70,7 @@ class Raw:
         return arrays
 
     def _transfer(self, move: Callable[[int, list[Any], int], int], arrays: Arrays, fds: list[int]) -> None:
-        """Each thread moves one contiguous share of the batches, to or from its own file where it has one."""
+        """Move one contiguous share of the batches per thread, to or from the thread's own file if it has one."""
         batches = list(self._batches(arrays))
         cut = len(batches) // self.threads
 
@@ -85,7 +87,7 @@ class Raw:
             list(pool.map(work, range(self.threads)))
 
     def _batches(self, arrays: Arrays) -> Iterator[tuple[int, list[Any]]]:
-        """Buffers of together at most one block and 1024 pieces (IOV_MAX), with their size."""
+        """Yield batches of buffers, each of at most one block and 1024 pieces (IOV_MAX), with their size."""
         batch: list[Any] = []
         size = 0
         for array in arrays.values():
@@ -101,7 +103,7 @@ class Raw:
 
 
 class RawTwoFiles(Raw):
-    """One file for each thread: on ext4 two writers of one file wait for each other's inode lock."""
+    """The same with one file per thread: on ext4, writers of one file contend for its inode lock."""
 
     title = "raw, 2 files"
     files = 2
@@ -110,8 +112,9 @@ class RawTwoFiles(Raw):
 class TensorStoreFile:
     """zarr3 on the ``file`` driver, uncompressed, all arrays at once.
 
-    Fastest: a chunk for every 16 MiB, writing by reference (no copy of the caller's arrays), reading into
-    ``np.empty`` arrays (these get huge pages, ``read()``'s own do not; for small leaves ``read()`` wins).
+    Fastest settings: chunks of 16 MiB, writing by reference (no copy of the caller's arrays), reading into
+    `np.empty` arrays, which get huge pages, unlike those that `read()` allocates; for small arrays, `read()` is
+    faster.
     """
 
     title = "tensorstore file"
@@ -172,7 +175,7 @@ class TensorStoreFile:
 
 
 class TensorStoreFileCopying(TensorStoreFile):
-    """The same with a plain ``write(array)``, which copies the caller's array first."""
+    """The same with a plain `write(array)`, which first copies the caller's array."""
 
     title = "tensorstore file, copying"
     restores = False
@@ -180,7 +183,7 @@ class TensorStoreFileCopying(TensorStoreFile):
 
 
 class TensorStoreOcdbt(TensorStoreFile):
-    """zarr3 on ``ocdbt`` over files; one atomic transaction for all arrays is its fastest way to save."""
+    """zarr3 on `ocdbt` over files; saving is fastest in one atomic transaction for all arrays."""
 
     title = "tensorstore ocdbt"
 
@@ -201,7 +204,7 @@ class TensorStoreOcdbt(TensorStoreFile):
 
 
 class NumPy:
-    """np.save and np.load, a file for each array; durable: fsync of each and of the folder afterwards."""
+    """np.save and np.load, one file per array; a durable save then fsyncs each file and the folder."""
 
     title = "np.save"
     exact = True
@@ -221,7 +224,7 @@ class NumPy:
 
 
 class Safetensors:
-    """safetensors.numpy, one file; durable: fsync of the file and of the folder afterwards."""
+    """safetensors.numpy, one file; a durable save then fsyncs the file and the folder."""
 
     title = "safetensors"
     exact = True
@@ -242,7 +245,7 @@ class Safetensors:
 
 
 class TStore:
-    """tstore.save and tstore.restore; a transaction where the chunk shape is part of the task."""
+    """tstore.save and tstore.restore; a transaction if the workload prescribes the chunk shape."""
 
     title = "tstore"
     exact = True
@@ -275,7 +278,7 @@ class TStore:
 
 
 class TStoreE4M3(TStore):
-    """The same data in 8 bits a value; its GB/s count the float32 bytes that it was given."""
+    """The same data in 8 bits per value; its GB/s count the float32 bytes of the input."""
 
     title = "tstore e4m3"
     exact = False

@@ -1,4 +1,4 @@
-"""Tables of the figures of `bench.save`, its bars, and the same as plain data for JSON."""
+"""The tables and bars of `bench.save`, and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def best(figures: dict[str, Figures], names: tuple[str, ...], measure: str) -> Figures | None:
-    """The fastest by median of those that stayed for most rounds: "raw", "the better tensorstore driver"."""
+    """Return the contender with the best median, of those that ran in most rounds."""
     most = max((len(f.gbps[measure]) for f in figures.values()), default=0)
     have = [figures[n] for n in names if n in figures and len(figures[n].gbps[measure]) > most / 2]
     return max(have, key=lambda f: f.median(measure), default=None)
@@ -52,7 +52,7 @@ def table(title: str, figures: dict[str, Figures]) -> Table:
         for f in figures.values()
         if f.cold_share and min(f.cold_share) < 0.9
     ]
-    out.caption = "\n".join(["* what the ratios are taken against", *notes])
+    out.caption = "\n".join(["* the reference of the ratios", *notes])
     out.caption_justify = "left"
     return out
 
@@ -70,7 +70,7 @@ def kernel_table(figures: dict[str, list[float]]) -> Table:
 
 
 def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]:
-    """Every bar of the issue, for the workloads that were run."""
+    """Return the bars of the workloads that ran."""
     out: list[Bar] = []
 
     def add(
@@ -105,7 +105,7 @@ def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]
 
 
 def as_data(machine: dict[str, Any], races: Races, kernels: dict[str, list[float]]) -> dict[str, Any]:
-    """What ``--json`` writes; no NaN in it."""
+    """Return the data that `--json` writes, without NaN."""
     return {
         "machine": machine,
         "unit": "GB/s (1e9 bytes of float32)",

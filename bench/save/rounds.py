@@ -1,9 +1,8 @@
-"""Interleaved rounds of all contenders over one workload, and the figures they leave.
+"""Interleaved rounds of all contenders on one workload, and their figures.
 
-A round is two passes over the contenders, in an order that is rotated by one each round: one of saves
-without fsync; one of a durable save, then a warm and a cold restore of what it saved. Outside of the timed
-regions: emptying the folder, waiting for the disk, filling or evicting the page cache, freeing the results,
-and making sure that the free memory is there (see ``machine.Reserve``).
+A round is two passes over the contenders, whose order rotates by one each round: first saves without fsync; then a
+durable save, with a warm and a cold restore. Not timed are: emptying the folder, syncing the disk, filling or
+evicting the page cache, freeing the results, and providing free memory (see `machine.Reserve`).
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 
 @dataclass
 class Figures:
-    """One contender on one workload. A slow one may have fewer rounds than the others; `error` ended it."""
+    """The figures of one contender on one workload. A slow one has fewer rounds; `error` is what ended it."""
 
     title: str
     gbps: dict[str, dict[int, float]] = field(default_factory=lambda: {m: {} for m in MEASURES})  # by round
-    cold_share: list[float] = field(default_factory=list)  # of a cold restore's bytes: truly read from disk
+    cold_share: list[float] = field(
+        default_factory=list
+    )  # the share of a cold restore's bytes that was read from disk
     peak: dict[str, int] = field(default_factory=dict)  # bytes by "save", "restore"
     seconds: float = 0.0
     error: str = ""
@@ -40,14 +41,14 @@ class Figures:
         return median(values) if values else float("nan")
 
     def ratio(self, measure: str, other: Figures, of_measure: str | None = None) -> float:
-        """Median over the rounds that both have of this figure by the other's."""
+        """Return the median ratio of this figure to the other's, over the rounds that both have."""
         mine, theirs = self.gbps[measure], other.gbps[of_measure or measure]
         pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys()]
         return median(pairs) if pairs else float("nan")
 
 
 class Race:
-    """All contenders on one workload; one that has used ``patience`` seconds gets no more rounds."""
+    """A run of all contenders on one workload; one that has used `patience` seconds gets no more rounds."""
 
     patience = 25.0
 
@@ -79,27 +80,27 @@ class Race:
         self.say(f"{self.workload.name}: peak memory")
         for name in list(self.contenders):
             self._measure_memory(name)
-        machine.settle(self.folder)
+        machine.clear(self.folder)
         return self.figures
 
     def _attempt(self, name: str, one_pass: Callable[[str, Arrays, int], None], arrays: Arrays, i: int) -> None:
         try:
             one_pass(name, arrays, i)
-        except Exception as error:  # a contender that fails must not cost the others their figures
+        except Exception as error:  # the others go on if a contender fails
             self._drop(name, f"failed: {type(error).__name__}: {error}")
 
     def _save_not_durable(self, name: str, arrays: Arrays, i: int) -> None:
         contender, spare = self.contenders[name], 2 * self.workload.nbytes
-        machine.settle(self.folder)
+        machine.clear(self.folder)
         with self._timed(name, "save not durable", i, spare):
             contender.save(arrays, self.folder, durable=False)
-        machine.settle(self.folder)
-        self.reserve.take(spare)
+        machine.clear(self.folder)
+        self.reserve.acquire(spare)
 
     def _save_and_restore(self, name: str, arrays: Arrays, i: int) -> None:
         contender, figures = self.contenders[name], self.figures[name]
         once, twice = self.workload.nbytes, 2 * self.workload.nbytes
-        machine.settle(self.folder)
+        machine.clear(self.folder)
         with self._timed(name, "save durable", i, twice):
             contender.save(arrays, self.folder, durable=True)
         if not contender.restores:
@@ -116,11 +117,11 @@ class Race:
             restored = contender.restore(self.folder)
         figures.cold_share.append((machine.bytes_from_disk() - before) / _stored(self.folder))
         del restored
-        machine.settle(self.folder)
-        self.reserve.take(twice)
+        machine.clear(self.folder)
+        self.reserve.acquire(twice)
 
     def _measure_memory(self, name: str) -> None:
-        machine.settle(self.folder)
+        machine.clear(self.folder)
         for phase in ("save", "restore") if self.contenders[name].restores else ("save",):
             try:
                 peak = memory.beyond_arrays(name, self.workload.name, phase, self.folder)
@@ -130,8 +131,8 @@ class Race:
             self.figures[name].peak[phase] = peak
 
     def _timed(self, name: str, measure: str, i: int, spare: int) -> _Timed:
-        """Times its block, for which the machine has ``spare`` bytes of free memory at hand."""
-        self.reserve.take(spare)
+        """Return a timer for a block that begins with `spare` bytes of free memory."""
+        self.reserve.acquire(spare)
         self.reserve.release()
         return _Timed(self.figures[name], measure, i, self.workload.nbytes)
 
@@ -156,7 +157,7 @@ class _Timed:
 
 
 def _check(arrays: Arrays, restored: Arrays, exact: bool) -> None:
-    """Raises ValueError unless the restored values are the saved ones, or within 20 dB where not exact."""
+    """Raise `ValueError` unless the restored values equal the saved ones, or reach 20 dB of SQNR if not exact."""
     if arrays.keys() != restored.keys():
         raise ValueError("the restored names differ")
     for name, x in arrays.items():
@@ -164,7 +165,7 @@ def _check(arrays: Arrays, restored: Arrays, exact: bool) -> None:
         if exact and not np.array_equal(x, y):
             raise ValueError(f"the restored values of {name} differ")
         if x.shape != y.shape or float(np.square(x - y).mean()) > 0.01 * float(np.square(x).mean()):
-            raise ValueError(f"the restored values of {name} are too far off")
+            raise ValueError(f"the restored values of {name} have an SQNR below 20 dB")
 
 
 def _stored(folder: Path) -> int:

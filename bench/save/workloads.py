@@ -1,4 +1,4 @@
-"""What is saved and restored: named sets of float32 arrays, the same for every contender."""
+"""The workloads: named sets of float32 arrays, the same for every contender."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Workload:
-    """``count`` arrays of one shape, and the chunk shape that tensorstore is given for them.
+    """`count` arrays of one shape, and the chunk shape that tensorstore uses for them.
 
-    ``chunked`` says that the chunk shape is part of the task, not each contender's own choice.
+    If `chunked`, the chunk shape is part of the task; otherwise contenders choose their own.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Workload:
         return self.count * 4 * int(np.prod(self.shape))
 
     def make(self) -> Arrays:
-        """Fresh arrays of normal values of deviation 0.02, as weights have; always the same ones."""
+        """Return new arrays of normal values with deviation 0.02, like weights; always the same values."""
         rng = np.random.default_rng(20)
         arrays: Arrays = {}
         for name in self.names:
@@ -45,7 +45,7 @@ class Workload:
 WORKLOADS = {
     w.name: w
     for w in (
-        # 16 MiB chunks: tensorstore restores them up to twice as fast as one chunk for each array
+        # 16 MiB chunks: tensorstore restores them up to twice as fast as one chunk per array
         Workload("large", "1 GiB in 16 arrays of 4096×4096", 16, (4096, 4096), (1024, 4096)),
         Workload("chunks64k", "256 MiB in 4096 chunks of 64 KiB", 1, (8192, 8192), (128, 128), chunked=True),
         Workload("leaves", "10,000 leaves of 4 KiB", 10_000, (1024,), (1024,)),

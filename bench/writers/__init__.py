@@ -1,1 +1,1 @@
-"""Many hosts on one store beside tensorstore and Icechunk: `python -m bench.writers`."""
+"""Benchmarks of many hosts on one store, beside tensorstore and Icechunk: `python -m bench.writers`."""

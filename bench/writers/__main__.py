@@ -1,12 +1,11 @@
-"""Many writers of one store: tstore beside tensorstore (one ocdbt; or, as Orbax does, one for each process, merged
-by process 0) and icechunk.
+"""Many writers of one store: tstore, tensorstore (one ocdbt, or one per process as in Orbax) and icechunk.
 
     pip install -e '.[bench,plot]' && python -m bench.writers --json figures.json --plot .
 
-(a) all hosts save one state as one commit, (b) each makes small commits of its own, (c) one is killed, (d) up to
-4,096 hosts on a model of GCS under virtual time (`writer_model` states it). What is acknowledged is read back.
-Figures are medians of interleaved rounds, ratios the medians of the rounds' paired ratios: quote ratios. Linux
-only; under ten minutes on two cores, 8 GB of free memory and 4 GB of free disk.
+(a) All hosts save one state as one commit; (b) each host makes small commits; (c) one host is killed; (d) up to
+4,096 hosts commit to a model of GCS in virtual time (described in `bench.writers.model`). Acknowledged commits are
+read back. Figures are medians of interleaved rounds, ratios are medians of the paired ratios of the rounds: quote
+ratios. Linux only; takes less than ten minutes on two cores, 8 GB of free memory and 4 GB of free disk.
 """
 
 from __future__ import annotations
@@ -35,15 +34,23 @@ MODEL_HOSTS = (64, 256, 1024, 4096)
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option(
-    "--rounds", default=3, show_default=True, type=click.IntRange(1), help="Where there is a bar; else 1."
+    "--rounds",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds of the measurements with a bar; others have 1.",
 )
-@click.option("--only", default="", help=f"Of {', '.join(QUESTIONS)}; comma-separated.")
-@click.option("--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="How many; comma-separated.")
-@click.option("--seconds", default=1.0, show_default=True, help="Of small commits, each time.")
-@click.option("--minutes", default=8.0, show_default=True, help="After which no further measurement begins.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--only", default="", help=f"Comma-separated: {', '.join(QUESTIONS)}.")
 @click.option(
-    "--plot", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Write PNG files there."
+    "--hosts", default=",".join(map(str, HOSTS)), show_default=True, help="Numbers of hosts, comma-separated."
+)
+@click.option("--seconds", default=1.0, show_default=True, help="Duration of each measurement of small commits.")
+@click.option("--minutes", default=8.0, show_default=True, help="Start no measurement after this time.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@click.option(
+    "--plot",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Write plots as PNG files to this folder.",
 )
 @click.option(
     "--dir",
@@ -62,9 +69,9 @@ def main(
     plot: Path | None,
     parent: Path,
 ) -> None:
-    asked = [q for q in QUESTIONS if q in only.split(",")] if only else list(QUESTIONS)
-    if not asked:
-        raise click.BadParameter(f"expected of {', '.join(QUESTIONS)}", param_hint="--only")
+    selected = [q for q in QUESTIONS if q in only.split(",")] if only else list(QUESTIONS)
+    if not selected:
+        raise click.BadParameter(f"expected some of {', '.join(QUESTIONS)}", param_hint="--only")
     counts = sorted({int(n) for n in hosts.split(",")})
     console, log = Console(), Console(stderr=True)
     if not console.is_terminal:
@@ -72,25 +79,25 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="tstore-bench-", dir=parent.resolve()))
     bench = Bench(folder, log.print)
     commits: list[tuple[bool, model.Commit]] = []
-    began, left_out = time.monotonic(), []
+    began, skipped = time.monotonic(), []
     try:
         about = machine.describe(folder)
         console.print_json(json.dumps(about))
         for question, what, measure in _jobs(bench, counts, rounds, seconds, commits):
-            if question in asked and time.monotonic() - began > 60 * minutes:
-                left_out.append(f"{question} ({what})")
-            elif question in asked:
+            if question in selected and time.monotonic() - began > 60 * minutes:
+                skipped.append(f"{question} ({what})")
+            elif question in selected:
                 measure()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.show(console, bench.rows, commits)
-    if left_out:
-        console.print(f"left out for want of time: {', '.join(left_out)}")
+    if skipped:
+        console.print(f"skipped for lack of time: {', '.join(skipped)}")
     if json_file:
         json_file.write_text(json.dumps(report.as_data(about, bench.rows, commits), indent=1) + "\n")
     if plot:
-        for made in report.plot(bench.rows, commits, plot):
-            log.print(str(made))
+        for path in report.plot(bench.rows, commits, plot):
+            log.print(str(path))
 
 
 Job = tuple[str, str, Callable[[], None]]
@@ -99,7 +106,7 @@ Job = tuple[str, str, Callable[[], None]]
 def _jobs(
     bench: Bench, counts: list[int], rounds: int, seconds: float, commits: list[tuple[bool, model.Commit]]
 ) -> Iterator[Job]:
-    """Question, what of it, and the call that measures it: first all that has a bar."""
+    """Yield the question, a description and the call of each measurement; those with a bar come first."""
     bar = report.BAR_HOSTS
     turns = range(rounds if bar in counts else 0)
     for turn in turns:
@@ -120,7 +127,7 @@ def _jobs(
 
 
 def _model() -> list[tuple[bool, model.Commit]]:
-    """Of each kind of run the one of median time; each is one thread of computing, and two go at once."""
+    """Return the run of median time of each kind. Two single-threaded runs are in parallel."""
     kinds = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, context) as pool:
@@ -128,8 +135,10 @@ def _model() -> list[tuple[bool, model.Commit]]:
             (uploads, [pool.submit(model.commit, hosts, n, uploads=uploads) for n in range(_seeds(hosts))])
             for uploads, hosts in kinds
         ]
-        found = [(uploads, sorted([r.result() for r in some], key=lambda c: c.visible)) for uploads, some in runs]
-    medians = [(uploads, ordered[len(ordered) // 2]) for uploads, ordered in found]
+        ordered_runs = [
+            (uploads, sorted([r.result() for r in futures], key=lambda c: c.visible)) for uploads, futures in runs
+        ]
+    medians = [(uploads, ordered[len(ordered) // 2]) for uploads, ordered in ordered_runs]
     return sorted(medians, key=lambda each: (not each[0], each[1].hosts))
 
 

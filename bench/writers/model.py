@@ -1,18 +1,19 @@
-"""Hosts that commit one checkpoint to a bucket, under virtual time: tstore's own protocol on a model of GCS.
+"""Hosts that commit one checkpoint to a bucket in virtual time: the protocol of tstore on a model of GCS.
 
-The model, for a bucket that nobody has used before:
+The model, for a new bucket:
 
-1. A request is under way for a log-normal time: half of all reads (objects and lists, a page of 1,000 keys each)
-   within 25 ms, half of all writes within 60 ms, 99 % within four times that. 412 and 404 are answers like others.
-2. A bucket takes 1,000 writes and 5,000 reads a second, and another second's worth at once; an object of a name is
-   replaced at most once a second. A request above that is answered by 429, and sent again after a pause with
-   decorrelated jitter: between 0.1 s and three times the last one, at most 10 s.
-3. A host has 256 MiB in objects of 64 MiB, which it sends all at once with 200 MB/s together, give or take a tenth
-   (log-normal); its last byte has arrived when all of them are acknowledged.
+1. The latency of a request is log-normal. The median is 25 ms for reads (of objects, and of lists with pages of
+   1,000 keys) and 60 ms for writes; the 99th percentile is four times that. Responses 412 and 404 have the same
+   latency.
+2. A bucket accepts 1,000 writes and 5,000 reads per second, with a burst of another second's worth; an object of
+   one name can be replaced once per second. Requests above that get a 429, and are retried after a pause with
+   decorrelated jitter: between 0.1 s and three times the last pause, at most 10 s.
+3. A host has 256 MiB in objects of 64 MiB, which it sends concurrently at 200 MB/s in total, ± 10 % (log-normal).
+   Its last byte has arrived when all of them are acknowledged.
 
-So 4,096 hosts write 16,384 objects, for which the bucket takes 16 s: the hosts end one after another, as in a real
-job. In the second kind of run there is nothing to send: all hosts begin at the same instant, and are held up by
-the bucket's rates alone, also by their first reads of the log.
+So 4,096 hosts write 16,384 objects, for which the bucket takes 16 s: the hosts finish one after another, as in a
+real job. The second kind of run has no data to send: all hosts begin at the same instant, and only the rates of
+the bucket delay them, including their first reads of the log.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ PAGE = 1000
 OBJECTS, OBJECT = 4, 64 << 20
 BANDWIDTH, BANDWIDTH_SPREAD = 200e6, 0.1
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
-WIDTH = 2048  # values of each host that are really there: enough to go into a pack
+WIDTH = 2048  # values that each host really writes: enough for a pack
 
 
 class Commit(NamedTuple):
-    """One checkpoint of ``hosts``: virtual seconds from the last byte on, and requests after the uploads."""
+    """One checkpoint: virtual seconds from the last byte to visibility and to the last return; requests."""
 
     hosts: int
     visible: float
@@ -62,7 +63,7 @@ class Commit(NamedTuple):
 
 
 class _Rate:
-    """So many requests a second, and as many more at once."""
+    """A rate limit with a burst of one second's worth."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -78,7 +79,7 @@ class _Rate:
 
 
 class Bucket(SharedObjects):
-    """The objects, the rates, and the count of requests by kind."""
+    """The bucket: its objects, its rates, and the number of requests by kind."""
 
     def __init__(self, seed: int) -> None:
         super().__init__({})
@@ -99,13 +100,13 @@ class Bucket(SharedObjects):
             self.visible = self.loop.time()
 
     def keys(self, prefix: str) -> Keys:
-        """The keys below a prefix whose last folder, or a part of its name, the prefix names."""
+        """Return the sorted keys with a prefix."""
         folder = prefix.rpartition("/")[0]
-        found = [k for f, keys in self.folders.items() if f == folder or f.startswith(prefix) for k in keys]
-        return sorted(k for k in found if k.startswith(prefix))
+        keys_below = [k for f, keys in self.folders.items() if f == folder or f.startswith(prefix) for k in keys]
+        return sorted(k for k in keys_below if k.startswith(prefix))
 
     async def request(self, kind: str, median: float, rate: _Rate, name: str = "") -> None:
-        """One request on its way to the server, as often as it is refused."""
+        """Send a request to the server, and retry until it is accepted."""
         pause = PAUSE
         while True:
             self.requests[kind] += 1
@@ -120,12 +121,12 @@ class Bucket(SharedObjects):
             await asyncio.sleep(0.5 * READ + pause)
 
     async def answer(self, median: float) -> None:
-        """The way back."""
+        """Wait for the response to arrive."""
         await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
 
 
 class GcsStorage(Storage):
-    """A host's way to the bucket."""
+    """The storage of a host."""
 
     url = "gs://model"
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
@@ -138,20 +139,20 @@ class GcsStorage(Storage):
 
     async def get(self, key: str, most: int | None = None) -> bytes:
         await self._bucket.request("get", READ, self._bucket.reads)
-        found = self._bucket.objects.get(key)
+        data = self._bucket.objects.get(key)
         await self._bucket.answer(READ)
-        if found is None:
-            raise NotFound(f"model: {key} does not exist")
-        return found
+        if data is None:
+            raise NotFound(f"model: there is no object {key}")
+        return data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         raise NotFound(f"model: no pack is read, nor is {key}")
 
     async def head(self, key: str) -> Entry | None:
         await self._bucket.request("head", READ, self._bucket.reads)
-        found = self._bucket.objects.get(key)
+        data = self._bucket.objects.get(key)
         await self._bucket.answer(READ)
-        return None if found is None else Entry(key, len(found))
+        return None if data is None else Entry(key, len(data))
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -180,9 +181,9 @@ class GcsStorage(Storage):
     async def list(self, prefix: str) -> Keys:
         for _ in range(max(1, -(-len(self._bucket.keys(prefix)) // PAGE))):
             await self._bucket.request("list", READ, self._bucket.reads)
-            found = self._bucket.keys(prefix)
+            keys = self._bucket.keys(prefix)
             await self._bucket.answer(READ)
-        return found
+        return keys
 
     async def folders(self, prefix: str) -> Keys:
         await self._bucket.request("list", READ, self._bucket.reads)
@@ -196,7 +197,7 @@ class GcsStorage(Storage):
         await self._bucket.answer(WRITE)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """Sends the packs, as the sizes in the model say."""
+        """Upload the packs, in the time of the modelled sizes."""
         if not prefix.startswith("txn/"):
             return
         bucket, packs = self._bucket, self._packs
@@ -246,7 +247,7 @@ class _Pack:
 
 
 class _Host(World):
-    """Time and chance of a host: those of the run."""
+    """The clock and the random numbers of a host."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -263,7 +264,7 @@ class _Host(World):
 
 
 def commit(hosts: int, seed: int, *, uploads: bool) -> Commit:
-    """What one checkpoint of that many hosts costs; with ``uploads`` they end as their data does, else at once."""
+    """Simulate one checkpoint. With `uploads`, hosts finish when their data is sent, else all at once."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(_commit(hosts, seed, uploads))

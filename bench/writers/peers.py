@@ -1,7 +1,7 @@
-"""The peers as writers of one store: tensorstore, where hosts share an ocdbt or process 0 merges theirs; icechunk.
+"""The peers as writers of one store: tensorstore, with one ocdbt or one per process merged by process 0; icechunk.
 
-They have the settings that were fastest for them: tensorstore's chunk is a host's part of an array, written by
-reference, and the arrays are made before the clock starts.
+They have the settings that were fastest for them: in tensorstore, a chunk is a host's part of an array, written by
+reference, and the arrays are created before the clock starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.writers.stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreA
 
 
 class TensorStoreShared(Host):
-    """zarr3 in one ocdbt that all hosts write, each in one atomic transaction of its own."""
+    """zarr3 in one ocdbt that all hosts write, each in one atomic transaction."""
 
     title = "tensorstore, one ocdbt"
 
@@ -27,7 +27,7 @@ class TensorStoreShared(Host):
         import tensorstore
 
         io = {"file_io_concurrency": {"limit": 32}, "file_io_sync": self.durable}
-        self.context = tensorstore.Context(io)  # one for all, else one ocdbt can't refer to another's files
+        self.context = tensorstore.Context(io)  # shared, or one ocdbt could not reference the files of another
 
     def create(self, writers: int) -> None:
         if not writers:
@@ -88,13 +88,13 @@ class TensorStoreShared(Host):
 
 
 class TensorStoreMerged(TensorStoreShared):
-    """Orbax's way: an ocdbt for each process, whose entries process 0 copies into one in the end."""
+    """As in Orbax: one ocdbt per process, whose entries process 0 copies to one at the end."""
 
     title = "tensorstore, merged by process 0"
     merges = True
 
     def create(self, writers: int) -> None:
-        """Nothing: each host makes its own."""
+        """Do nothing: each host creates its own."""
 
     def open(self, attempt: int) -> None:
         self.top = f"{self.folder}/attempt{attempt}"
@@ -120,7 +120,7 @@ class TensorStoreMerged(TensorStoreShared):
 
 
 class Icechunk(Host):
-    """Forks of one session for the hosts, merged and committed by host 0; it never forces anything to the disk."""
+    """Forks of one session for the hosts, merged and committed by host 0; it never calls fsync."""
 
     title = "icechunk"
     merges = True
@@ -130,7 +130,7 @@ class Icechunk(Host):
     def prepare(self) -> None:
         import icechunk
 
-        icechunk.set_logs_filter("error")  # it warns each time that it is not safe here
+        icechunk.set_logs_filter("error")  # it warns at each use that this storage is not safe
 
     def create(self, writers: int) -> None:
         import icechunk
@@ -182,7 +182,7 @@ class Icechunk(Host):
                 zarr.open_group(session.store)[f"writer{writer}"][number] = value_of(writer, number)
                 session.commit("small", rebase_with=icechunk.ConflictDetector())
             except icechunk.IcechunkError:
-                continue  # it read what another process was just writing
+                continue  # it read an object that another process was writing
             return tries
         raise RuntimeError("a commit failed a thousand times")
 
@@ -201,7 +201,7 @@ class Icechunk(Host):
         return zarr.open_group(repository.readonly_session("main").store, mode="r")
 
 
-WAYS: dict[str, type[Host]] = {
+CONTENDERS: dict[str, type[Host]] = {
     "raw": Raw,
     "tstore": TStore,
     "tstore-apart": TStoreApart,

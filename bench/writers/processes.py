@@ -1,11 +1,11 @@
-"""Host processes that a driver asks to do things at the same moment, and kills.
+"""Host processes that a driver calls at the same moment, and kills.
 
 1. A fork server imports every library once; each host is forked from it, so that 64 of them start in a second and
    no library is used before the fork.
-2. A host holds one object, made of the class and the arguments that the driver passes, and answers calls of its
-   methods, one after the other. An error there is an error here.
-3. `together` names a moment by the machine's monotonic clock, at which all hosts begin; what they report in that
-   clock can be compared.
+2. A host has one object, created from the class and the arguments that the driver passes, and calls its methods
+   one after the other. The driver raises their errors.
+3. `call_at_once` sets a time of the machine's monotonic clock at which all hosts begin. Times that they report are
+   comparable.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Self
 LIBRARIES = ("tstore", "tensorstore", "icechunk", "zarr", "numpy")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_LEAD = 0.05  # seconds from the order to the common start
+_LEAD = 0.05  # seconds from sending the call to the common start
 
 
 class HostError(Exception):
-    """What a host's call raised, as text; or the end of its process."""
+    """A host's call raised an error, or its process ended."""
 
 
 class Hosts:
-    """``count`` processes, each with its own ``make(number, count, *arguments)``."""
+    """`count` processes, each with its own `make(number, count, *arguments)`."""
 
     def __init__(self, count: int, make: Callable[..., Any], *arguments: Any) -> None:
         _CONTEXT.set_forkserver_preload([name for name in LIBRARIES if importlib.util.find_spec(name)])
@@ -52,39 +52,39 @@ class Hosts:
         for number in range(len(self._processes)):
             self.kill(number)
 
-    def order(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[int]:
-        """Asks hosts (all by default) to call a method; ``answers`` waits for it."""
-        asked = list(range(len(self._pipes)) if of is None else of)
-        for number in asked:
+    def send(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[int]:
+        """Start a call of a method on hosts (all by default); `results` waits for it."""
+        numbers = list(range(len(self._pipes)) if of is None else of)
+        for number in numbers:
             self._pipes[number].send((do, arguments))
-        return asked
+        return numbers
 
-    def answers(self, asked: Sequence[int]) -> list[Any]:
-        """What the methods returned; raises `HostError`, once all have answered."""
-        found, errors = [], []
-        for number in asked:
+    def results(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the results of the calls. Raises `HostError` after all have ended."""
+        values, errors = [], []
+        for number in numbers:
             try:
                 value, error = self._pipes[number].recv()
             except EOFError:
                 value, error = None, "its process has ended"
-            found.append(value)
+            values.append(value)
             if error is not None:
                 errors.append(f"host {number}: {error}")
         if errors:
             raise HostError(errors[0] + (f" (and {len(errors) - 1} more)" if errors[1:] else ""))
-        return found
+        return values
 
-    def ask(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[Any]:
-        """Calls a method on hosts (all by default), and returns what it returned."""
-        return self.answers(self.order(do, *arguments, of=of))
+    def call(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[Any]:
+        """Call a method on hosts (all by default), and return the results."""
+        return self.results(self.send(do, *arguments, of=of))
 
-    def together(self, do: str, *arguments: Any) -> tuple[float, list[int]]:
-        """Orders a method, whose first argument is the moment when all hosts begin."""
+    def call_at_once(self, do: str, *arguments: Any) -> tuple[float, list[int]]:
+        """Start a call on all hosts; its first argument is the time at which all begin."""
         start = time.monotonic() + _LEAD
-        return start, self.order(do, start, *arguments)
+        return start, self.send(do, start, *arguments)
 
     def kill(self, number: int) -> None:
-        """Ends a process with SIGKILL; on return it is gone."""
+        """Kill a process with SIGKILL and wait for its end."""
         if self._processes[number].is_alive():
             self._processes[number].kill()
         self._processes[number].join()
@@ -92,20 +92,20 @@ class Hosts:
 
 
 def until(moment: float) -> None:
-    """Waits for a moment of the monotonic clock."""
+    """Wait until a time of the monotonic clock."""
     while (left := moment - time.monotonic()) > 0:
         time.sleep(left if left > 0.002 else 0)
 
 
-def _serve(pipe: Connection, make: Callable[..., Any], number: int, count: int, arguments: Sequence[Any]) -> None:
+def _serve(pipe: Connection, make: Callable[..., Any], number: int, count: int, extra: Sequence[Any]) -> None:
     try:
-        subject = make(number, count, *arguments)
+        subject = make(number, count, *extra)
         while True:
-            do, given = pipe.recv()
+            do, arguments = pipe.recv()
             try:
-                answer = getattr(subject, do)(*given), None
-            except Exception as error:  # told to the driver, which raises it
-                answer = None, f"{type(error).__name__}: {error}"
-            pipe.send(answer)
+                result: tuple[Any, str | None] = getattr(subject, do)(*arguments), None
+            except Exception as error:  # the driver raises it
+                result = None, f"{type(error).__name__}: {error}"
+            pipe.send(result)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return  # the driver has ended

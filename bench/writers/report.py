@@ -1,4 +1,4 @@
-"""Tables, bars and plots of `bench.writers`, and the same as plain data for JSON."""
+"""The tables, bars and plots of `bench.writers`, and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bench.bars import Bar, bar_table
 from bench.writers.model import Commit
-from bench.writers.peers import WAYS
+from bench.writers.peers import CONTENDERS
 from bench.writers.rounds import Row
 
 BAR_HOSTS = 8
@@ -20,25 +20,25 @@ TENSORSTORE = ("ts-shared", "ts-merged")
 NAN = float("nan")
 
 
-def chosen(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """The rows with these values that have figures."""
-    return [r for r in rows if "error" not in r and all(r[k] == v for k, v in wanted.items())]
+def select(rows: Iterable[Row], **values: Any) -> list[Row]:
+    """Return the rows with these values, without those that failed."""
+    return [r for r in rows if "error" not in r and all(r[k] == v for k, v in values.items())]
 
 
-def middle(rows: Sequence[Row], figure: str) -> float:
-    """The median of a figure; NaN of no rows."""
+def median_of(rows: Sequence[Row], figure: str) -> float:
+    """Return the median of a figure; NaN for no rows."""
     return median(r[figure] for r in rows) if rows else NAN
 
 
 def ratio(mine: Sequence[Row], theirs: Sequence[Row], figure: str) -> float:
-    """The median over rounds of one figure by the other's."""
+    """Return the median over rounds of the ratio of a figure to the other's."""
     others = {r["round"]: r[figure] for r in theirs}
     pairs = [r[figure] / others[r["round"]] for r in mine if others.get(r["round"])]
     return median(pairs) if pairs else NAN
 
 
 def show(console: Console, rows: list[Row], commits: list[tuple[bool, Commit]]) -> None:
-    """Prints all tables of what was measured, what failed, and the bars."""
+    """Print all tables, the failures and the bars."""
     tables = [cooperative_table(rows, durable) for durable in (True, False)]
     tables += [independent_table(rows, durable, tasks) for durable, tasks in ((True, False), (True, True))]
     tables += [independent_table(rows, False, False), killed_table(rows), model_table(commits)]
@@ -54,34 +54,36 @@ def show(console: Console, rows: list[Row], commits: list[tuple[bool, Commit]]) 
 
 
 def cooperative_table(rows: list[Row], durable: bool) -> Table:
-    title = f"(a) one state of 1 GiB from all hosts, {_how(durable)}: GB/s, and the share after the last byte"
+    title = (
+        f"(a) one state of 1 GiB from all hosts, {_how(durable)}: GB/s, and the share of time after the last byte"
+    )
     return _by_hosts(
         title,
-        chosen(rows, question="cooperative", durable=durable),
-        lambda found: f"{middle(found, 'gbps'):.2f}, {middle(found, 'coordination'):.0%}",
+        select(rows, question="cooperative", durable=durable),
+        lambda selected: f"{median_of(selected, 'gbps'):.2f}, {median_of(selected, 'coordination'):.0%}",
         "hosts",
     )
 
 
 def independent_table(rows: list[Row], durable: bool, tasks: bool) -> Table:
     title = f"(b) small commits a second by {'tasks of one process' if tasks else 'processes'}, {_how(durable)}"
-    here = [r for r in chosen(rows, question="independent", durable=durable) if tasks == (r["tasks"] > 1)]
-    here += chosen(rows, question="independent", durable=durable, hosts=1, tasks=1) if tasks and here else []
+    here = [r for r in select(rows, question="independent", durable=durable) if tasks == (r["tasks"] > 1)]
+    here += select(rows, question="independent", durable=durable, hosts=1, tasks=1) if tasks and here else []
     return _by_hosts(title, here, _small, "tasks" if tasks else "hosts")
 
 
 def killed_table(rows: list[Row]) -> Table:
-    title = "(c) one host killed: seconds from there to the commit of the next attempt, with fsync"
-    found = chosen(rows, question="killed")
-    return _by_hosts(title, found, lambda some: f"{middle(some, 'seconds'):.2f} s", "hosts")
+    title = "(c) one host killed: seconds until the commit of the next attempt, with fsync"
+    selected = select(rows, question="killed")
+    return _by_hosts(title, selected, lambda some: f"{median_of(some, 'seconds'):.2f} s", "hosts")
 
 
 def model_table(commits: list[tuple[bool, Commit]]) -> Table:
-    title = "(d) one checkpoint on a model of GCS, virtual time; the median of 9 runs, above 256 hosts of 3"
+    title = "(d) one checkpoint on a model of GCS, virtual time; the median of 9 runs, or of 3 above 256 hosts"
     out = Table(title=title, title_justify="left")
     heads = (
         "hosts",
-        "their data ends",
+        "data sent",
         "last byte to visible",
         "to the last return",
         "requests",
@@ -101,32 +103,35 @@ def model_table(commits: list[tuple[bool, Commit]]) -> Table:
 
 
 def bars(rows: list[Row], commits: list[tuple[bool, Commit]]) -> list[Bar]:
-    """Every bar of the issue, NaN where it was not measured."""
+    """Return all bars; those not measured are NaN."""
     out: list[Bar] = []
     for durable in (True, False):
         here = {"question": "cooperative", "durable": durable, "hosts": BAR_HOSTS}
-        mine, peers = chosen(rows, **here, way="tstore"), [chosen(rows, **here, way=n) for n in TENSORSTORE]
-        better = max((p for p in peers if p), key=lambda p: middle(p, "gbps"), default=[])
-        what = f"(a) {BAR_HOSTS} hosts, {_how(durable)}: tstore ÷ the better tensorstore way"
+        mine, peers = (
+            select(rows, **here, contender="tstore"),
+            [select(rows, **here, contender=n) for n in TENSORSTORE],
+        )
+        better = max((p for p in peers if p), key=lambda p: median_of(p, "gbps"), default=[])
+        what = f"(a) {BAR_HOSTS} hosts, {_how(durable)}: tstore ÷ the better tensorstore"
         out.append(Bar(what, 1.5, ratio(mine, better, "gbps")))
         out.append(
             Bar(
                 f"(a) {BAR_HOSTS} hosts, {_how(durable)}: coordination",
                 10,
-                100 * middle(mine, "coordination"),
+                100 * median_of(mine, "coordination"),
                 most=True,
                 unit=" %",
             )
         )
     small = {"question": "independent", "durable": True, "hosts": BAR_HOSTS, "tasks": 1}
-    mine, theirs = chosen(rows, **small, way="tstore"), chosen(rows, **small, way="ts-shared")
+    mine, theirs = select(rows, **small, contender="tstore"), select(rows, **small, contender="ts-shared")
     out.append(
         Bar(f"(b) {BAR_HOSTS} processes, fsync: tstore ÷ tensorstore's ocdbt", 5, ratio(mine, theirs, "rate"))
     )
-    lost = [r["lost"] for r in chosen(rows, question="independent", way="tstore")]
-    out.append(Bar("(b) commits of tstore that were lost", 0, sum(lost) if lost else NAN, most=True, unit=""))
+    lost = [r["lost"] for r in select(rows, question="independent", contender="tstore")]
+    out.append(Bar("(b) lost commits of tstore", 0, sum(lost) if lost else NAN, most=True, unit=""))
     visible = {(up, c.hosts): c for up, c in commits}
-    for uploads, what in ((True, "their data ends one after another"), (False, "no data")):
+    for uploads, what in ((True, "data sent one after another"), (False, "no data")):
         few, many = visible.get((uploads, 64)), visible.get((uploads, 4096))
         grown = many.visible / few.visible if few and many else NAN
         out.append(Bar(f"(d) seconds to visible, 4096 hosts ÷ 64, {what}", 4, grown, most=True))
@@ -136,14 +141,15 @@ def bars(rows: list[Row], commits: list[tuple[bool, Commit]]) -> list[Bar]:
 
 
 def limits(rows: list[Row]) -> list[str]:
-    """What the disk alone would reach of the bars for (a)."""
+    """Return, for the bars of (a), what the raw disk reaches."""
     out = []
     for durable in (True, False):
         here = {"question": "cooperative", "durable": durable, "hosts": BAR_HOSTS}
-        raw, mine = chosen(rows, **here, way="raw"), chosen(rows, **here, way="tstore")
+        raw, mine = select(rows, **here, contender="raw"), select(rows, **here, contender="tstore")
         if raw and mine:
             against = [
-                f"÷ {WAYS[n].title} {ratio(raw, chosen(rows, **here, way=n), 'gbps'):.2f}" for n in TENSORSTORE
+                f"÷ {CONTENDERS[n].title} {ratio(raw, select(rows, **here, contender=n), 'gbps'):.2f}"
+                for n in TENSORSTORE
             ]
             share = f"tstore ÷ raw {ratio(mine, raw, 'gbps'):.2f}"
             out.append(f"(a) {BAR_HOSTS} hosts, {_how(durable)}: raw {', '.join(against)}; {share}")
@@ -151,7 +157,7 @@ def limits(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> list[Path]:
-    """The figures as PNG files in the folder."""
+    """Plot the figures to PNG files in a folder, and return their paths."""
     from matplotlib.figure import Figure
 
     made = []
@@ -172,24 +178,24 @@ def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> l
         figure.savefig(folder / name, dpi=120)
         made.append(folder / name)
 
-    def by_way(figure: str, **wanted: Any) -> dict[str, list[tuple[int, float]]]:
-        found = chosen(rows, **wanted)
+    def by_contender(figure: str, **values: Any) -> dict[str, list[tuple[int, float]]]:
+        selected = select(rows, **values)
         return {
-            way.title: [
-                (n, middle(chosen(found, way=name, hosts=n), figure))
-                for n in sorted({r["hosts"] for r in found if r["way"] == name})
+            contender.title: [
+                (n, median_of(select(selected, contender=name, hosts=n), figure))
+                for n in sorted({r["hosts"] for r in selected if r["contender"] == name})
             ]
-            for name, way in WAYS.items()
+            for name, contender in CONTENDERS.items()
         }
 
     drawn(
         "cooperative.png",
         "1 GiB as one commit, fsync",
-        by_way("gbps", question="cooperative", durable=True),
+        by_contender("gbps", question="cooperative", durable=True),
         "GB/s",
     )
     small = {"question": "independent", "durable": True, "tasks": 1}
-    drawn("independent.png", "small commits by processes, fsync", by_way("rate", **small), "commits/s")
+    drawn("independent.png", "small commits by processes, fsync", by_contender("rate", **small), "commits/s")
     for uploads in (True, False):
         lines = {
             "to the visible commit": [(c.hosts, c.visible) for up, c in commits if up == uploads],
@@ -201,7 +207,7 @@ def plot(rows: list[Row], commits: list[tuple[bool, Commit]], folder: Path) -> l
 
 
 def as_data(about: dict[str, Any], rows: list[Row], commits: list[tuple[bool, Commit]]) -> dict[str, Any]:
-    """What ``--json`` writes; no NaN in it."""
+    """Return the data that `--json` writes, without NaN."""
     return {
         "machine": about,
         "rows": rows,
@@ -214,22 +220,22 @@ def as_data(about: dict[str, Any], rows: list[Row], commits: list[tuple[bool, Co
 
 
 def _by_hosts(title: str, rows: list[Row], cell: Callable[[list[Row]], str], count: str) -> Table:
-    names = [name for name in WAYS if any(r["way"] == name for r in rows)]
+    names = [name for name in CONTENDERS if any(r["contender"] == name for r in rows)]
     out = Table(title=title, title_justify="left")
     out.add_column(count, justify="right")
     for name in names:
-        out.add_column(WAYS[name].title, justify="right")
+        out.add_column(CONTENDERS[name].title, justify="right")
     for number in sorted({r[count] for r in rows}):
-        found = [chosen(rows, way=name, **{count: number}) for name in names]
-        out.add_row(str(number), *[cell(some) if some else "–" for some in found])
+        selected = [select(rows, contender=name, **{count: number}) for name in names]
+        out.add_row(str(number), *[cell(some) if some else "–" for some in selected])
     return out
 
 
 def _small(rows: list[Row]) -> str:
     lost, made = sum(r["lost"] for r in rows), sum(r["commits"] for r in rows)
     parts = [
-        f"{middle(rows, 'rate'):.0f}/s",
-        f"p50 {middle(rows, 'p50_ms'):.1f} p99 {middle(rows, 'p99_ms'):.0f} ms",
+        f"{median_of(rows, 'rate'):.0f}/s",
+        f"p50 {median_of(rows, 'p50_ms'):.1f} p99 {median_of(rows, 'p99_ms'):.0f} ms",
     ]
     if sum(r["retries"] for r in rows):
         parts.append(f"{sum(r['retries'] for r in rows) / made:.1f} retries each")

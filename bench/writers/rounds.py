@@ -1,16 +1,16 @@
-"""What is asked of the ways to share a store, and the figures of each answer.
+"""The questions that the benchmark of many writers measures, and their figures.
 
-``cooperative``  all hosts save their parts of 1 GiB as one state: seconds until the last call has returned (and
-                 host 0 has merged, where it must), and the share of them after the last host's bytes were written
-``independent``  small commits for a while, each to a place of its own: how many a second, how long each took, how
-                 many that were acknowledged are not there afterwards
-``killed``       one of the hosts that save is killed in the middle, and the rest of its job as a launcher does;
-                 the next attempt's hosts, which are there already, begin at once: seconds from the kill to its
-                 commit
+cooperative    All hosts save their parts of 1 GiB as one state: seconds until the last call has returned (and host
+               0 has merged, if it must), and the share of this time after the last host's bytes were written.
+independent    Small commits for some seconds, each to a different chunk: their rate and latency, and the number of
+               acknowledged commits that are lost.
+killed         One of the saving hosts is killed in the middle, and then the rest of its job, as a launcher does.
+               The hosts of the next attempt, which are already running, begin at once: seconds from the kill to
+               its commit.
 
-All ways of one question take turns, in an order that is rotated by one each round. Outside of the timed regions:
-starting processes, emptying the folder, waiting for the disk, opening stores, making the arrays, what a process
-does the first time (see ``writer_stores``), and making sure that free memory is there (see ``machine.Reserve``).
+All contenders of one question take turns, in an order that rotates by one each round. Not timed are: starting
+processes, emptying the folder, syncing the disk, opening stores, generating the arrays, the first use in each
+process (see `bench.writers.stores`), and providing free memory (see `machine.Reserve`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 import numpy as np
 
 from bench import machine
-from bench.writers.peers import WAYS
+from bench.writers.peers import CONTENDERS
 from bench.writers.processes import HostError, Hosts
 from bench.writers.stores import SIDE, SMALL, STATE
 
 Row = dict[str, Any]
-"""One measurement: question, way, hosts, tasks, durable, round, and its figures, or the error that ended it."""
+"""One measurement: question, contender, hosts, tasks, durable, round, and its figures or error."""
 
 COOPERATIVE = ("raw", "tstore-apart", "tstore", "ts-shared", "ts-merged", "icechunk")
 INDEPENDENT = ("tstore", "ts-shared", "icechunk")
 KILLED = ("tstore", "ts-shared", "ts-merged")
 
-_KILL_AFTER = 0.1  # seconds; no way has saved a gigabyte by then
+_KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then
 
 
 class Bench:
-    """Measures in ``folder``; what it says goes to ``say``, and each row to ``rows`` as well."""
+    """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `say`."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
@@ -47,24 +47,24 @@ class Bench:
         self._reserve = machine.Reserve()
 
     def cooperative(self, hosts: int, durable: bool, turn: int) -> None:
-        """One round of all ways."""
+        """Measure one round of all contenders."""
         for name in _rotated(COOPERATIVE, turn):
-            if WAYS[name].fsync or not durable:
+            if CONTENDERS[name].fsync or not durable:
                 self._attempt("cooperative", name, hosts, 1, durable, turn, self._save)
 
     def independent(self, hosts: int, tasks: int, durable: bool, turn: int, seconds: float) -> None:
-        """One round of all ways, in ``hosts`` processes of ``tasks`` tasks each."""
+        """Measure one round of all contenders, in `hosts` processes of `tasks` tasks each."""
 
         def commit(name: str, hosts: int, tasks: int, durable: bool) -> Row:
             return self._commit(name, hosts, tasks, durable, seconds)
 
         for name in _rotated(INDEPENDENT, turn):
-            way = WAYS[name]
-            if (way.fsync or not durable) and (way.tasks or tasks == 1):
+            contender = CONTENDERS[name]
+            if (contender.fsync or not durable) and (contender.tasks or tasks == 1):
                 self._attempt("independent", name, hosts, tasks, durable, turn, commit)
 
     def killed(self, hosts: int, turn: int) -> None:
-        """One round of all ways, with fsync."""
+        """Measure one round of all contenders, with fsync."""
         for name in _rotated(KILLED, turn):
             self._attempt("killed", name, hosts, 1, True, turn, self._kill)
 
@@ -78,11 +78,13 @@ class Bench:
         turn: int,
         measure: Callable[[str, int, int, bool], Row],
     ) -> None:
-        row: Row = {"question": question, "way": name, "hosts": hosts}
+        row: Row = {"question": question, "contender": name, "hosts": hosts}
         row |= {"tasks": tasks, "durable": durable, "round": turn}
-        self._say(f"{question}: {WAYS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else ""))
-        machine.settle(self.folder)
-        (self.folder / "store").mkdir()  # which `independent` has them enter
+        self._say(
+            f"{question}: {CONTENDERS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else "")
+        )
+        machine.clear(self.folder)
+        (self.folder / "store").mkdir()  # the folder that hosts enter for `independent`
         try:
             row |= measure(name, hosts, tasks, durable)
         except (HostError, ImportError, ValueError) as error:
@@ -92,51 +94,51 @@ class Bench:
         self.rows.append(row)
 
     def _hosts(self, name: str, hosts: int, durable: bool) -> Hosts:
-        return Hosts(hosts, WAYS[name], durable)
+        return Hosts(hosts, CONTENDERS[name], durable)
 
     def _save(self, name: str, hosts: int, tasks: int, durable: bool) -> Row:
         with self._hosts(name, hosts, durable) as job:
             self._rehearse(name, job, "rehearsal")
             self._enter(job, "store")
-            job.ask("create", 0, of=[0])
-            job.ask("open", 0)
+            job.call("create", 0, of=[0])
+            job.call("open", 0)
             self._make_room()
-            start, asked = job.together("save", 0)
-            end, written = self._end(name, job, asked)
-            job.ask("check")
+            start, numbers = job.call_at_once("save", 0)
+            end, written = self._end(name, job, numbers)
+            job.call("check")
         seconds = end - start
         return {"seconds": seconds, "gbps": STATE / 1e9 / seconds, "coordination": (end - written) / seconds}
 
     def _enter(self, job: Hosts, folder: str, side: int = SIDE) -> None:
         path = self.folder / folder
         path.mkdir(exist_ok=True)
-        job.ask("enter", f"{path}", side)
-        job.ask("hold")
+        job.call("enter", f"{path}", side)
+        job.call("generate")
 
     def _rehearse(self, name: str, job: Hosts, folder: str) -> None:
-        """Has the hosts do all that is timed once, with a small state."""
+        """Run everything that is timed once, with a small state."""
         self._enter(job, folder, SMALL)
-        job.ask("create", 0, of=[0])
-        job.ask("open", 0)
-        self._end(name, job, job.together("save", 0)[1])
+        job.call("create", 0, of=[0])
+        job.call("open", 0)
+        self._end(name, job, job.call_at_once("save", 0)[1])
 
-    def _end(self, name: str, job: Hosts, asked: Sequence[int]) -> tuple[float, float]:
-        saved = job.answers(asked)
+    def _end(self, name: str, job: Hosts, numbers: Sequence[int]) -> tuple[float, float]:
+        saved = job.results(numbers)
         end = max(s.ended for s in saved)
-        if WAYS[name].merges:
-            [end] = job.ask("merge", [s.payload for s in saved], of=[0])
+        if CONTENDERS[name].merges:
+            [end] = job.call("merge", [s.payload for s in saved], of=[0])
         return end, max(s.written for s in saved)
 
     def _commit(self, name: str, hosts: int, tasks: int, durable: bool, seconds: float) -> Row:
         with self._hosts(name, hosts, durable) as job:
-            job.ask("enter", f"{self.folder}/store")
-            job.ask("create", hosts * tasks, of=[0])
-            job.ask("open", 0)
-            start, asked = job.together("commit_for", seconds, tasks)
-            writers = [writer for host in job.answers(asked) for writer in host]
+            job.call("enter", f"{self.folder}/store")
+            job.call("create", hosts * tasks, of=[0])
+            job.call("open", 0)
+            start, numbers = job.call_at_once("commit_for", seconds, tasks)
+            writers = [writer for host in job.results(numbers) for writer in host]
             took = time.monotonic() - start
             made = [len(w.seconds) for w in writers]
-            [lost] = job.ask("lost", made, of=[0])
+            [lost] = job.call("lost", made, of=[0])
         each = np.concatenate([w.seconds for w in writers]) * 1e3
         return {
             "rate": sum(made) / took,
@@ -155,22 +157,22 @@ class Bench:
             self._rehearse(name, after, "rehearsal of the next")
             self._enter(job, "store")
             self._enter(after, "store")
-            job.ask("create", 0, of=[0])
-            job.ask("open", 0)
-            after.ask("open", 1)
+            job.call("create", 0, of=[0])
+            job.call("open", 0)
+            after.call("open", 1)
             self._make_room()
-            start, _ = job.together("save", 0)
+            start, _ = job.call_at_once("save", 0)
             time.sleep(max(0.0, start + _KILL_AFTER - time.monotonic()))
             killed = time.monotonic()
             for number in [hosts // 2, *range(hosts)]:
                 job.kill(number)
-            _, asked = after.together("save", 1)
-            end, _ = self._end(name, after, asked)
-            after.ask("check")
+            _, numbers = after.call_at_once("save", 1)
+            end, _ = self._end(name, after, numbers)
+            after.call("check")
         return {"seconds": end - killed}
 
     def _make_room(self) -> None:
-        self._reserve.take(STATE)
+        self._reserve.acquire(STATE)
         self._reserve.release()
 
 

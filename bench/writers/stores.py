@@ -1,8 +1,8 @@
-"""One store that many hosts write, what each does in its process: what is asked of every way, and tstore's.
+"""The work of a host process on a shared store: the interface of every contender, and that of tstore.
 
-A state is ``COUNT`` float32 arrays of ``SIDE``×``SIDE``; a host holds ``SIDE`` ÷ hosts rows of each. All is opened
-before the clock starts, and each process has done the same once with a state of ``SMALL``×``SMALL``: what a save
-takes the first time (threads, pages that a fork shares) is a question of processes, not of stores.
+A state is `COUNT` float32 arrays of `SIDE`×`SIDE`; a host has `SIDE` ÷ hosts rows of each. Stores are opened
+before the clock starts, and each process first runs everything once with a state of `SMALL`×`SMALL`, because the
+cost of the first save (threads, pages shared by a fork) is one of processes, not of stores.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STATE = COUNT * SIDE * SIDE * 4
 
 NAMES = [f"w{i:02}" for i in range(COUNT)]
 SLOTS = 1 << 20
-"""Small commits that one writer may make."""
+"""The most small commits of one writer."""
 
 
 class Saved(NamedTuple):
-    """When, by the monotonic clock, a host's bytes were written and its call returned; what `merge` needs."""
+    """The monotonic times when a host's bytes were written and its call returned, and the argument of `merge`."""
 
     written: float
     ended: float
@@ -36,19 +36,19 @@ class Saved(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What one writer's small commits took, in seconds, and how often something was done again."""
+    """The latencies of one writer's small commits, in seconds, and the number of retries."""
 
     seconds: list[float]
     retries: int
 
 
 class Host:
-    """One of ``count`` writers of a store in a folder that exists."""
+    """One of `count` writers of a store in an existing folder."""
 
     title: ClassVar[str]
-    merges: ClassVar[bool] = False  # host 0 makes one store of what the hosts saved
-    fsync: ClassVar[bool] = True  # the store can be made to force its writes to the disk
-    tasks: ClassVar[bool] = True  # many tasks of one process can commit at once
+    merges: ClassVar[bool] = False  # host 0 merges the saved parts into one store
+    fsync: ClassVar[bool] = True  # the store can fsync its writes
+    tasks: ClassVar[bool] = True  # tasks of one process can commit concurrently
 
     def __init__(self, number: int, count: int, durable: bool) -> None:
         self.number, self.count, self.durable = number, count, durable
@@ -57,45 +57,45 @@ class Host:
         self.prepare()
 
     def prepare(self) -> None:
-        """Sets up the library."""
+        """Set up the library."""
 
     def enter(self, folder: str, side: int = SIDE) -> None:
-        """Turns to the store in ``folder``, for a state of arrays of that side."""
+        """Use the store in `folder`, for a state of arrays of that side."""
         self.folder, self.side = folder, side
         self.rows = side // self.count
         self.mine = slice(self.number * self.rows, (self.number + 1) * self.rows)
 
-    def hold(self) -> None:
-        """Takes this host's part of the state into memory."""
+    def generate(self) -> None:
+        """Generate this host's part of the state."""
         block = np.random.default_rng(self.number).standard_normal((self.rows, self.side), dtype=np.float32)
         self.parts = {name: block + np.float32(i) for i, name in enumerate(NAMES)}
 
     def create(self, writers: int) -> None:
-        """Makes what must be there before the clock starts, for saves (``writers`` 0) or small commits."""
+        """Create what the contender needs before the clock starts, for saves (`writers` 0) or small commits."""
 
     def open(self, attempt: int) -> None:
-        """Opens what `create` made; for saves, as the given attempt needs it."""
+        """Open the store, for saves by this attempt."""
 
     def save(self, start: float, attempt: int) -> Saved:
-        """Saves this host's part of the state, from the moment ``start`` on, as part of one state."""
+        """Save this host's part of the state, beginning at the time `start`."""
         raise NotImplementedError
 
     def merge(self, payloads: Sequence[bytes]) -> float:
-        """Makes one store of what the hosts saved; the moment when it is done."""
+        """Merge the saved parts into one store, and return the time of completion."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError unless this host's part of the state reads back as it is held."""
+        """Raise `ValueError` unless this host's part of the state reads back unchanged."""
         for name, part in self.parts.items():
             if not np.array_equal(self.read(name), part):
                 raise ValueError(f"{name} of host {self.number} is not what was saved")
 
     def read(self, name: str) -> Any:
-        """This host's rows of an array of the state."""
+        """Return this host's rows of an array of the state."""
         raise NotImplementedError
 
     def commit_for(self, start: float, seconds: float, tasks: int) -> list[Committed]:
-        """Makes small commits from ``start`` on, in ``tasks`` at once, one after the other in each."""
+        """Make small commits from the time `start` on, in `tasks` concurrent sequences."""
 
         async def all_of_them() -> list[Committed]:
             return await asyncio.gather(*[self._commit_until(n, start + seconds) for n in range(tasks)])
@@ -105,31 +105,31 @@ class Host:
 
     async def _commit_until(self, task: int, moment: float) -> Committed:
         writer = self.number + task  # either one host or one task
-        taken: list[float] = []
+        latencies: list[float] = []
         retries = 0
         while (before := time.monotonic()) < moment:
-            retries += await self.commit(writer, len(taken))
-            taken.append(time.monotonic() - before)
-        return Committed(taken, retries)
+            retries += await self.commit(writer, len(latencies))
+            latencies.append(time.monotonic() - before)
+        return Committed(latencies, retries)
 
     async def commit(self, writer: int, number: int) -> int:
-        """Makes a writer's small commit of that number; returns how often something was done again."""
+        """Make the small commit of that number, and return the number of retries."""
         raise NotImplementedError
 
     def lost(self, made: Sequence[int]) -> int:
-        """How many small commits are not there, of as many as were acknowledged to each writer."""
+        """Return the number of lost commits, given the number of acknowledged commits of each writer."""
         raise NotImplementedError
 
 
 def value_of(writer: int, number: int) -> int:
-    """What a writer's small commit of that number writes."""
+    """Return the value that a writer's small commit of that number writes."""
     return 1 + writer * SLOTS + number
 
 
 class Raw(Host):
-    """The limit: each host its own file, preallocated, and nothing else."""
+    """The limit of the disk: each host writes a preallocated file."""
 
-    title = "raw, a file for each host"
+    title = "raw, a file per host"
 
     def save(self, start: float, attempt: int) -> Saved:
         until(start)
@@ -152,7 +152,7 @@ class Raw(Host):
 
 
 class TStore(Host):
-    """`tstore.save` by all hosts; transactions of one small chunk."""
+    """`tstore.save` on all hosts; transactions of one small chunk."""
 
     title = "tstore"
 
@@ -176,7 +176,7 @@ class TStore(Host):
         async def settled(prefix: str, durability: Any) -> None:
             await flush(prefix, durability)
             if prefix.startswith("txn/") and not self.written:
-                self.written = time.monotonic()  # this process has written its chunks, and made them durable
+                self.written = time.monotonic()  # the chunks of this process are written and durable
 
         backend.flush = settled
 
@@ -229,9 +229,9 @@ class TStore(Host):
 
 
 class TStoreApart(TStore):
-    """Each host its own store and its own commit: the same bytes without any coordination."""
+    """A store and a commit per host: the same bytes without coordination."""
 
-    title = "tstore, a store for each host"
+    title = "tstore, a store per host"
 
     def enter(self, folder: str, side: int = SIDE) -> None:
         super().enter(f"{folder}/{self.number}", side)
@@ -245,7 +245,7 @@ class TStoreApart(TStore):
         return Saved(self.written, time.monotonic())
 
     def create(self, writers: int) -> None:
-        """Nothing: each host makes its own."""
+        """Do nothing: each host creates its own."""
 
     def read(self, name: str) -> Any:
         async def read() -> Any:

@@ -6,18 +6,21 @@
 >>> exmy.decode(exmy.encode(x, f), f)
 array([   0.3125,   -1.    ,  480.    ], dtype=float32)
 
-FORMAT.md, beside this file, says what each code is worth and how codes are packed; `python -m exmy formats` prints
-all formats. `jax`, `torch`, `zarr` and `numcodecs` are imported by name. Reading the source:
+FORMAT.md, beside this file, defines the value of each code and the packing of codes; `python -m exmy formats`
+lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` and `numcodecs`. Reading the source:
 
-1. `format`: a format. `reference`: the specification of all that is done with one.
-2. `codes`, `packing`: the verbs, on arrays of `elements`; `rounding`: to nearest or at random.
-3. `fit`, `tensor_fit`: the shared exponent of a tensor, whole or slab by slab.
-4. `quantizer`: arrays to `quantized` ones, with `offsets` that `groups` share; `chunk`: the bytes of chunks.
-5. `exponents`, `noise`: what values are like, and what rounding did to them. `sample`, `survey`, `choice`: the
-   format that suits.
-6. `kernels`: who does the work: the C of `_kernels.c` (`_lanes.h`: how it is fast), or `blockwise`, the reference.
-   `threads`: many parts of an array at once. `emulation`: what JAX and PyTorch need to round in their own terms.
-7. `errors`: what can go wrong.
+1. `format`: number formats. `reference`: the specification of encoding, decoding and packing, in NumPy.
+2. `codes`, `packing`: encode, decode, round, pack, unpack. `elements`: the float types of their input and output.
+   `rounding`: to nearest or stochastic.
+3. `fit`, `tensor_fit`: choose the shared exponent of a tensor, in memory or slab by slab.
+4. `quantizer`: arrays to `quantized` arrays; `groups` of elements share `offsets`. `chunk`: the bytes of Zarr
+   chunks.
+5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
+   choose a format for given values.
+6. `kernels`: dispatch to the C of `_kernels.c` (`_lanes.h` explains its loops) or to `blockwise`, which runs the
+   reference in blocks. `threads`: parallel work on parts of an array. `emulation`: integer rounding for JAX,
+   PyTorch.
+7. `errors`: the exceptions.
 """
 
 from exmy import kernels

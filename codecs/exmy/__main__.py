@@ -1,4 +1,4 @@
-"""The command line of exmy: `python -m exmy formats` prints what the formats can hold."""
+"""The command line of exmy: `python -m exmy formats` prints the range and precision of every format."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["main"]
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with 2 and one sentence."""
+        """Exit with status 2 and a one-line message."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; SystemExit with 2 where it was misused."""
+    """Run the command line. Exits with status 2 on invalid arguments."""
     parser = _Parser(prog="python -m exmy", description="Low-bit number formats.")
     commands = parser.add_subparsers(dest="command", required=True)
     table = commands.add_parser(
         "formats",
         help="print the table of formats",
         description="Print every format with its standard bias: largest value, smallest normal and subnormal "
-        "value (to 7 digits; --json is exact), and how many distinct values it has.",
+        "values (to 7 digits; --json is exact), and the number of distinct values.",
     )
     table.add_argument(
         "--bits", type=_widths, default=range(2, 9), help="a width from 2 to 16, or all (default: 2 to 8)"
     )
-    table.add_argument("--json", action="store_true", help="print a JSON array with an object for each format")
-    chosen = parser.parse_args(arguments)
-    rows = [_row(f) for bits in chosen.bits for f in formats(bits)]
-    if chosen.json:
+    table.add_argument("--json", action="store_true", help="print a JSON array with one object per format")
+    options = parser.parse_args(arguments)
+    rows = [_row(f) for bits in options.bits for f in formats(bits)]
+    if options.json:
         json.dump(rows, sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
@@ -65,12 +65,12 @@ def _row(f: Format) -> dict[str, Any]:
         "largest": f.max,
         "smallest_normal": f.smallest_normal,
         "smallest_subnormal": f.smallest_subnormal,
-        "values": (1 << f.bits) - 1,  # both zeros are one value
+        "values": (1 << f.bits) - 1,  # +0 and -0 are one value
     }
 
 
 def _text(cell: Any) -> str:
-    """Return powers of two below 1 as such, as the smallest values are, other floats to 7 digits."""
+    """Format a table cell: powers of two below 1 as `2^n`, other floats to 7 digits."""
     if cell is None:
         return "none"
     if not isinstance(cell, float):
@@ -80,7 +80,7 @@ def _text(cell: Any) -> str:
 
 
 def _markdown(cells: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table that is aligned as plain text too, the first column to the left."""
+    """Return the lines of a Markdown table, padded to align as plain text; the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     return [

@@ -2,10 +2,10 @@
 
 #include "_runs.h"
 
-enum { TO_CODES, TO_PACKED, TO_VALUES };      /* what stochastic_all writes */
+enum { TO_CODES, TO_PACKED, TO_VALUES };      /* the outputs of stochastic_all */
 enum { EXPONENTS = 2098, LEAST = -1074 };     /* exponents of all float64: -1074 ... 1023 */
 
-/* The random bits of n positions of an array: see FORMAT.md, section 3. */
+/* The random bits of n positions of an array: FORMAT.md, section 3. */
 static void random_bits_at(const lanes *l, uint64_t seed, uint64_t position, size_t n, uint32_t *out)
 {
     while (n > 0) {
@@ -68,8 +68,8 @@ static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, ui
     return bad;
 }
 
-/* Histograms of the exponent fields, WAYS at once and side by side: elements of one exponent follow each other so
- * often that a single counter would wait for its own last store, and counters 4 KiB apart for each other's. */
+/* Histograms of the exponent fields, WAYS of them interleaved: consecutive elements often have the same exponent, so
+ * one histogram would wait for its own last store, and histograms 4 KiB apart would wait for each other's. */
 #define DEFINE_FIELDS(BITS, MANTISSA, FIELDS, WAYS)                                                          \
     static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t *bins)                        \
     {                                                                                                        \
@@ -80,7 +80,7 @@ static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, ui
         for (; i < n; i++)                                                                                   \
             bins[((src[i] >> MANTISSA) & (FIELDS - 1)) * WAYS]++;                                            \
     }                                                                                                        \
-    /* What has the field 0: zeros, and subnormals by their true exponents. */                               \
+    /* Field 0: zeros, and subnormals, counted by their true exponents. */                                   \
     static void small##BITS(const float##BITS##_bits *src, size_t n, int64_t *counts)                        \
     {                                                                                                        \
         for (size_t i = 0; i < n; i++) {                                                                     \
@@ -107,7 +107,7 @@ static uint64_t sum_of(const uint64_t *counters, size_t ways)
     return sum;
 }
 
-/* Adds to counts how often each exponent occurs; after those, how many zeros and how many not finite. */
+/* Adds to counts the number of values with each exponent, then the numbers of zeros and of non-finite values. */
 static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n, int64_t *counts)
 {
     uint64_t bins[2048 * 4] = {0};
@@ -138,8 +138,8 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
     }
 }
 
-/* Signal, noise, largest error and largest relative error of y as x. */
-static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *found)
+/* Signal, noise, largest error and largest relative error of y as an approximation of x. */
+static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *totals)
 {
     double sums[64] = {0};
     uint32_t a[BLOCK], b[BLOCK];
@@ -158,9 +158,11 @@ static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_
         }
     }
     for (size_t k = 0; k < 4; k++) {
-        found[k] = 0;
+        totals[k] = 0;
         for (size_t j = 0; j < 16; j++)
-            found[k] = k < 2 ? found[k] + sums[16 * k + j] : found[k] > sums[16 * k + j] ? found[k] : sums[16 * k + j];
+            totals[k] = k < 2                            ? totals[k] + sums[16 * k + j]
+                        : totals[k] > sums[16 * k + j] ? totals[k]
+                                                       : sums[16 * k + j];
     }
     leave_float_mode(mode);
 }

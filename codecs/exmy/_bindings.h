@@ -87,11 +87,11 @@ static PyObject *py_compare(PyObject *self, PyObject *args)
         return NULL;
     const lanes *l = lanes_of(level);
     if (l != NULL && check_kind(kind) && check_length("y", y.len, (size_t)x.len)) {
-        double found[4];
+        double totals[4];
         Py_BEGIN_ALLOW_THREADS;
-        compare_all(l, kind, x.buf, y.buf, (size_t)x.len / kind_size(kind), found);
+        compare_all(l, kind, x.buf, y.buf, (size_t)x.len / kind_size(kind), totals);
         Py_END_ALLOW_THREADS;
-        result = Py_BuildValue("dddd", found[0], found[1], found[2], found[3]);
+        result = Py_BuildValue("dddd", totals[0], totals[1], totals[2], totals[3]);
     }
     PyBuffer_Release(&x);
     PyBuffer_Release(&y);
@@ -101,7 +101,7 @@ static PyObject *py_compare(PyObject *self, PyObject *args)
 #define ARRAY_METHODS                                                                                        \
     {"stochastic", py_stochastic, METH_VARARGS,                                                              \
      "stochastic(level, kind, x, y, bias, seed, first, target, saturate, src, out) -> (count, first) of "    \
-     "what is not finite; target 0 codes, 1 packed, 2 values."},                                             \
+     "non-finite values; target 0 codes, 1 packed, 2 values."},                                              \
     {"stochastic_groups", py_stochastic_groups, METH_VARARGS,                                                \
      "stochastic_groups(level, kind, x, y, bias, wide, length, inner, first, seed, scales, src, out)."},     \
     {"exponents", py_exponents, METH_VARARGS,                                                                \

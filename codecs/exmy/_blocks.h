@@ -1,6 +1,6 @@
-/* Whole arrays, block by block: what the Python functions of _kernels.c call without the interpreter lock.
+/* The kernels on whole arrays, block by block: the Python functions of _kernels.c call these without the GIL.
  *
- * A block is BLOCK elements, so that its codes and what it is widened to stay in the first-level cache.
+ * A block is BLOCK elements, so that its codes and its widened values stay in the first-level cache.
  */
 
 #include "_levels.h"
@@ -38,7 +38,7 @@ static void count_nonfinite(int kind, const uint8_t *src, size_t n, size_t *bad,
         }
 }
 
-/* Room for one block. */
+/* Scratch memory for one block. */
 typedef struct {
     uint64_t wide[BLOCK];  /* float64 */
     uint64_t exact[BLOCK]; /* float64 values of codes */
@@ -47,7 +47,7 @@ typedef struct {
     uint8_t low[BLOCK], high[BLOCK];
 } room;
 
-/* Encodes a block of n into codes (uint8 up to 8 bits, uint16 above).  Says whether all were finite. */
+/* Encodes a block of n into codes (uint8 up to 8 bits, uint16 above). Returns whether all were finite. */
 static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *src, size_t n, int saturate,
                         room *r, void *codes)
 {
@@ -104,7 +104,7 @@ static void narrow_single(const lanes *l, int kind, const float32_bits *single, 
     }
 }
 
-/* Decodes a block of n codes into dst: exactly, then rounded once where dst cannot hold the value. */
+/* Decodes a block of n codes into dst, rounding once if dst cannot represent the value. */
 static void decode_block(const lanes *l, const spec *s, int kind, const void *codes, size_t n, room *r,
                          uint8_t *dst)
 {
@@ -194,7 +194,7 @@ static void unpack_bytes(const lanes *l, const uint8_t *in, size_t n, int bits, 
     }
 }
 
-/* Packs a block; codes has room for BLOCK.  The last tile of 9 bits and more holds its low bytes first. */
+/* Packs a block; codes has room for BLOCK. From 9 bits, the last tile begins with the low bytes of its codes. */
 static void pack_block(const lanes *l, const void *codes, size_t n, int bits, room *r, uint8_t *out)
 {
     const size_t stride = TILE / 8 * (size_t)bits;
@@ -225,8 +225,8 @@ static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, 
     l->join16(r->low, r->high, n, codes);
 }
 
-/* Copies past the caches: for outputs too large to be found there again.  A tile at a time, so that the memory
- * takes it while the next one is decoded. */
+/* Copies with non-temporal stores, for outputs too large to stay in the caches. A tile at a time, so that the stores
+ * overlap with decoding the next tile. */
 static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 {
 #if HAVE_SSE2
@@ -248,11 +248,11 @@ static void stream_end(void)
 #endif
 }
 
-/* From here on outputs are written past the caches: more than a core's share of them. */
+/* The size above which outputs bypass the caches: more than a core's share of them. */
 static const size_t STREAM_BYTES = (size_t)4 << 20;
 
 typedef struct {
-    size_t count, first; /* how many values are not finite, and where the first lies */
+    size_t count, first; /* the number of non-finite values, and the index of the first */
 } census;
 
 static census encode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed,
@@ -357,7 +357,7 @@ static void unpack_all(const lanes *l, int bits, const uint8_t *src, size_t n, u
     }
 }
 
-/* The largest magnitude as a float64; infinity or NaN where there is one. */
+/* The largest magnitude as a float64; infinity or NaN if src has one. */
 static double peak_all(const lanes *l, int kind, const uint8_t *src, size_t n)
 {
     float64_word wide;

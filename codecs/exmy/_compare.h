@@ -1,8 +1,8 @@
 /* The loop of `compare` on one block; included by _lanes.h for each level.
  *
  * Element i goes to lane i % 16: the sums of x^2 and of (x - y)^2, the largest |x - y| and the largest
- * |x - y| / |x| where x is not 0.  All in float64, so the result is the same at every level.  Maxima pass over
- * NaN; the sums keep it.
+ * |x - y| / |x| over x != 0. All in float64, so the result is the same at every level. Maxima ignore NaN; the sums
+ * propagate it.
  */
 
 #define DEFINE_COMPARE(NAME, VALUE)                                                                          \

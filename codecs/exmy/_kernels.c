@@ -1,8 +1,8 @@
-/* exmy._kernels: the eXmY loops for Python, on contiguous buffers, without the interpreter lock.
+/* exmy._kernels: the Python bindings of the eXmY loops, which run on contiguous buffers and release the GIL.
  *
- * The Python layer (kernels.py) checks what it passes; what is checked again here is what could touch memory
- * outside of the buffers.  Every function takes the level first (0 baseline, 1 AVX2, 2 AVX-512); formats are
- * three integers: exponent bits, mantissa bits, bias.  See FORMAT.md for what is computed, _lanes.h for how.
+ * The Python layer (kernels.py) validates arguments; the checks here only guard against access outside the buffers.
+ * The first argument of every function is the level (0 baseline, 1 AVX2, 2 AVX-512); formats are three integers:
+ * exponent bits, mantissa bits, bias. FORMAT.md specifies the results, _lanes.h explains the loops.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -14,7 +14,7 @@ static const lanes *lanes_of(int level)
 {
     const lanes *l = level_lanes(level);
     if (l == NULL)
-        PyErr_Format(PyExc_ValueError, "this machine does not run kernel level %d", level);
+        PyErr_Format(PyExc_ValueError, "this machine cannot run kernel level %d", level);
     return l;
 }
 
@@ -24,7 +24,7 @@ static int check_format(int exponent_bits, int mantissa_bits, int bias)
         1 + exponent_bits + mantissa_bits >= 2 && 1 + exponent_bits + mantissa_bits <= 16 && bias >= -512 &&
         bias <= 512)
         return 1;
-    PyErr_Format(PyExc_ValueError, "no such format: e%dm%db%d", exponent_bits, mantissa_bits, bias);
+    PyErr_Format(PyExc_ValueError, "invalid format e%dm%db%d", exponent_bits, mantissa_bits, bias);
     return 0;
 }
 
@@ -32,7 +32,7 @@ static int check_kind(int kind)
 {
     if (kind >= FLOAT16 && kind <= FLOAT64)
         return 1;
-    PyErr_Format(PyExc_ValueError, "no such kind of element: %d", kind);
+    PyErr_Format(PyExc_ValueError, "invalid kind of element: %d", kind);
     return 0;
 }
 
@@ -186,7 +186,7 @@ static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
         if ((size_t)bytes / (g->wide ? 8 : 4) / g->inner >= ends)
             return 1;
     }
-    PyErr_SetString(PyExc_ValueError, "the scales have too few bytes for these groups");
+    PyErr_SetString(PyExc_ValueError, "scales has too few bytes for these groups");
     return 0;
 }
 
@@ -245,10 +245,10 @@ static PyObject *py_supports(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"supports", py_supports, METH_VARARGS, "supports(level) -> bool: whether this machine runs the level."},
     {"encode", py_encode, METH_VARARGS,
-     "encode(level, kind, x, y, bias, packed, saturate, src, out) -> (count, first) of what is not finite."},
+     "encode(level, kind, x, y, bias, packed, saturate, src, out) -> (count, first) of non-finite values."},
     {"decode", py_decode, METH_VARARGS, "decode(level, kind, x, y, bias, packed, codes, out)."},
     {"round", py_round, METH_VARARGS,
-     "round(level, kind, x, y, bias, saturate, src, out) -> (count, first) of what is not finite."},
+     "round(level, kind, x, y, bias, saturate, src, out) -> (count, first) of non-finite values."},
     {"pack", py_pack, METH_VARARGS, "pack(level, bits, count, codes, out)."},
     {"unpack", py_unpack, METH_VARARGS, "unpack(level, bits, count, packed, out)."},
     {"peak", py_peak, METH_VARARGS, "peak(level, kind, src) -> (largest magnitude, count, first)."},

@@ -63,7 +63,7 @@ def least(
     factors: Array,
     tries: Array,
     src: Array,
-    found: Array,
+    best: Array,
     least: Array,
     /,
 ) -> None: ...

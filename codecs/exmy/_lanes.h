@@ -1,8 +1,8 @@
 /* The loops of eXmY on one block: plain C that the compiler vectorises.
  *
  * _kernels.c includes this file once for each level (baseline, AVX2, AVX-512), with LANE(name) giving the
- * function its level's name.  Every loop is branch-free, has no dependence between elements other than a
- * maximum, and works on unaligned pointers.  The arithmetic is explained in FORMAT.md and in reference.py:
+ * function its level's name. Every loop is branch-free, has no dependence between elements other than a
+ * maximum, and works on unaligned pointers. The arithmetic is explained in FORMAT.md and in reference.py:
  *
  *   quanta  n = round(|x| / 2^(E - mantissa_bits)),  E = max(exponent of |x|, exponent of the smallest normal)
  *   code      = n + (E - exponent of the smallest normal) * 2^mantissa_bits
@@ -12,7 +12,7 @@
  * difference of the bit patterns of the sum and of g is n.
  */
 
-/* Encodes n float32 given as bits.  Returns the largest magnitude seen, as bits. */
+/* Encodes n float32 given as bits. Returns the largest magnitude seen, as bits. */
 #define DEFINE_CODES32(NAME, CODE)                                                                           \
     static uint32_t LANE(NAME)(const float32_bits *src, size_t n, const spec *s, CODE *out)                  \
     {                                                                                                        \
@@ -91,7 +91,7 @@ DEFINE_VALUES32(values8_f32, uint8_t)
 DEFINE_VALUES32(values16_f32, code16)
 #undef DEFINE_VALUES32
 
-/* Both ways for e8mY with the bias of float32, whose last exponent float32 keeps for infinity. */
+/* Both directions for e8mY with the bias of float32, whose last exponent is infinity in float32. */
 #define DEFINE_TOP(WIDTH, CODE)                                                                              \
     static uint32_t LANE(top##WIDTH)(const float32_bits *src, size_t n, const spec *s, CODE *out)            \
     {                                                                                                        \
@@ -164,7 +164,7 @@ static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, c
 }
 #endif
 
-/* float16 bits to float32 bits, exact; infinities and NaNs stay what they are. */
+/* float16 bits to float32 bits, exact; infinities and NaNs are preserved. */
 static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
 {
     size_t i = 0;
@@ -176,7 +176,7 @@ static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
         uint32_t half = src[i];
         int32_t a = (int32_t)(half & 0x7fffu);
         float32_word small;
-        small.f = (float)a * 0x1p-24f; /* what a subnormal is worth */
+        small.f = (float)a * 0x1p-24f; /* the value of a subnormal */
         int32_t normal = (a << 13) + (112 << 23) + (a >= 0x7c00 ? 112 << 23 : 0);
         int32_t below = a < 0x0400 ? -1 : 0;
         out[i] = (uint32_t)((small.i & below) | (normal & ~below)) | ((half & 0x8000u) << 16);
@@ -204,7 +204,7 @@ static void LANE(narrow_f64)(const float64_value *src, size_t n, float32_value *
         out[i] = (float)src[i];
 }
 
-/* Finite float32 to the nearest float16 bits, ties to even, overflow to infinity.  `half` is e5m10 with the limit
+/* Finite float32 to the nearest float16 bits, ties to even, overflow to infinity. `half` is e5m10 with the limit
  * 2^16, whose code is that of infinity. */
 static void LANE(narrow_f16)(const float32_bits *src, size_t n, const spec *half, code16 *out)
 {
@@ -294,7 +294,7 @@ static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code
     {                                                                                                        \
         enum { WORDS = 4 * P, PARTS = 8 / P };                                                               \
         const uint64_t keep = ((uint64_t)1 << shift) - 1;                                                    \
-        const uint64_t kept = keep * 0x0101010101010101u; /* what earlier planes have put there */           \
+        const uint64_t kept = keep * 0x0101010101010101u; /* the bits of earlier planes */           \
         for (size_t t = 0; t < tiles; t++, codes += TILE, in += stride) {                                    \
             const word64 *from = (const word64 *)in;                                                         \
             word64 *to = (word64 *)codes;                                                                    \

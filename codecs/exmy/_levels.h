@@ -1,6 +1,6 @@
 /* Levels: the same loops compiled for each instruction set, and the choice among them at run time.
  *
- * A level is a table of loops (`lanes`), made by including _lanes.h under the level's target.  Other compilers
+ * A level is a table of loops (`lanes`), made by including _lanes.h under the level's target. Other compilers
  * than gcc and clang, and other processors than x86-64, get the baseline alone.
  */
 
@@ -12,7 +12,7 @@
 enum { TILE = 256, BLOCK = 2048 };
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
-/* Elements of the caller's arrays: they may lie anywhere. */
+/* Elements of the caller's arrays, which may be unaligned. */
 #if defined(__GNUC__)
 #define UNALIGNED __attribute__((aligned(1), may_alias))
 #define INLINE inline __attribute__((always_inline))
@@ -58,7 +58,7 @@ typedef struct {
     uint32_t (*top16)(const float32_bits *, size_t, const spec *, code16 *);
     void (*untop8)(const uint8_t *, size_t, const spec *, float32_bits *);
     void (*untop16)(const code16 *, size_t, const spec *, float32_bits *);
-    void (*look_up)(const uint8_t *, size_t, const code16 *, code16 *); /* NULL where it would not pay */
+    void (*look_up)(const uint8_t *, size_t, const code16 *, code16 *); /* NULL if it would not pay */
     void (*widen_f16)(const code16 *, size_t, float32_bits *);
     void (*widen_bf16)(const code16 *, size_t, float32_bits *);
     void (*widen_f32)(const float32_value *, size_t, float64_value *);
@@ -137,8 +137,8 @@ typedef struct {
 #define HAVE_SSE2 0
 #endif
 
-/* Finds the highest level that this processor and its system run.  Asked of the processor itself, since what
- * __builtin_cpu_supports links to is not found by every compiler in a shared library. */
+/* Finds the highest level that the processor and the operating system support. Uses cpuid directly, because not every
+ * compiler can link __builtin_cpu_supports into a shared library. */
 static int find_highest_level(void)
 {
 #if MANY_LEVELS
@@ -158,7 +158,7 @@ static int find_highest_level(void)
 
 static int highest_level = 0; /* set at import: cpuid is slow on virtual machines */
 
-/* The loops of a level (0 baseline, 1 AVX2, 2 AVX-512), or NULL where this machine cannot run it. */
+/* The loops of a level (0 baseline, 1 AVX2, 2 AVX-512), or NULL if this machine cannot run it. */
 static const lanes *level_lanes(int level)
 {
     if (level < 0 || level > highest_level)
@@ -170,7 +170,7 @@ static const lanes *level_lanes(int level)
     return &baseline_table;
 }
 
-/* The loops need rounding to nearest and true subnormals, whatever another library has set in this thread. */
+/* Sets rounding to nearest with subnormals, as the loops need: other libraries may have changed it. */
 static unsigned enter_float_mode(void)
 {
 #if HAVE_SSE2

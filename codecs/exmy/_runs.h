@@ -1,8 +1,8 @@
-/* Whole arrays whose elements share scales in groups: what _kernels.c calls for `quantize`.
+/* The kernels on whole arrays whose elements share scales in groups: _kernels.c calls these for `quantize`.
  *
  * Element i of the array belongs to group i / (length * inner) * inner + i % inner: a run of `length` elements
- * where inner is 1, a column of a matrix of `length` rows and `inner` columns otherwise.  The working type is
- * float32, or float64 (`wide`) where float32 would lose something; scales are of the working type.
+ * if inner is 1, else a column of a matrix of `length` rows and `inner` columns. The working type is
+ * float32, or float64 (`wide`) if float32 would lose bits; scales are of the working type.
  */
 
 #include "_blocks.h"
@@ -70,8 +70,8 @@ static void encode_groups(const lanes *l, spec s, int kind, const groups *g, con
     leave_float_mode(mode);
 }
 
-/* Values of packed codes times the scales, rounded once to the kind of dst.  For float16 and bfloat16 without
- * `wide`, every product must be a float32. */
+/* Values of packed codes times the scales, rounded once to the kind of dst. Without `wide`, every product for float16
+ * and bfloat16 must be a float32. */
 static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
@@ -102,7 +102,7 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     leave_float_mode(mode);
 }
 
-/* The largest magnitude of each run of `length`, as a float64; infinity or NaN where there is one. */
+/* The largest magnitude of each run of `length`, as a float64; infinity or NaN if the run has one. */
 static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *src, size_t runs, double *out)
 {
     const size_t size = kind_size(kind);

@@ -1,20 +1,20 @@
-/* The search for the offset or the scale of least squared error: what _kernels.c calls for `fit` and `quantize`.
+/* The search for the offset or scale of least squared error: _kernels.c calls it for `fit` and `quantize`.
  *
- * Errors of a run are sums of squares in the fixed order of _grouped.h, so every level finds the same.
+ * Errors of a run are sums of squares in the fixed order of _grouped.h, so all levels find the same.
  */
 
 #include "_arrays.h"
 
-enum { MOST_FACTORS = 64 }; /* that are tried at once */
+enum { MOST_FACTORS = 64 }; /* per call */
 
-/* Room for the sums of one run. */
+/* Scratch memory for the sums of one run. */
 typedef struct {
     room block;
     double sums[16];
 } tally;
 
-/* The sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run, or a part of it that is more
- * than `enough`. */
+/* The sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run. Stops early, with a partial sum,
+ * once that exceeds `enough`. */
 static double run_noise(const lanes *l, const spec *s, int kind, int wide, const uint8_t *src, size_t n, double scale,
                         double factor, double enough, tally *t)
 {
@@ -50,29 +50,29 @@ static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length,
     leave_float_mode(mode);
 }
 
-/* found[i] = the k < tries[i] with the least noise / factors[k]^2 of run i (of equal ones, the smallest factor), and
+/* best[i] = the k < tries[i] with the least noise / factors[k]^2 of run i (of equal ones, the smallest factor), and
  * least[i] that error.
  *
- * With `rising`, factors are 1, 2, 4 ..., and 1 clips nothing.  What is not clipped with a factor is never rounded
+ * With `rising`, factors are 1, 2, 4 ..., and 1 clips nothing. What is not clipped with a factor is never rounded
  * worse than with a smaller one, so what is clipped weighs at least the error less the least before; larger
- * factors clip more.  So no larger one can be better once an error is twice the least before. */
+ * factors clip more. So no larger one can be better once an error is twice the least before. */
 static void least_all(const lanes *l, spec s, int kind, int wide, int rising, size_t length, const uint8_t *scales,
-                      const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *found,
+                      const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *best,
                       double *least)
 {
     tally t;
-    const double margin = rising ? 2.001 : 1.001; /* with more than all roundings of the sums */
+    const double margin = rising ? 2.001 : 1.001; /* the margin exceeds the rounding errors of the sums */
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < runs; i++, src += length * size) {
         const double scale = scale_of(wide, scales, i);
-        found[i] = 0, least[i] = HUGE_VAL;
+        best[i] = 0, least[i] = HUGE_VAL;
         for (int64_t k = 0; k < tries[i]; k++) {
             const double unit = factors[k] * factors[k], most = margin * least[i];
             const double enough = most * unit;
             const double error = run_noise(l, &s, kind, wide, src, length, scale, factors[k], enough, &t) / unit;
-            if (error < least[i] || (error == least[i] && factors[k] < factors[found[i]]))
-                found[i] = k, least[i] = error;
+            if (error < least[i] || (error == least[i] && factors[k] < factors[best[i]]))
+                best[i] = k, least[i] = error;
             if (rising && error >= most)
                 break;
         }
@@ -80,7 +80,7 @@ static void least_all(const lanes *l, spec s, int kind, int wide, int rising, si
     leave_float_mode(mode);
 }
 
-/* Sums of the squared errors of the formats with `bias` and the biases above, whose specs are given. */
+/* Sums of the squared errors of the formats of `specs`, whose biases are consecutive. */
 static void squared_errors_all(const lanes *l, const spec *specs, size_t biases, int kind, int wide,
                                const uint8_t *src, size_t n, double *out)
 {

@@ -1,12 +1,12 @@
 /* The functions of _search.h for Python; included by _kernels.c. */
 
-/* How many runs of `length` src holds; 0 with an error where it holds no whole number of them. */
+/* The number of runs of `length` in src; 0 with an exception set if its size is not a multiple of that. */
 static size_t runs_of(int kind, Py_ssize_t length, Py_ssize_t bytes)
 {
     const size_t run = length > 0 && length <= PY_SSIZE_T_MAX / 8 ? (size_t)length * kind_size(kind) : 0;
     if (run > 0 && bytes > 0 && (size_t)bytes % run == 0)
         return (size_t)bytes / run;
-    PyErr_SetString(PyExc_ValueError, "src holds no whole number of runs");
+    PyErr_SetString(PyExc_ValueError, "the size of src is not a multiple of that of the runs");
     return 0;
 }
 
@@ -53,7 +53,7 @@ static PyObject *py_energy(PyObject *self, PyObject *args)
         return NULL;
     const lanes *l = lanes_of(level);
     if (l != NULL && check_kind(kind)) {
-        spec nothing = spec_of(4, 3, 7, 0); /* whose only value is 0, so errors are the elements themselves */
+        spec nothing = spec_of(4, 3, 7, 0); /* whose only value is 0, so the errors are the elements themselves */
         double energy;
         nothing.limit64 = nothing.limit32 = 0;
         Py_BEGIN_ALLOW_THREADS;
@@ -123,11 +123,11 @@ static PyObject *py_least(PyObject *self, PyObject *args)
 {
     int level, kind, x, y, bias, wide, rising;
     Py_ssize_t length;
-    Py_buffer scales, factors, tries, src, found, least;
+    Py_buffer scales, factors, tries, src, best, least;
     PyObject *result = NULL;
     (void)self;
     if (!PyArg_ParseTuple(args, "iiiiippny*y*y*y*w*w*", &level, &kind, &x, &y, &bias, &wide, &rising, &length, &scales,
-                          &factors, &tries, &src, &found, &least))
+                          &factors, &tries, &src, &best, &least))
         return NULL;
     const lanes *l = lanes_of(level);
     const size_t count = (size_t)factors.len / sizeof(double);
@@ -135,7 +135,7 @@ static PyObject *py_least(PyObject *self, PyObject *args)
         const size_t runs = runs_of(kind, length, src.len);
         if (runs > 0 && check_length("scales", scales.len, runs * (wide ? 8 : 4)) &&
             check_length("tries", tries.len, runs * sizeof(int64_t)) &&
-            check_length("found", found.len, runs * sizeof(int64_t)) &&
+            check_length("best", best.len, runs * sizeof(int64_t)) &&
             check_length("least", least.len, runs * sizeof(double))) {
             const int64_t *each = tries.buf;
             size_t i = 0;
@@ -144,7 +144,7 @@ static PyObject *py_least(PyObject *self, PyObject *args)
             if (i == runs) {
                 Py_BEGIN_ALLOW_THREADS;
                 least_all(l, spec_of(x, y, bias, 0), kind, wide, rising, (size_t)length, scales.buf, factors.buf, each,
-                          src.buf, runs, found.buf, least.buf);
+                          src.buf, runs, best.buf, least.buf);
                 Py_END_ALLOW_THREADS;
                 result = Py_BuildValue("");
             } else
@@ -155,7 +155,7 @@ static PyObject *py_least(PyObject *self, PyObject *args)
     PyBuffer_Release(&factors);
     PyBuffer_Release(&tries);
     PyBuffer_Release(&src);
-    PyBuffer_Release(&found);
+    PyBuffer_Release(&best);
     PyBuffer_Release(&least);
     return result;
 }
@@ -187,7 +187,7 @@ static PyObject *py_columns(PyObject *self, PyObject *args)
         }
     }
     if (result == NULL && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "these columns do not lie in src");
+        PyErr_SetString(PyExc_ValueError, "the columns are out of range of src");
     PyBuffer_Release(&src);
     PyBuffer_Release(&dst);
     return result;
@@ -201,5 +201,5 @@ static PyObject *py_columns(PyObject *self, PyObject *args)
     {"noise", py_noise, METH_VARARGS,                                                                        \
      "noise(level, kind, x, y, bias, wide, length, scales, factors, src, out): float64 by run and factor."}, \
     {"least", py_least, METH_VARARGS,                                                                        \
-     "least(level, kind, x, y, bias, wide, rising, length, scales, factors, tries, src, found, least)."},    \
+     "least(level, kind, x, y, bias, wide, rising, length, scales, factors, tries, src, best, least)."},    \
     {"columns", py_columns, METH_VARARGS, "columns(itemsize, rows, stride, first, width, src, out)."}

@@ -1,8 +1,8 @@
 /* The loops of stochastic rounding on one block; included by _lanes.h for each level.
  *
  * With a = |x| / quantum and r the 32 random bits of an element's position, the quanta are
- * (floor(a 2^32) + r) >> 32.  floor(a 2^32) is below 2^48, and is had by adding 2^52 and taking back what that
- * addition rounded up.  FORMAT.md defines the random bits; k0 and k1 are the keys of 2^32 positions.
+ * (floor(a 2^32) + r) >> 32. floor(a 2^32) is below 2^48; it is computed by adding 2^52 and undoing the rounding up of
+ * that addition. FORMAT.md defines the random bits; k0 and k1 are the keys of 2^32 positions.
  */
 
 static INLINE uint32_t LANE(mix)(uint32_t h)

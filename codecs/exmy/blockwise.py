@@ -1,4 +1,4 @@
-"""The reference on whole arrays, block by block, under the signatures of the C kernels: memory stays flat."""
+"""The reference applied to whole arrays in blocks of bounded memory, with the signatures of the C kernels."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _BLOCK = 1 << 16
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of blocks; all but the last are whole tiles."""
+    """Yield the bounds of blocks; all but the last consist of whole tiles."""
     for start in range(0, count, _BLOCK):
         yield start, min(start + _BLOCK, count)
 
 
 def _bytes(start: int, stop: int, bits: int) -> slice:
-    """Return where the packed elements start ... stop-1 lie; start is a tile's."""
+    """Return the bytes of the packed elements start ... stop-1; start must be a multiple of the tile length."""
     whole, rest = stop // reference.TILE * reference.TILE, stop % reference.TILE
     return slice(start // 8 * bits, (whole // 8 + (rest + 7) // 8) * bits)
 
 
 def _nonfinite(kind: Kind, src: Array, begin: int = 0) -> tuple[int, int]:
-    """Return how many values from `begin` on are not finite and where the first lies."""
+    """Return the number of non-finite values from `begin` on, and the index of the first."""
     count = first = 0
     for start, stop in _blocks(src.size - begin):
         bad = np.flatnonzero(~np.isfinite(reference.widen(src[begin + start : begin + stop], kind)))
@@ -60,7 +60,7 @@ def _nonfinite(kind: Kind, src: Array, begin: int = 0) -> tuple[int, int]:
 
 
 def _codes(values: Array, layout: Layout, dither: Dither | None, start: int) -> Array:
-    """Return the codes of the elements from `start` on."""
+    """Return the codes of values whose first element is number `start` of the array."""
     if dither is None:
         return reference.encode(values, layout)
     return reference.encode(values, layout, reference.random_bits(*dither.at(start), values.size))
@@ -106,7 +106,9 @@ def round(
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(kind, src, start)  # src may be out: what lies before is rounded by now
+            return _nonfinite(
+                kind, src, start
+            )  # src may be out, and then everything before start is already rounded
         codes = _codes(values, layout, dither, start)
         out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
     return 0, 0
@@ -158,7 +160,7 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
     """See kernels.noise."""
-    together = max(1, _BLOCK // max(1, runs.shape[1]))  # rows times factors
+    together = max(1, _BLOCK // max(1, runs.shape[1]))  # rows times factors per block
     rows, many = max(1, together // factors.size), min(factors.size, together)
     multipliers = factors.astype(scales.dtype)[:, None]
     for i in range(0, len(runs), rows):
@@ -171,7 +173,10 @@ def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array
 
 
 def _sums_of_squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sums over the last axis in the order of the kernels: element i in sum i mod 16, then halves."""
+    """Return the sums of squares over the last axis, added in the order of the C kernels.
+
+    Element i goes to partial sum i mod 16; the 16 partial sums are then added by halves.
+    """
     *others, size = values.shape
     lanes = np.zeros((*others, max(1, -(-size // 16)) * 16))
     with np.errstate(over="ignore", under="ignore"):
@@ -189,10 +194,10 @@ def least(
     scales: Array,
     factors: Array,
     tries: Array,
-    found: Array,
+    best: Array,
     error: Array,
 ) -> None:
-    """See kernels.least; nothing is left out here."""
+    """See kernels.least; this one tries every factor."""
     rows = max(1, _BLOCK // max(1, runs.shape[1] * factors.size))
     order = np.argsort(factors, kind="stable")
     for i in range(0, len(runs), rows):
@@ -201,8 +206,8 @@ def least(
         noise(kind, layout, runs[part], scales[part], factors, errors)
         errors /= factors * factors
         errors[np.arange(factors.size) >= tries[part, None]] = np.inf
-        found[part] = order[np.argmin(errors[:, order], axis=1)]
-        error[part] = np.take_along_axis(errors, found[part, None], axis=1)[:, 0]
+        best[part] = order[np.argmin(errors[:, order], axis=1)]
+        error[part] = np.take_along_axis(errors, best[part, None], axis=1)[:, 0]
 
 
 def _scaled(kind: Kind, src: Array, scales: Array) -> Array:
@@ -225,8 +230,8 @@ def encode_groups(
 ) -> None:
     """See kernels.encode_groups."""
     for start, stop in _blocks(src.size):
-        of = groups.index(first + start, first + stop)
-        values = _scaled(kind, src[start:stop], scales.reshape(-1)[of]).astype(np.float64)
+        group = groups.index(first + start, first + stop)
+        values = _scaled(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
         codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
         out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
 
@@ -234,11 +239,11 @@ def encode_groups(
 def decode_groups(
     kind: Kind, layout: Layout, groups: Groups, first: int, scales: Array, packed: Array, out: Array
 ) -> None:
-    """See kernels.decode_groups; the exact product, which a float64 holds, is rounded once."""
+    """See kernels.decode_groups; a float64 represents every product exactly, so each is rounded only once."""
     for start, stop in _blocks(out.size):
         codes = reference.unpack(packed[_bytes(start, stop, layout.bits)], layout.bits, stop - start)
-        of = groups.index(first + start, first + stop)
-        values = reference.decode(codes, layout) * scales.reshape(-1)[of].astype(np.float64)
+        group = groups.index(first + start, first + stop)
+        values = reference.decode(codes, layout) * scales.reshape(-1)[group].astype(np.float64)
         out[start:stop] = reference.narrow(values, kind)
 
 
@@ -249,7 +254,7 @@ def exponents(kind: Kind, src: Array, out: Array) -> None:
 
 
 def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
-    """See kernels.compare: 16 partial sums and maxima, element i in number i mod 16, each taken in order."""
+    """See kernels.compare: 16 partial sums and maxima, element i in number i mod 16, each accumulated in order."""
     sums, most = np.zeros((2, 1, 16)), np.zeros((2, 16))
     for start, stop in _blocks(x.size):
         parts = reference.compare(reference.widen(x[start:stop], kind), reference.widen(y[start:stop], kind))

@@ -1,4 +1,4 @@
-"""Choice: the format that suits an array, with the reason."""
+"""Choosing a format for an array, for a number of bits or a minimum SQNR."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from exmy.errors import FormatError
 from exmy.format import Format
 from exmy.quantizer import Scale
 from exmy.sample import Sample
-from exmy.survey import Candidate, candidates_of
+from exmy.survey import Candidate, measure_candidates
 
 __all__ = ["Choice", "choose"]
 
-_SLACK = 0.01  # bits a value that offsets may cost beyond the bits asked for: those of rows of 800 or more
+_SLACK = 0.01  # bits per value by which offsets may exceed the requested bits: what rows of 800 or more cost
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class Choice(Format):
-    """A format that `exmy.choose` chose: a `Format` in every way, which also knows why.
+    """The result of `exmy.choose`: a `Format` with the candidates and the reason of the choice.
 
-    It equals, and is pickled and copied as, the plain format of its name.
+    Equal to the plain `Format` of the same name, which is also what pickling and copying yield.
     """
 
     candidates: tuple[Candidate, ...]
-    """What it was chosen from, best first: the chosen one, then those that would have done too."""
+    """The chosen format, then the other formats that meet the requirement, best first."""
     reason: str
-    """Why, in a few sentences for people."""
+    """The reason for the choice, in a few sentences."""
 
     def __init__(self, name: str, candidates: tuple[Candidate, ...], reason: str) -> None:
         Format.__init__(self, name)
@@ -48,36 +48,40 @@ def choose(
     scale: Scale = "search",
     nonfinite: NonFinite = "error",
 ) -> Choice:
-    """Return the format that suits x within `bits`, or for an SQNR of at least `min_sqnr` dB.
+    """Return the best format for x within `bits` per value, or the narrowest with an SQNR of `min_sqnr` dB.
 
-    bits: 2 ... 16, not necessarily whole: the format with the least error of the widest that fit, where the
-    offsets or scales of rows and blocks count, but not the first 0.01 bit of them.  min_sqnr: of the formats
-    expected to reach it, those of the fewest bits, and of these the one with the least error.  Exactly one of
-    the two must be given.  FormatError for numbers out of range, and for an SQNR that no format reaches.
+    Exactly one of the two must be given. `bits`: 2 ... 16, may be fractional. Of the widest formats that fit, the
+    one with the least error. The offsets or scales of rows and blocks count as bits, except for the first 0.01
+    bit. `min_sqnr`: of the narrowest formats expected to reach it, the one with the least error.
 
-    What is expected is the error that a sample promises (see `survey`), with the offsets or scales of `quantize`
-    for axis, block and scale.  Where the whole tensor shares an offset, the sample has its largest values, the
-    reason speaks of the exponents of them all, and the format has the bias that is best for the sample; with
-    rows and blocks it has its standard bias.  Of equal errors, the fewest exponent bits win; so an empty array
-    or one of zeros gets the format without exponent bits.  NonFiniteError as in `survey`.
+    The expected error is that of a sample (see `survey`), with the offsets or scales that `quantize` would use for
+    `axis`, `block` and `scale`. If the whole tensor shares one offset, the sample includes its largest values, the
+    reason describes the exponents of all values, and the format has the bias that is best for the sample; with
+    rows or blocks it has its standard bias. Ties go to the fewest exponent bits, so an empty or all-zero array
+    gets the format without exponent bits.
+
+    Raises `FormatError` for arguments out of range and if no format reaches the SQNR, `NonFiniteError` as `survey`
+    does.
     """
     if (bits is None) == (min_sqnr is None):
         raise FormatError("choose needs either bits or min_sqnr, and not both")
-    sample = Sample.of(x, axis, block, nonfinite)
+    sample = Sample.from_array(x, axis, block, nonfinite)
     if bits is not None:
         width = _width(bits, sample.metadata(scale))
-        found = sorted(candidates_of(sample, width, scale), key=_noise)
-        if not found:
-            raise FormatError(f"no format of {width} bits holds the values; scale the input")
-        why = f"{found[0].format} has the least error of the formats of {width} bits{_runners_up(found)}."
+        candidates = sorted(measure_candidates(sample, width, scale), key=_noise)
+        if not candidates:
+            raise FormatError(f"no format of {width} bits can represent the largest values; scale the input")
+        best = candidates[0].format
+        reason = f"{best} has the least error of the formats of {width} bits{_runners_up(candidates)}."
     else:
         assert min_sqnr is not None
-        found, why = _reaching(sample, min_sqnr, scale)
+        candidates, reason = _reaching(sample, min_sqnr, scale)
+        best = candidates[0].format
     if not sample.peaks.any():
-        why = f"There is no value but zero, and every format is exact: {found[0].format} is the simplest."
+        reason = f"All values are zero, so every format is exact: {best} is the simplest."
     else:
-        why = f"{why} {_spread(sample, found[0])}"
-    return Choice(found[0].format.name, tuple(found), why)
+        reason = f"{reason} {_spread(sample, candidates[0])}"
+    return Choice(best.name, tuple(candidates), reason)
 
 
 def _noise(candidate: Candidate) -> float:
@@ -85,12 +89,15 @@ def _noise(candidate: Candidate) -> float:
 
 
 def _width(bits: float, metadata: float) -> int:
-    """Return the widest whole width within the bits a value, after the metadata."""
+    """Return the largest code width that leaves room for the metadata within `bits` per value."""
     if not _is_number(bits) or not 2 <= bits <= 16:
         raise FormatError(f"bits is {bits!r}; expected a number from 2 to 16")
     width = math.floor(bits - max(0.0, metadata - _SLACK))
     if width < 2:
-        raise FormatError(f"{bits:g} bits do not suffice: offsets or scales take {metadata:g} and a code takes 2")
+        raise FormatError(
+            f"{bits:g} bits do not suffice: offsets or scales take {metadata:g} bits per value and a code takes "
+            "2 or more"
+        )
     return width
 
 
@@ -99,33 +106,35 @@ def _is_number(value: object) -> bool:
 
 
 def _reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple[list[Candidate], str]:
-    """Return the candidates of the least width that reach the SQNR, best first, and why."""
+    """Return the narrowest candidates that reach the SQNR, best first, and the reason for the choice."""
     if not _is_number(min_sqnr) or math.isnan(min_sqnr) or (math.isinf(min_sqnr) and sample.peaks.any()):
         raise FormatError(f"min_sqnr is {min_sqnr!r}; expected a number of dB")
     best: Candidate | None = None
     for width in range(2, 17):
-        found = sorted(candidates_of(sample, width, scale), key=_noise)
-        reached = [candidate for candidate in found if candidate.sqnr >= min_sqnr]
+        tried = sorted(measure_candidates(sample, width, scale), key=_noise)
+        reached = [candidate for candidate in tried if candidate.sqnr >= min_sqnr]
         if reached:
-            why = f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}{_runners_up(found)}."
+            reason = (
+                f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}{_runners_up(tried)}."
+            )
             if best is not None:
-                why += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
-            return reached, why
-        if found and (best is None or found[0].noise < best.noise):
-            best = found[0]
+                reason += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
+            return reached, reason
+        if tried and (best is None or tried[0].noise < best.noise):
+            best = tried[0]
     if best is None:
-        raise FormatError("no format holds the values; scale the input")
+        raise FormatError("no format can represent the largest values; scale the input")
     raise FormatError(
         f"no format reaches {min_sqnr:g} dB on these values; the best possible is {best.sqnr:.2f} dB, with "
         f"{best.format}"
     )
 
 
-def _runners_up(found: list[Candidate]) -> str:
-    """Return what the best is expected to reach, and the next two."""
-    said = f", {_decibels(found[0])} expected"
-    others = [f"{c.format} {_decibels(c)}" for c in found[1:3]]
-    return f"{said}; next come {' and '.join(others)}" if others else said
+def _runners_up(candidates: list[Candidate]) -> str:
+    """Describe the expected SQNR of the best candidate and of the next two."""
+    expected = f", {_decibels(candidates[0])} expected"
+    others = [f"{c.format} {_decibels(c)}" for c in candidates[1:3]]
+    return f"{expected}; next come {' and '.join(others)}" if others else expected
 
 
 def _decibels(candidate: Candidate) -> str:
@@ -133,12 +142,12 @@ def _decibels(candidate: Candidate) -> str:
 
 
 def _spread(sample: Sample, best: Candidate) -> str:
-    """Return what the exponents look like, seen from the format chosen."""
+    """Describe the distribution of the exponents relative to the range of the chosen format."""
     h = sample.exponents
-    said = f"The exponents lie in {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"
+    text = f"The exponents range over {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"
     if sample.groups.axis is None:
         f = best.format
-        said += (
-            f"; {h.below(f):.2%} of the values lie below the smallest normal one, {h.above(f):.2%} above the top"
+        text += (
+            f"; {h.below(f):.2%} of the values are below the smallest normal, {h.above(f):.2%} above the largest"
         )
-    return f"{said}; {best.clipped:.2%} are clipped."
+    return f"{text}; {best.clipped:.2%} are clipped."

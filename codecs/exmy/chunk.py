@@ -1,6 +1,6 @@
-"""Chunk: how the chunks of an array are stored, where metadata beside them keeps format, shape and dtype.
+"""The encoding of chunks of an array whose metadata, stored elsewhere, has the format, shape and dtype.
 
-FORMAT.md, section 9, has the layout: an 8-byte header with the bias, one offset or scale for each group, and the
+FORMAT.md, section 9, defines the layout: an 8-byte header with the bias, one offset or scale per group, and the
 packed codes.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
 from exmy.codes import encode_packed
-from exmy.elements import Array, Kind, kind_of, output_dtype, plain, without_infinity
+from exmy.elements import Array, Kind, builtin_view, clamp_infinities, kind_of, output_dtype
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
@@ -35,9 +35,9 @@ _SCALES = ("search", "max", "none", "float")
 
 @dataclass(frozen=True, slots=True)
 class ChunkCodec:
-    """How chunks are stored: the format of their codes, and which elements of a chunk share an offset or scale.
+    """The encoding of chunks: their number format, and which elements of a chunk share an offset or scale.
 
-    The codes are those of `exmy.quantize` with the same arguments, chunk by chunk.
+    Each chunk has the codes that `exmy.quantize` returns for it with the same arguments.
     """
 
     format: Format
@@ -45,12 +45,12 @@ class ChunkCodec:
     scale: Scale = "search"
     """How the shared offsets are chosen: see `exmy.quantize`."""
     axis: int | None = None
-    """The axis of a chunk along which elements share an offset; None where all do."""
+    """The axis of a chunk along which elements share an offset; None for one offset per chunk."""
     block: int | None = None
-    """How many elements along the axis (the last one if None) share an offset; None where all do."""
+    """The number of elements along the axis (the last one if None) that share an offset; None for all of them."""
 
     keys: ClassVar[tuple[str, ...]] = ("format", "scale", "axis", "block")
-    """What a configuration may hold."""
+    """The keys of a configuration."""
 
     def __post_init__(self) -> None:
         if self.scale not in _SCALES:
@@ -62,56 +62,56 @@ class ChunkCodec:
         if self.scale == "none" and (self.axis, self.block) != (None, None):
             raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
         if self.block is not None:
-            Groups.of((self.block,), None, self.block)  # FormatError for a length that blocks do not have
+            Groups.from_shape((self.block,), None, self.block)  # raises FormatError for an invalid block length
 
     @staticmethod
-    def of(configuration: Mapping[str, Any]) -> ChunkCodec:
-        """Return the codec of a configuration, such as {"format": "e3m2", "axis": -1, "block": 32}.
+    def from_configuration(configuration: Mapping[str, Any]) -> ChunkCodec:
+        """Return the codec for a configuration such as {"format": "e3m2", "axis": -1, "block": 32}.
 
-        Only "format" must be there; the others are as in `exmy.quantize`.  FormatError for keys and values that
-        this exmy does not know, DtypeError for values of a wrong type.
+        "format" is required; the other keys are optional and mean the same as in `exmy.quantize`.
+        Raises `FormatError` for unknown keys and invalid values, `DtypeError` for values of the wrong type.
         """
         if not isinstance(configuration, Mapping):
             raise DtypeError(f"a configuration is a mapping such as {{'format': 'e4m3'}}, not {configuration!r}")
         unknown = [key for key in configuration if key not in ChunkCodec.keys]
         if unknown:
             raise FormatError(
-                f"the configuration has {', '.join(map(repr, unknown))}, which this exmy does not know; it knows "
+                f"the configuration has the unknown keys {', '.join(map(repr, unknown))}; expected "
                 f"{', '.join(ChunkCodec.keys)}. Install a newer exmy if a newer one wrote it"
             )
         if "format" not in configuration:
-            raise FormatError(f"the configuration {dict(configuration)} names no format; add 'format': 'e4m3'")
+            raise FormatError(f"the configuration {dict(configuration)} has no format; add 'format': 'e4m3'")
         return ChunkCodec(**{**configuration, "format": as_format(configuration["format"])})
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The configuration as JSON has it, without what has its default; `of` takes it back."""
-        found: dict[str, Any] = {"format": self.format.name}
+        """The JSON configuration, without keys at their defaults; the inverse of `from_configuration`."""
+        configuration: dict[str, Any] = {"format": self.format.name}
         if self.scale != "search":
-            found["scale"] = self.scale
+            configuration["scale"] = self.scale
         if self.axis is not None:
-            found["axis"] = self.axis
+            configuration["axis"] = self.axis
         if self.block is not None:
-            found["block"] = self.block
-        return found
+            configuration["block"] = self.block
+        return configuration
 
     @property
     def granularity(self) -> str:
-        """What shares an offset or scale, for people: "tensor", "row", or "block of 32"."""
+        """The elements that share an offset or scale, for display: "tensor", "row", or "block of 32"."""
         if self.block is not None:
             return f"block of {self.block}"
         return "tensor" if self.axis is None else "row"
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the exact bytes of an encoded chunk of that shape; SizeError where axis or block do not fit."""
+        """Return the exact size in bytes of an encoded chunk. Raises `SizeError` if axis or block do not fit."""
         return self._head(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
     def encode(self, x: Any, out: Any = None) -> NDArray[np.uint8]:
         """Return the encoded chunk as a flat uint8 array.
 
-        x: float16, bfloat16, float32 or float64 of any shape and strides.  out: a writable, contiguous uint8
-        array of `size(x.shape)` bytes to write to and return (SizeError, DtypeError otherwise).  NonFiniteError
-        for NaN and infinity; the contents of out are undefined then.
+        `x`: float16, bfloat16, float32 or float64 of any shape and strides. `out`: a writable, contiguous uint8
+        array of `size(x.shape)` bytes to write to and return. Raises `SizeError` or `DtypeError` if `out` is not
+        such an array, and `NonFiniteError` for NaN and infinity, which leaves the contents of `out` undefined.
         """
         x = np.asarray(x)
         kind_of(x.dtype)
@@ -119,7 +119,7 @@ class ChunkCodec:
         size, head = self.size(x.shape), self._head(groups)
         data: NDArray[np.uint8] = np.empty(size, np.uint8) if out is None else out
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            raise DtypeError("out is no uint8 array")
+            raise DtypeError("out is not a uint8 array; expected one of size(x.shape) bytes")
         if data.shape != (size,) or not (data.flags.c_contiguous and data.flags.writeable):
             raise SizeError(
                 f"out has shape {data.shape}; expected {size} contiguous, writable bytes in one dimension"
@@ -146,15 +146,15 @@ class ChunkCodec:
     def decode(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike, out: Any = None) -> Array:
         """Return the values of an encoded chunk of that shape, in float16, bfloat16, float32 or float64.
 
-        data: bytes-like.  out: a writable, C-contiguous array of that shape and dtype to write to and return.
-        SizeError where data is truncated or too long, FormatError where it is not what `encode` writes.
+        `data`: bytes-like. `out`: a writable, C-contiguous array of that shape and dtype to write to and return.
+        Raises `SizeError` if `data` is truncated or too long, `FormatError` if it is not the output of `encode`.
         """
         return self.quantized(data, shape, dtype).dequantize(dtype, out=out)
 
     def quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
-        """Return an encoded chunk as `exmy.Quantized`; the codes stay in the memory of data, uncopied.
+        """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data`.
 
-        dtype: what the chunk had when it was encoded.  Errors as in `decode`.
+        `dtype`: that of the values before encoding. Raises as `decode` does.
         """
         groups = self._groups(shape)
         view = _bytes(data)
@@ -168,9 +168,9 @@ class ChunkCodec:
         return self._parsed(view[:head], view[head:], groups, name)
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
-        """Return where in an encoded chunk its elements start ... stop-1 (in C order) lie, widened to tiles.
+        """Return the slice of a chunk with the elements start ... stop-1 (in C order), widened to whole tiles.
 
-        SizeError unless 0 <= start <= stop <= the number of elements.
+        Raises `SizeError` unless 0 <= start <= stop <= the number of elements.
         """
         groups, count = self._groups(shape), math.prod(shape)
         if not 0 <= start <= stop <= count:
@@ -186,7 +186,7 @@ class ChunkCodec:
         return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
 
     def _groups(self, shape: tuple[int, ...]) -> Groups:
-        return Groups.of(tuple(shape), self.axis, self.block)
+        return Groups.from_shape(tuple(shape), self.axis, self.block)
 
     def _head(self, groups: Groups) -> int:
         """Return the bytes before the packed codes."""
@@ -194,7 +194,7 @@ class ChunkCodec:
         return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
 
     def _parsed(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Return the array whose head and packed codes these are; FormatError where the head is impossible."""
+        """Parse the bytes before the codes. Raises `FormatError` if they are not a valid header."""
         (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
@@ -202,17 +202,17 @@ class ChunkCodec:
         if self.scale == "float":
             end += 4 * count
             scales = head[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
-            possible = bias == f.bias and are_scales(scales)
+            valid = bias == f.bias and are_scales(scales)
         elif groups.axis is None:
-            possible = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
+            valid = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
         else:
             end += count
             deltas = head[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
-            possible = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
-        if not possible or head[2 : _HEADER.size].any() or head[end:].any():
+            valid = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
+        if not valid or head[2 : _HEADER.size].any() or head[end:].any():
             raise FormatError(
-                f"these bytes are no chunk in {self}: the header has bias {bias} and {head[2:8].tobytes().hex()}; "
-                "check that the configuration is the one that encoded"
+                f"these bytes are not a chunk in {self}: the header has bias {bias} and "
+                f"{head[2:8].tobytes().hex()}; check that the chunk was encoded with this configuration"
             )
         offsets = np.asarray(deltas + (bias - f.bias), np.int16)
         return Quantized(f, groups, offsets, scales, packed, dtype)
@@ -220,28 +220,28 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSlice:
-    """Some elements of an encoded chunk, and the bytes that hold them: what `ChunkCodec.slice` returns."""
+    """A range of elements of an encoded chunk, and their bytes: the result of `ChunkCodec.slice`."""
 
     codec: ChunkCodec
-    """How the chunk is stored."""
+    """The encoding of the chunk."""
     groups: Groups
-    """Which of its elements share an offset."""
+    """Which elements of the chunk share an offset."""
     start: int
-    """The first element, in C order: a tile's first."""
+    """The first element, in C order: the first of a tile."""
     stop: int
-    """The element behind the last one."""
+    """One past the last element."""
     head: int
-    """The bytes 0 ... head-1 of the chunk are needed for any slice of it."""
+    """The size of the header: decoding any slice of the chunk needs its bytes 0 ... head-1."""
     first: int
     """The first byte of the slice's codes."""
     end: int
-    """The byte behind the last one."""
+    """One past their last byte."""
 
     def decode(self, head: Any, packed: Any, dtype: DTypeLike) -> Array:
-        """Return the elements start ... stop-1 as a flat array, the same as those of the whole chunk decoded.
+        """Return the elements start ... stop-1 as a flat array, equal to those of the whole chunk decoded.
 
-        head, packed: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like.  Errors as in
-        `ChunkCodec.decode`.
+        `head`, `packed`: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like. Raises as
+        `ChunkCodec.decode` does.
         """
         top, codes = _bytes(head), _bytes(packed)
         if top.size != self.head or codes.size != self.end - self.first:
@@ -253,18 +253,18 @@ class ChunkSlice:
         q = self.codec._parsed(top, codes, self.groups, wanted.name)
         out = np.empty(self.stop - self.start, wanted)
         kind: Kind = kind_of(wanted)
-        target, layout = plain(out, kind), q.format.layout
+        target, layout = builtin_view(out, kind), q.format.layout
         if q.groups.axis is None and q.scales is None:
             layout = layout._replace(bias=layout.bias + int(q.offsets))
             kernels.decode(kind, layout, codes, target, packed=True)
         elif out.size:
-            # float64 holds every product, so it is rounded once, as `Quantized.dequantize` does.
+            # float64 represents every product exactly, so it is rounded once, as in `Quantized.dequantize`.
             scales = (
                 np.ldexp(1.0, -q.offsets.astype(np.int32)) if q.scales is None else q.scales.astype(np.float64)
             )
             kernels.decode_groups(kind, layout, q.groups, self.start, scales.reshape(-1), codes, target)
         if may_overflow(q, kind):
-            without_infinity(target, kind)
+            clamp_infinities(target, kind)
         return out
 
 
@@ -276,7 +276,7 @@ def _bytes(data: Any) -> NDArray[np.uint8]:
         try:
             flat = np.frombuffer(data, np.uint8)
         except (TypeError, AttributeError, ValueError, BufferError) as cause:
-            raise DtypeError(f"an encoded chunk is bytes, not {type(data).__name__}") from cause
+            raise DtypeError(f"an encoded chunk is {type(data).__name__}; expected a bytes-like object") from cause
     view = flat[:]
     view.flags.writeable = False
     return view

@@ -1,4 +1,4 @@
-"""Codes: floats to codes or packed bytes, and back."""
+"""Conversion of float arrays to codes or packed bytes, and back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
-from exmy.elements import Array, NonFinite, as_flat, kind_of, output_dtype, plain, saturates
+from exmy.elements import Array, NonFinite, as_flat, builtin_view, kind_of, output_dtype, saturates
 from exmy.errors import DtypeError, NonFiniteError, SizeError
 from exmy.format import Format, as_format
 from exmy.packing import as_bytes, as_codes, code_dtype, packed_size
-from exmy.rounding import Rounding, dither_of
+from exmy.rounding import Rounding, make_dither
 
 __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
@@ -35,19 +35,20 @@ def encode(
 ) -> Array:
     """Return the codes of the values nearest to x: same shape, uint8 up to 8 bits, uint16 above.
 
-    x: float16, bfloat16, float32 or float64 of any shape, strides and byte order (DtypeError otherwise); an
-    array that is not C-contiguous is copied once.  Each element is rounded once, to nearest, ties to the
-    even mantissa (FORMAT.md, section 3); magnitudes beyond `f.max` become it, and the sign of zero is kept.
-    NonFiniteError for NaN and infinity, unless nonfinite="saturate": infinity then becomes the largest value of
-    its sign and NaN becomes +0.
+    `x`: float16, bfloat16, float32 or float64 of any shape, strides and byte order; an array that is not
+    C-contiguous is copied once. Each element is rounded once, to nearest, ties to the even mantissa (FORMAT.md,
+    section 3); magnitudes beyond `f.max` saturate to it, and the sign of zero is preserved. `nonfinite="saturate"`
+    encodes infinity as the largest value of its sign and NaN as +0; the default is to raise.
 
-    rounding "stochastic": up or down at random, so that the mean is x wherever x does not saturate; values of
-    f stay what they are.  The random bits follow from the seed (0 ... 2^64 - 1) and the element's position in
-    C order alone (FORMAT.md, section 3); first is the position of x[0], for a part of a longer array.
-    FormatError for another rounding or seed.
+    `rounding="stochastic"` rounds up or down at random, so that the mean is x wherever x does not saturate; values
+    of f are unchanged. The random bits depend only on `seed` (0 ... 2^64 - 1) and the element's position in C
+    order (FORMAT.md, section 3). `first` is the position of x[0], for a part of a longer array.
+
+    Raises `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an unknown
+    rounding or a seed out of range.
     """
     f = as_format(f)
-    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
+    saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
     elements, kind, shape = as_flat(x)
     out = np.empty(shape, code_dtype(f.bits))
     target = out.reshape(-1)
@@ -57,17 +58,17 @@ def encode(
 
 
 def decode(codes: Any, f: Format | str, dtype: DTypeLike = "float32") -> Array:
-    """Return the values of codes: same shape, in the dtype asked for.
+    """Return the values of codes, with the same shape.
 
-    codes: integers below 2^bits (CodeError otherwise).  dtype: float16, bfloat16 (needs ml_dtypes), float32
-    or float64.  Values are exact where the dtype holds them (float64 holds all); others are rounded once,
-    ties to even, with gradual underflow, and what rounds beyond the dtype's largest becomes infinity.
+    `dtype`: float16, bfloat16 (needs ml_dtypes), float32 or float64. Values that the dtype can represent are exact
+    (float64 represents all); others are rounded once, ties to even, with gradual underflow and overflow to
+    infinity. Raises `CodeError` unless `codes` are integers from 0 to 2^bits - 1.
     """
     f = as_format(f)
     array = as_codes(codes, f.bits)
     out = np.empty(array.shape, output_dtype(dtype))
     kind = kind_of(out.dtype)
-    kernels.decode(kind, f.layout, array.reshape(-1), plain(out.reshape(-1), kind), packed=False)
+    kernels.decode(kind, f.layout, array.reshape(-1), builtin_view(out.reshape(-1), kind), packed=False)
     return out
 
 
@@ -81,22 +82,23 @@ def round(
     seed: int = 0,
     first: int = 0,
 ) -> Array:
-    """Return x rounded to values of f, in the shape and dtype of x: what decode(encode(x, f), f) gives.
+    """Return x rounded to values of f, in the shape and dtype of x: equal to decode(encode(x, f), f, x.dtype).
 
-    Values that f has and the dtype of x has not are rounded as `decode` does.  out: a writable, C-contiguous
-    array of x's shape and dtype to write to and return (SizeError, DtypeError otherwise); x itself rounds in
-    place.  After NonFiniteError its contents are undefined.  Else as `encode`.
+    `out`: a writable, C-contiguous array of x's shape and dtype to write to and return; pass x itself to round in
+    place. Other arguments as for `encode`.
+    Raises as `encode` does, and `SizeError` or `DtypeError` for an unsuitable `out`. After `NonFiniteError` the
+    contents of `out` are undefined.
     """
     f = as_format(f)
-    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
+    saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
     elements, kind, shape = as_flat(x)
     dtype = output_dtype(np.asarray(x).dtype)
     result = np.empty(shape, dtype) if out is None else _caller_array(out, dtype)
     if result.shape != shape:
         raise SizeError(f"out has shape {result.shape}; expected that of x, {shape}")
-    target = plain(result.reshape(-1), kind)
+    target = builtin_view(result.reshape(-1), kind)
     if np.may_share_memory(elements, target) and elements.ctypes.data != target.ctypes.data:
-        elements = elements.copy()  # out begins within x: writing it would change what is still to be read
+        elements = elements.copy()  # out overlaps x: writing it would overwrite elements not yet read
     census = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
     _check_finite(census, shape)
     return result
@@ -112,14 +114,14 @@ def encode_packed(
     seed: int = 0,
     first: int = 0,
 ) -> NDArray[np.uint8]:
-    """Return the packed codes of x in one pass: pack(encode(x, f), f.bits), a flat uint8 array.
+    """Return the packed codes of x as a flat uint8 array: pack(encode(x, f), f.bits) in one pass.
 
-    out: a writable, contiguous uint8 array or other buffer of `packed_size(x.size, f.bits)` bytes to write
-    to and return (SizeError, DtypeError otherwise).  After NonFiniteError its contents are undefined.  Else
-    as `encode`.
+    `out`: a writable, contiguous uint8 array or other buffer of `packed_size(x.size, f.bits)` bytes to write to
+    and return. Other arguments as for `encode`. Raises as `encode` does, and `SizeError` or `DtypeError` for an
+    unsuitable `out`. After `NonFiniteError` the contents of `out` are undefined.
     """
     f = as_format(f)
-    saturate, dither = saturates(nonfinite), dither_of(rounding, seed, first)
+    saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
     elements, kind, shape = as_flat(x)
     size = packed_size(elements.size, f.bits)
     target = np.empty(size, np.uint8) if out is None else _caller_array(out, np.dtype(np.uint8))
@@ -134,29 +136,29 @@ def encode_packed(
 def decode_packed(
     packed: Any, f: Format | str, count: int, dtype: DTypeLike | None = None, out: Any = None
 ) -> Array:
-    """Return the values of `count` packed codes in one pass: decode(unpack(packed, f.bits, count), f, dtype).
+    """Return the values of `count` packed codes: decode(unpack(packed, f.bits, count), f, dtype) in one pass.
 
-    packed: a uint8 array or bytes-like object of `packed_size(count, f.bits)` bytes (SizeError otherwise).
-    dtype: as in `decode`; None means the dtype of `out`, or float32 where there is none.  out: a writable,
-    C-contiguous array of `count` elements and any shape, or another buffer of that size, to write to and
-    return.
+    `packed`: a uint8 array or bytes-like object of `packed_size(count, f.bits)` bytes. `dtype`: as for `decode`;
+    None means the dtype of `out`, or float32 without `out`. `out`: a writable, C-contiguous array of `count`
+    elements and any shape, or another buffer of that size, to write to and return.
+    Raises `SizeError` if `packed` or `out` have another size.
     """
     f = as_format(f)
     data = as_bytes(packed, f.bits, count)
     if dtype is None:
-        wanted = out.dtype if isinstance(out, np.ndarray) else np.dtype(np.float32)
+        native = out.dtype if isinstance(out, np.ndarray) else np.dtype(np.float32)
     else:
-        wanted = output_dtype(dtype)
-    kind = kind_of(wanted)
-    target = np.empty(count, wanted) if out is None else _caller_array(out, wanted)
+        native = output_dtype(dtype)
+    kind = kind_of(native)
+    target = np.empty(count, native) if out is None else _caller_array(out, native)
     if target.size != count:
         raise SizeError(f"out has {target.size} elements; expected {count}")
-    kernels.decode(kind, f.layout, data, plain(target.reshape(-1), kind), packed=True)
+    kernels.decode(kind, f.layout, data, builtin_view(target.reshape(-1), kind), packed=True)
     return target
 
 
 def _caller_array(out: Any, dtype: np.dtype[Any]) -> Array:
-    """Return the caller's memory as an array to write to; errors say what is wrong with it."""
+    """Return the caller's `out` as an array of that dtype. Raises if it is not writable, contiguous memory."""
     if isinstance(out, np.ndarray):
         array = out
     else:
@@ -165,7 +167,9 @@ def _caller_array(out: Any, dtype: np.dtype[Any]) -> Array:
         except (TypeError, AttributeError) as cause:
             raise DtypeError(f"out is {type(out).__name__}; expected an array or a writable buffer") from cause
         if array.size % dtype.itemsize:
-            raise SizeError(f"out has {array.size} bytes, which is no whole number of {dtype.name} elements")
+            raise SizeError(
+                f"out has {array.size} bytes; expected a multiple of {dtype.itemsize} for {dtype.name}"
+            )
         array = array.view(dtype)
     if array.dtype != dtype or not array.dtype.isnative:
         raise DtypeError(f"out has dtype {array.dtype!r}; expected native {dtype.name}")

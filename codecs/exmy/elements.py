@@ -1,4 +1,4 @@
-"""Elements: the four float types that eXmY reads and writes, and arrays of them as flat, plain memory."""
+"""The four float types that eXmY encodes and decodes, and arrays of them as flat memory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from exmy.errors import DtypeError, FormatError
 
 try:
     import ml_dtypes
-except ImportError:  # bfloat16 arrays cannot exist without it
+except ImportError:  # no bfloat16 arrays exist without it
     _BFLOAT16: np.dtype[Any] | None = None
 else:
     _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 __all__ = [
-    "TOP",
+    "EXPONENT_LIMIT",
     "Array",
     "Kind",
     "Layout",
     "NonFinite",
     "as_flat",
+    "builtin_view",
+    "clamp_infinities",
     "kind_of",
     "output_dtype",
-    "plain",
     "saturates",
-    "without_infinity",
 ]
 
 Array: TypeAlias = NDArray[Any]
@@ -36,7 +36,7 @@ NonFinite: TypeAlias = Literal["error", "saturate"]
 
 
 class Layout(NamedTuple):
-    """The three integers that make a format."""
+    """The three integers that define a format."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
 
 class Kind(IntEnum):
-    """A type of element, numbered as in the C kernels."""
+    """A float type, numbered as in the C kernels."""
 
     FLOAT16 = 0
     BFLOAT16 = 1
@@ -57,8 +57,8 @@ class Kind(IntEnum):
     FLOAT64 = 3
 
 
-TOP = {Kind.FLOAT16: 16, Kind.BFLOAT16: 128, Kind.FLOAT32: 128, Kind.FLOAT64: 1024}
-"""Each kind holds magnitudes below 2 to this power."""
+EXPONENT_LIMIT = {Kind.FLOAT16: 16, Kind.BFLOAT16: 128, Kind.FLOAT32: 128, Kind.FLOAT64: 1024}
+"""Finite magnitudes of each kind are below 2 to this power."""
 
 _INFINITY: dict[Kind, np.unsignedinteger[Any]] = {
     Kind.FLOAT16: np.uint16(0x7C00),
@@ -67,16 +67,16 @@ _INFINITY: dict[Kind, np.unsignedinteger[Any]] = {
     Kind.FLOAT64: np.uint64(0x7FF0000000000000),
 }
 _KINDS = {kind.name.lower(): kind for kind in Kind}
-_SEEN: dict[np.dtype[Any], Kind] = {}
+_KIND_CACHE: dict[np.dtype[Any], Kind] = {}
 
 
 def kind_of(dtype: np.dtype[Any]) -> Kind:
-    """Return the kind of a dtype, which is recognised by its name; DtypeError for all others."""
-    kind = _SEEN.get(dtype)
+    """Return the kind of a dtype, by its name. Raises `DtypeError` for other dtypes."""
+    kind = _KIND_CACHE.get(dtype)
     if kind is None:
         kind = _KINDS.get(dtype.name)
         if kind is not None:
-            _SEEN[dtype] = kind  # the name of a dtype takes NumPy microseconds to make
+            _KIND_CACHE[dtype] = kind  # NumPy takes microseconds to make the name of a dtype
             return kind
         raise DtypeError(
             f"dtype {dtype.name!r} cannot be encoded or decoded; expected float16, bfloat16, float32 or "
@@ -86,7 +86,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind:
 
 
 def output_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype for a name or dtype of one of the four kinds; DtypeError for all others."""
+    """Return the native NumPy dtype for the name or dtype of a kind. Raises `DtypeError` for others."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         if _BFLOAT16 is None:
             raise DtypeError("dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes")
@@ -100,30 +100,30 @@ def output_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def as_flat(x: Any) -> tuple[Array, Kind, tuple[int, ...]]:
-    """Return x as contiguous one-dimensional memory in C order, its kind and its shape.
+    """Return x as a flat, contiguous array in C order, its kind and its shape.
 
-    No copy is made of C-contiguous arrays in native byte order; bfloat16 comes back as uint16 bits.
+    C-contiguous arrays in native byte order are not copied; bfloat16 is returned as its bits in uint16.
     """
     array = np.asarray(x)
     kind = kind_of(array.dtype)
     native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    return plain(np.ascontiguousarray(native).reshape(-1), kind), kind, array.shape
+    return builtin_view(np.ascontiguousarray(native).reshape(-1), kind), kind, array.shape
 
 
-def plain(array: Array, kind: Kind) -> Array:
-    """Return the same memory as a dtype of NumPy's own (bfloat16 as uint16 bits)."""
+def builtin_view(array: Array, kind: Kind) -> Array:
+    """Return a view of the array in one of NumPy's built-in dtypes: bfloat16 as its bits in uint16."""
     return array.view(np.uint16) if kind is Kind.BFLOAT16 else array
 
 
-def without_infinity(array: Array, kind: Kind) -> None:
-    """Replace the infinities of a plain array by the largest finite values of their sign, in place."""
+def clamp_infinities(array: Array, kind: Kind) -> None:
+    """Replace the infinities of a `builtin_view` by the largest finite values of their sign, in place."""
     infinity = _INFINITY[kind]
     words = array.view(infinity.dtype)
     words -= (words << 1) == infinity << 1
 
 
 def saturates(nonfinite: str) -> bool:
-    """Return whether NaN and infinity are to be encoded; FormatError for an unknown choice."""
+    """Return whether to encode NaN and infinity. Raises `FormatError` for an unknown choice."""
     if nonfinite not in {"error", "saturate"}:
         raise FormatError(f"nonfinite is {nonfinite!r}; expected 'error' or 'saturate'")
     return nonfinite == "saturate"

@@ -1,8 +1,8 @@
-"""Emulation: what rounding needs to know of a format where it works on the bits of another float type.
+"""Constants for rounding the values of a float type to a format with integer operations on their bits.
 
-exmy.jax and exmy.torch round with integers only, so that no compiler's treatment of subnormals, contraction
-or excess precision can change a bit.  `Steps` holds the integers for one format and one type; they are made
-without NumPy, so that torch.compile can trace it.
+exmy.jax and exmy.torch round with integers only, so that no compiler's treatment of subnormals, contraction or
+excess precision can change a bit. `Constants` has the constants for one format and one float type. They are
+computed without NumPy, so that torch.compile can trace the computation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from exmy.elements import Kind, Layout
 from exmy.errors import FormatError
 
-__all__ = ["Gradient", "NonFinite", "Steps", "check_choices", "steps"]
+__all__ = ["Constants", "Gradient", "NonFinite", "check_choices", "rounding_constants"]
 
 Gradient: TypeAlias = Literal["identity", "clipped"]
 NonFinite: TypeAlias = Literal["propagate", "saturate"]
@@ -21,11 +21,11 @@ NonFinite: TypeAlias = Literal["propagate", "saturate"]
 _WIDTHS = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
 
 
-class Steps(NamedTuple):
-    """A format seen from a float type; magnitudes are bits of that type without the sign.
+class Constants(NamedTuple):
+    """A format described in terms of a float type; a magnitude is the bits of an element without its sign.
 
-    With e the exponent field of an element (1 for subnormals), and t that of the element's leading bit, rounding
-    drops the low max(t, lowest) - e + surplus bits of the significand.
+    With e the exponent field of an element (1 for subnormals), and t the exponent field that its leading bit has
+    as a normal number, rounding drops the low max(t, lowest) - e + surplus bits of the significand.
     """
 
     width: int
@@ -35,19 +35,19 @@ class Steps(NamedTuple):
     infinity: int
     """The magnitude of infinity; greater ones are NaN."""
     lowest: int
-    """The exponent field of the format's smallest normal; below 1 where it is a subnormal of the type."""
+    """The exponent field of the format's smallest normal; below 1 if that is a subnormal of the type."""
     surplus: int
-    """Mantissa bits of the type beyond those of the format; below 0 where the format has more."""
+    """Mantissa bits of the type minus those of the format; may be negative."""
     smallest: int
-    """The magnitude of the format's smallest subnormal, if that is at least the type's."""
+    """The magnitude of the format's smallest subnormal, rounded to the type."""
     limit: int
-    """The largest magnitude that is not beyond the format's largest value."""
+    """The largest magnitude that does not exceed the format's largest value."""
     largest: int
-    """The format's largest value, rounded to the type: what greater magnitudes become."""
+    """The format's largest value, rounded to the type: larger magnitudes saturate to it."""
 
 
-def steps(layout: Layout, kind: Kind) -> Steps:
-    """Return the integers with which values of a type are rounded to a format."""
+def rounding_constants(layout: Layout, kind: Kind) -> Constants:
+    """Return the constants for rounding values of a float type to a format."""
     exponent_bits, mantissa_bits, bias = layout
     width, own = _WIDTHS[kind]
     infinity = (1 << (width - 1)) - (1 << own)
@@ -57,7 +57,7 @@ def steps(layout: Layout, kind: Kind) -> Steps:
     finest = 1 - bias - mantissa_bits
     largest, above = _nearest(peak, finest + peak_field - 1, own, type_bias, infinity)
     smallest, _ = _nearest(1, finest, own, type_bias, infinity)
-    return Steps(
+    return Constants(
         width=width,
         mantissa_bits=own,
         infinity=infinity,
@@ -70,20 +70,20 @@ def steps(layout: Layout, kind: Kind) -> Steps:
 
 
 def _nearest(n: int, exponent: int, own: int, type_bias: int, infinity: int) -> tuple[int, int]:
-    """Return the magnitude nearest to n 2^exponent, n > 0, ties to even, and 1 where it is above, else 0."""
+    """Return the magnitude nearest to n 2^exponent, n > 0, ties to even, and 1 if it is larger, else 0."""
     field = max(n.bit_length() - 1 + exponent + type_bias, 1)
-    drop = field - type_bias - own - exponent  # low bits of n that the type does not hold
+    drop = field - type_bias - own - exponent  # low bits of n beyond the precision of the type
     if drop <= 0:
-        kept, above = n << -drop, False
+        significand, above = n << -drop, False
     else:
-        kept, rest = n >> drop, n & ((1 << drop) - 1)
-        above = 2 * rest + (kept & 1) > 1 << drop
-    magnitude = ((field - 1) << own) + kept + above
+        significand, rest = n >> drop, n & ((1 << drop) - 1)
+        above = 2 * rest + (significand & 1) > 1 << drop
+    magnitude = ((field - 1) << own) + significand + above
     return min(magnitude, infinity), int(above or magnitude >= infinity)
 
 
 def check_choices(nonfinite: str, rounding: str, gradient: str) -> None:
-    """FormatError for an unknown choice."""
+    """Raise `FormatError` for an unknown choice."""
     for name, value, known in (
         ("nonfinite", nonfinite, ("propagate", "saturate")),
         ("rounding", rounding, ("nearest", "stochastic")),

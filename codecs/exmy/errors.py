@@ -1,4 +1,4 @@
-"""Errors of exmy: one root, one class for each way to handle them."""
+"""The exceptions of exmy: one base class, and one class per kind of mistake."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = [
 
 
 class ExmyError(Exception):
-    """Root of every error that exmy raises on purpose."""
+    """Base class of all exceptions of exmy."""
 
 
 class FormatError(ExmyError, ValueError):
-    """A format, width, bias or option lies outside of what eXmY defines."""
+    """A format, width, bias or option is invalid."""
 
 
 class DtypeError(ExmyError, TypeError):
-    """An argument has a type or dtype that eXmY does not take."""
+    """An argument has an unsupported type or dtype."""
 
 
 class CodeError(ExmyError, ValueError):
-    """A code does not fit the width that it is said to have."""
+    """A code does not fit the width of its format."""
 
 
 class SizeError(ExmyError, ValueError):
-    """A length, shape or slice does not fit what it belongs to."""
+    """A length, shape or slice does not match the array or buffer."""
 
 
 class KernelError(ExmyError, RuntimeError):
-    """A kernel level was asked for by a wrong name, or cannot run here."""
+    """A kernel level is unknown or cannot run on this machine."""
 
 
 class NonFiniteError(ExmyError, ValueError):
-    """The input holds NaN or infinity, for which eXmY has no code.
+    """The input contains NaN or infinity, which have no eXmY code.
 
-    ``count`` says how many, ``index`` is the position of the first as a tuple, one integer for each axis.
+    `count` of the `total` elements are not finite; `index` is the position of the first, one integer per axis.
     """
 
     def __init__(self, count: int, total: int, index: tuple[int, ...]) -> None:
@@ -51,14 +51,13 @@ class NonFiniteError(ExmyError, ValueError):
         super().__init__(count, total, index)
 
     def __str__(self) -> str:
-        """Return the sentence that says how many, where, and what to do."""
-        where = f"[{', '.join(map(str, self.index))}]" if self.index else "the only element"
+        position = f"[{', '.join(map(str, self.index))}]" if self.index else "the only element"
         return (
-            f"{self.count} of {self.total} values are NaN or infinite, the first at {where}; eXmY codes are "
-            "all finite. Repair the input, or pass nonfinite='saturate' (infinity becomes the largest value "
+            f"{self.count} of {self.total} values are NaN or infinite, the first at {position}, and eXmY codes "
+            "are all finite; repair the input, or pass nonfinite='saturate' (infinity becomes the largest value "
             "of its sign, NaN becomes 0)"
         )
 
 
 class SlowPathWarning(UserWarning):
-    """The C kernels are missing, so the NumPy reference does the work, some hundred times slower."""
+    """The C kernels are not built, so the NumPy reference runs in their place, some hundred times slower."""

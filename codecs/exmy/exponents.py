@@ -1,4 +1,4 @@
-"""Exponents: how the magnitudes of an array are spread over the powers of two."""
+"""Histograms of the exponents of an array's values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Exponents", "exponents"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exponents:
-    """A histogram of exponents, floor(log2 |x|): what `exmy.exponents` returns.
+    """A histogram of exponents, floor(log2 |x|): the result of `exmy.exponents`.
 
-    Those of the parts of an array add up to that of the whole.
+    The sum of the histograms of an array's parts is the histogram of the whole.
     """
 
     lowest: int
-    """The exponent of counts[0]; 0 where there are no counts."""
+    """The exponent of counts[0]; 0 if `counts` is empty."""
     counts: NDArray[np.int64]
-    """How many values have the exponents lowest, lowest + 1, ...; the first and the last are not 0."""
+    """The number of values with exponent lowest, lowest + 1, ...; the first and the last are not 0."""
     zeros: int
-    """How many values are zero."""
+    """The number of values that are zero."""
 
     def __post_init__(self) -> None:
         self.counts.flags.writeable = False
@@ -42,24 +42,24 @@ class Exponents:
 
     @property
     def count(self) -> int:
-        """All values, the zeros included."""
+        """The number of values, including zeros."""
         return self.zeros + int(self.counts.sum())
 
     @property
     def entropy(self) -> float:
-        """The entropy of the exponents of the values that are not zero, in bits; 0 where there are none."""
+        """The entropy of the exponents of the nonzero values, in bits; 0 if there are none."""
         share = self.counts[self.counts > 0] / max(self.counts.sum(), 1)
         return float(-(share * np.log2(share)).sum()) + 0.0
 
     def below(self, f: Format | str) -> float:
-        """Return the share of nonzero values under 2^(1 - bias), the smallest normal of f.
+        """Return the share of nonzero values below 2^(1 - bias), the smallest normal of f.
 
-        For X = 0, whose values are all subnormal, these are the values that its grid reaches at all.
+        For X = 0, whose values are all subnormals, this is the share within the range of the format.
         """
         return self._share(self.counts[: max(0, 1 - as_format(f).bias - self.lowest)])
 
     def above(self, f: Format | str) -> float:
-        """Return the share of nonzero values whose exponent is above that of the largest value of f."""
+        """Return the share of nonzero values whose exponent exceeds that of the largest value of f."""
         top = math.frexp(as_format(f).max)[1] - 1
         return self._share(self.counts[max(0, top + 1 - self.lowest) :])
 
@@ -76,15 +76,16 @@ class Exponents:
         return Exponents(lowest, counts, self.zeros + other.zeros)
 
     def __repr__(self) -> str:
-        spread = f"2^{self.lowest} … 2^{self.highest}" if self.counts.size else "none"
-        return f"<Exponents {spread}, {self.count} values, {self.zeros} zero, {self.entropy:.2f} bits>"
+        span = f"2^{self.lowest} … 2^{self.highest}" if self.counts.size else "none"
+        return f"<Exponents {span}, {self.count} values, {self.zeros} zero, {self.entropy:.2f} bits>"
 
 
 def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Exponents:
-    """Return the histogram of the exponents floor(log2 |x|); subnormals have their true ones.
+    """Return the histogram of the exponents floor(log2 |x|), including those of subnormals.
 
-    x: float16, bfloat16, float32 or float64 of any shape (DtypeError otherwise).  NonFiniteError for NaN and
-    infinity, which nonfinite="saturate" leaves out.  threads: how many may share the work on a big array.
+    `x`: float16, bfloat16, float32 or float64 of any shape. `nonfinite="saturate"` skips NaN and infinity; the
+    default is to raise. `threads`: the most threads to use on a large array.
+    Raises `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity.
     """
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
@@ -100,8 +101,8 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
     if counts[-1] and not saturate:
         _, bad, first = kernels.peak(kind, elements)
         raise NonFiniteError(bad, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-    some = np.flatnonzero(counts[: kernels.EXPONENTS])
-    if not some.size:
+    present = np.flatnonzero(counts[: kernels.EXPONENTS])
+    if not present.size:
         return Exponents(0, np.zeros(0, np.int64), int(counts[kernels.EXPONENTS]))
-    low, high = int(some[0]), int(some[-1]) + 1
+    low, high = int(present[0]), int(present[-1]) + 1
     return Exponents(low + kernels.LEAST_EXPONENT, counts[low:high].copy(), int(counts[kernels.EXPONENTS]))

@@ -1,4 +1,4 @@
-"""Format: an eXmY number format, 1 sign bit, X exponent bits, Y mantissa bits and a bias."""
+"""eXmY number formats: 1 sign bit, X exponent bits, Y mantissa bits and a bias."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _NAME = re.compile(r"e(0|[1-9]\d?)m(0|[1-9]\d?)(?:b(0|-?[1-9]\d{0,3}))?", re.ASC
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class Format:
-    """An eXmY number format, named like ``e4m3``, or like ``e4m3b11`` and ``e4m3b-3`` with another bias.
+    """An eXmY number format, named `e4m3`, or `e4m3b11` and `e4m3b-3` with a non-standard bias.
 
-    The value of a code with sign s, exponent field e and mantissa field m is (-1)^s 2^(max(e,1) - bias)
-    ((e>0) + m/2^Y): subnormals, but no NaN and no infinity.  X is 0 ... 8, the width 1+X+Y is 2 ... 16, the
-    bias 2^(X-1) - 1 (1 for X = 0) unless named, and -512 ... 512 if named.  Formats are immutable,
-    hashable, and equal when bits and bias are.  FormatError for a name outside of that.
+    The value of a code with sign s, exponent field e and mantissa field m is (-1)^s 2^(max(e,1) - bias) ((e>0) +
+    m/2^Y): there are subnormals, but no NaN and no infinity. X is 0 ... 8 and the width 1+X+Y is 2 ... 16. The
+    standard bias is 2^(X-1) - 1 (1 for X = 0); other biases are -512 ... 512. Formats are immutable and hashable,
+    and compare by bits and bias.
+
+    Raises `FormatError` for any other name.
     """
 
     exponent_bits: int
@@ -36,18 +38,18 @@ class Format:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
             raise DtypeError(f"a format is named by a str such as 'e4m3', not by {type(name).__name__}")
-        found = _NAME.fullmatch(name)
-        if found is None:
+        parts = _NAME.fullmatch(name)
+        if parts is None:
             raise FormatError(
-                f"{name!r} does not name a format; expected e<exponent bits>m<mantissa bits>[b<bias>], like "
+                f"{name!r} does not name a format; expected e<exponent bits>m<mantissa bits>[b<bias>], such as "
                 "'e4m3' or 'e4m3b11'"
             )
-        x, y = int(found[1]), int(found[2])
+        x, y = int(parts[1]), int(parts[2])
         if not (x <= 8 and 2 <= 1 + x + y <= 16):
             raise FormatError(
-                f"{name!r} lies outside of eXmY; expected 0 to 8 exponent bits and a width 1+X+Y of 2 to 16"
+                f"{name!r} is not an eXmY format; expected 0 to 8 exponent bits and a width 1+X+Y of 2 to 16"
             )
-        bias = _standard_bias(x) if found[3] is None else int(found[3])
+        bias = _standard_bias(x) if parts[3] is None else int(parts[3])
         if abs(bias) > BIAS_LIMIT:
             raise FormatError(f"the bias of {name!r} is out of range; expected -{BIAS_LIMIT} to {BIAS_LIMIT}")
         object.__setattr__(self, "exponent_bits", x)
@@ -56,7 +58,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """The shortest name: the bias is in it only where it is not the standard one."""
+        """The shortest name, which includes the bias only if it is not the standard one."""
         stem = f"e{self.exponent_bits}m{self.mantissa_bits}"
         return stem if self.bias == _standard_bias(self.exponent_bits) else f"{stem}b{self.bias}"
 
@@ -72,28 +74,28 @@ class Format:
 
     @property
     def layout(self) -> Layout:
-        """Exponent bits, mantissa bits and bias, as the kernels take them."""
+        """Exponent bits, mantissa bits and bias, the arguments of the kernels."""
         return Layout(self.exponent_bits, self.mantissa_bits, self.bias)
 
     @property
     def max(self) -> float:
-        """The largest value; larger inputs are encoded as this one."""
+        """The largest value; larger inputs saturate to it."""
         return float(self._decode((1 << (self.bits - 1)) - 1))
 
     @property
     def smallest_normal(self) -> float | None:
-        """The smallest positive value with a full mantissa, 2^(1 - bias); None for X = 0, which has none."""
+        """The smallest positive normal value, 2^(1 - bias); None for X = 0, which has only subnormals."""
         return 2.0 ** (1 - self.bias) if self.exponent_bits else None
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value, 2^(1 - bias - Y); for Y = 0 that is the smallest normal."""
+        """The smallest positive value, 2^(1 - bias - Y); for Y = 0 this is the smallest normal."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     def values(self) -> NDArray[np.float64]:
-        """Return the value of every code, in the order of codes: float64 of shape (2^bits,).
+        """Return the values of all codes in ascending order of codes, as float64 of shape (2^bits,).
 
-        The second half are the negatives of the first, -0.0 included, so 2^bits - 1 values are distinct.
+        The second half is the first half negated, including -0.0, so 2^bits - 1 values are distinct.
         """
         return self._decode(np.arange(1 << self.bits))
 
@@ -101,28 +103,28 @@ class Format:
         return reference.decode(np.asarray(codes), self.layout)
 
     def with_bias(self, bias: int) -> Format:
-        """Return the format with the same bits and another bias, -512 ... 512 (FormatError otherwise)."""
+        """Return the format with the same bits and another bias. Raises `FormatError` unless -512 ... 512."""
         if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)):
             raise DtypeError(f"a bias is an int, not {type(bias).__name__}")
         return Format(f"e{self.exponent_bits}m{self.mantissa_bits}b{int(bias)}")
 
     def fit(self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error") -> Format:
-        """Return this format with the bias that suits the values of x: its shared exponent offset.
+        """Return this format with the best bias for the values of x, their shared exponent offset.
 
-        method "max": the largest bias with which no value clips.  "search": the bias with the least squared
-        error, where a few large values may clip so that the many get finer steps.  The bias that this format
-        has does not matter, except that it stays when x is empty or all zero.  x: as for `encode`.
-        NonFiniteError as for `encode`; with nonfinite="saturate", the finite values decide.
+        `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
+        error, which may clip a few large values to give the others finer steps. The result does not depend on the
+        bias of this format, unless x is empty or all zero, which keeps it. `x`: as for `encode`.
+        Raises `NonFiniteError` as `encode` does; with `nonfinite="saturate"`, only finite values count.
         """
         if method not in {"max", "search"}:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)
-        found = fit_bias(elements, kind, self.layout, method, saturate=saturate)
-        if found.bad and not saturate:
-            index = tuple(int(i) for i in np.unravel_index(found.first, shape))
-            raise NonFiniteError(found.bad, elements.size, index)
-        return self.with_bias(found.bias)
+        fit = fit_bias(elements, kind, self.layout, method, saturate=saturate)
+        if fit.bad and not saturate:
+            index = tuple(int(i) for i in np.unravel_index(fit.first, shape))
+            raise NonFiniteError(fit.bad, elements.size, index)
+        return self.with_bias(fit.bias)
 
     def __eq__(self, other: object) -> bool:
         return self.layout == other.layout if isinstance(other, Format) else NotImplemented
@@ -145,12 +147,12 @@ def _standard_bias(exponent_bits: int) -> int:
 
 
 def as_format(f: Format | str) -> Format:
-    """Return f, or the format that it names."""
+    """Return f, or the format named f."""
     return f if isinstance(f, Format) else Format(f)
 
 
 def formats(bits: int) -> tuple[Format, ...]:
-    """Return all formats of a width of 2 ... 16 bits with their standard bias, fewest exponent bits first."""
+    """Return all formats of a width of 2 ... 16 bits, with their standard biases, fewest exponent bits first."""
     if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or not 2 <= bits <= 16:
         raise FormatError(f"there are no formats of {bits!r} bits; expected an integer from 2 to 16")
     return tuple(Format(f"e{x}m{int(bits) - 1 - x}") for x in range(min(8, int(bits) - 1) + 1))

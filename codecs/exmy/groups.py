@@ -1,4 +1,4 @@
-"""Groups: which elements of an array share a scale, and how such a group lies in memory."""
+"""Scale groups: the elements of an array that share an offset or scale, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["BLOCKS", "Granularity", "Groups"]
 Granularity: TypeAlias = Literal["tensor", "row", "block"]
 
 BLOCKS = (16, 32, 64, 128)
-"""The lengths of blocks that may share a scale."""
+"""The supported block lengths."""
 
-_STRIP = 1 << 18  # elements that are looked at together
+_STRIP = 1 << 18  # elements per strip
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of an array of some shape in C order.
+    """The scale groups of an array of a given shape, numbered in C order.
 
-    axis None: the whole tensor is one group.  An axis alone: a row is all elements along it, with the other
-    indices fixed.  With a block: runs of that many elements along the axis.
+    With `axis` None, the whole tensor is one group. With an axis alone, a group is a row: all elements along that
+    axis, for fixed other indices. With a block, a group is a run of `block` elements along the axis.
     """
 
     shape: tuple[int, ...]
@@ -36,10 +36,11 @@ class Groups:
     block: int | None
 
     @staticmethod
-    def of(shape: tuple[int, ...], axis: int | None, block: int | None) -> Groups:
-        """Return the groups; a block without an axis lies along the last one.
+    def from_shape(shape: tuple[int, ...], axis: int | None, block: int | None) -> Groups:
+        """Return the groups of an array. A block without an axis uses the last axis.
 
-        SizeError for an axis that the shape has not, and for a block that does not divide the axis.
+        Raises `FormatError` for an unsupported block length, `SizeError` for an axis out of range and for a block
+        that does not divide the length of the axis.
         """
         if block is not None and (isinstance(block, bool) or block not in BLOCKS):
             raise FormatError(f"block is {block!r}; expected one of {', '.join(map(str, BLOCKS))}")
@@ -53,43 +54,43 @@ class Groups:
         axis %= len(shape)
         if block is not None and shape[axis] % block:
             raise SizeError(
-                f"blocks of {block} do not fit axis {axis} of length {shape[axis]}; pad the array to a multiple "
-                "of the block, or give each row its own offset with block=None"
+                f"blocks of {block} do not divide axis {axis} of length {shape[axis]}; pad the array to a "
+                "multiple of the block, or give each row its own offset with block=None"
             )
         return Groups(shape, axis, None if block is None else int(block))
 
     @property
     def granularity(self) -> Granularity:
-        """What shares a scale: the tensor, each row, or each block."""
+        """The kind of group: the tensor, a row, or a block."""
         return "tensor" if self.axis is None else "row" if self.block is None else "block"
 
     @property
     def length(self) -> int:
-        """Elements of a group."""
+        """The number of elements per group."""
         if self.axis is None:
             return math.prod(self.shape)
         return self.block or self.shape[self.axis]
 
     @property
     def inner(self) -> int:
-        """Elements from one of a group to its next, in C order."""
+        """The distance between consecutive elements of a group, in elements, in C order."""
         return 1 if self.axis is None else math.prod(self.shape[self.axis + 1 :])
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The shape of an array with one element for each group."""
+        """The shape of an array with one element per group."""
         if self.axis is None:
             return ()
         blocks = () if self.block is None else (self.shape[self.axis] // self.block,)
         return self.shape[: self.axis] + blocks + self.shape[self.axis + 1 :]
 
     def index(self, first: int, stop: int) -> Array:
-        """Return the group of each of the elements first ... stop-1."""
+        """Return the number of the group of each of the elements first ... stop-1."""
         i = np.arange(first, stop)
         return i // (self.length * self.inner) * self.inner + i % self.inner
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Yield bounds of groups that `runs` takes: some for a few hundred thousand elements each."""
+        """Yield ranges of groups, each of about 2^18 elements, to pass to `runs`."""
         count, inner = math.prod(self.counts), self.inner
         step = max(1, _STRIP // self.length)
         if step < inner:  # columns of one matrix
@@ -100,7 +101,7 @@ class Groups:
             yield from ((low, min(low + step, count)) for low in range(0, count, step))
 
     def runs(self, elements: Array, low: int, high: int) -> Array:
-        """Return the groups low ... high-1 of one strip, each a contiguous row."""
+        """Return the groups low ... high-1 of one strip as the rows of a contiguous matrix."""
         length, inner = self.length, self.inner
         if inner == 1:
             return elements[low * length : high * length].reshape(high - low, length)

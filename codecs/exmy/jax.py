@@ -1,4 +1,4 @@
-"""Emulation in JAX: `round` under jit, vmap and grad, the same bits as `exmy.round`.
+"""Emulation in JAX: `round` under jit, vmap and grad, bit for bit equal to `exmy.round`.
 
 >>> import exmy.jax, jax, jax.numpy as jnp
 >>> exmy.jax.round(jnp.array([0.3, -1.0, 500.0]), "e4m3")
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from exmy.elements import kind_of
-from exmy.emulation import Gradient, NonFinite, Steps, check_choices, steps
+from exmy.emulation import Constants, Gradient, NonFinite, check_choices, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
@@ -34,17 +34,19 @@ def round(
     seed: Any = 0,
     gradient: Gradient = "identity",
 ) -> jax.Array:
-    """Return x rounded to values of f, in the shape and dtype of x, bit for bit as `exmy.round` does.
+    """Return x rounded to values of f, in the shape and dtype of x, bit for bit equal to `exmy.round`.
 
-    x: float16, bfloat16, float32, or float64 where JAX has it enabled (DtypeError otherwise); all but x and
-    seed is static.  nonfinite "propagate": NaN and infinity stay; "saturate": infinity becomes the largest
-    value of its sign, NaN becomes +0.  rounding "stochastic": up with the probability that makes the mean
-    exact; the bits depend on seed and on the element's position in x in C order, at most 2^32 elements
-    (SizeError); under vmap every example counts from 0, so give each a seed of its own.  seed: 0 ... 2^64 - 1,
-    or a JAX array of one integer, traced or not, whose 32 or 64 bits count as unsigned.
+    `x`: float16, bfloat16, float32, or float64 if JAX has it enabled. All arguments but `x` and `seed` are static.
+    `nonfinite`: "propagate" keeps NaN and infinity; "saturate" replaces infinity by the largest value of its sign
+    and NaN by +0. `rounding="stochastic"` rounds up with the probability that makes the mean exact, for at most
+    2^32 elements; the random bits depend on `seed` and on the element's position in x in C order. Under vmap,
+    positions start at 0 in every example, so pass each example a different seed. `seed`: 0 ... 2^64 - 1, or a JAX
+    array of one integer, traced or not, whose 32 or 64 bits are read as unsigned.
 
-    The derivative is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
+    The derivative is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
+
+    Raises `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
     """
     f = as_format(f)
     check_choices(nonfinite, rounding, gradient)
@@ -52,7 +54,7 @@ def round(
     kind = kind_of(np.dtype(array.dtype))
     if rounding == "stochastic" and array.size > 1 << 32:
         raise SizeError(f"x has {array.size} elements; expected at most 2^32 for stochastic rounding: split it")
-    s = steps(f.layout, kind)
+    s = rounding_constants(f.layout, kind)
     rounded: jax.Array = _straight_through(array, _seed_words(seed), s, nonfinite, rounding, gradient)
     return rounded
 
@@ -60,7 +62,7 @@ def round(
 def _seed_words(seed: Any) -> jax.Array:
     """Return the low and the high 32 bits of a seed as uint32 of shape (2,)."""
     if isinstance(seed, np.ndarray) and seed.size == 1:
-        seed = seed.item()  # a JAX array of it could be of fewer bits
+        seed = seed.item()  # converted to a JAX array it could lose its upper 32 bits
     if not isinstance(seed, jax.Array):
         number = check_counter("seed", seed)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
@@ -74,7 +76,7 @@ def _seed_words(seed: Any) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
 def _straight_through(
-    x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, rounding: Rounding, gradient: Gradient
+    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding, gradient: Gradient
 ) -> jax.Array:
     rounded: jax.Array = _rounded(x, seed, s, nonfinite, rounding)
     return rounded
@@ -82,7 +84,7 @@ def _straight_through(
 
 @_straight_through.defjvp
 def _tangent(
-    s: Steps,
+    s: Constants,
     nonfinite: NonFinite,
     rounding: Rounding,
     gradient: Gradient,
@@ -92,22 +94,22 @@ def _tangent(
     (x, seed), (dx, _) = primals, tangents
     if gradient == "clipped":
         dx = jnp.where(_magnitude(x, s) <= s.limit, dx, jnp.zeros_like(dx))
-    return _straight_through(x, seed, s, nonfinite, rounding, gradient), dx  # so that a second derivative passes
+    return _straight_through(x, seed, s, nonfinite, rounding, gradient), dx  # differentiable again
 
 
-def _word(x: jax.Array, s: Steps) -> jax.Array:
-    """Return the bits of x, in integers of at least 32 bits."""
+def _word(x: jax.Array, s: Constants) -> jax.Array:
+    """Return the bits of x as integers of at least 32 bits."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{s.width}"))
     return bits.astype(jnp.uint64 if s.width == 64 else jnp.uint32)
 
 
-def _magnitude(x: jax.Array, s: Steps) -> jax.Array:
+def _magnitude(x: jax.Array, s: Constants) -> jax.Array:
     return _word(x, s) & ((1 << (s.width - 1)) - 1)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _rounded(x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, rounding: Rounding) -> jax.Array:
-    """Round significands: drop their low bits, and add one to what remains where that is nearer, or drawn."""
+def _rounded(x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding) -> jax.Array:
+    """Round significands: drop their low bits, and add one unit if that is nearer, or at random."""
     y = s.mantissa_bits
     word = _word(x, s)
     magnitude = _magnitude(x, s)
@@ -117,12 +119,12 @@ def _rounded(x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, roun
     field = (magnitude >> y).astype(signed)
     significand = jnp.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
     field = jnp.maximum(field, 1)
-    lead = field  # the exponent field that the leading bit stands for
+    lead = field  # the exponent field that the leading bit would have as a normal number
     if s.lowest < 1:  # subnormals of the type are normals of the format
         zeros = lax.clz(significand).astype(signed)
         lead = field + (8 * word.dtype.itemsize - 1 - y) - zeros
     drop = jnp.clip(jnp.maximum(lead, s.lowest) - field + s.surplus, 0, y + 34).astype(word.dtype)
-    whole = drop > y  # nothing remains of the significand, at most its leading bit is dropped too
+    whole = drop > y  # the entire significand is dropped
 
     rest = significand & ((unit << jnp.minimum(drop, y + 1)) - 1)
     if rounding == "nearest":
@@ -149,7 +151,7 @@ def _rounded(x: jax.Array, seed: jax.Array, s: Steps, nonfinite: NonFinite, roun
 def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Return 32 random bits for each element: a hash of its position in C order and of the seed."""
     position = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):  # a sum over axes and no reshape, so that it stays where x is sharded
+    for axis in range(len(shape)):  # a sum over axes, not a reshape, preserves the sharding of x
         stride = math.prod(shape[axis + 1 :])
         if shape[axis] > 1:
             position += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)

@@ -1,6 +1,6 @@
-"""The codec "exmy" of numcodecs: for Zarr v2 and everything else that finds its codecs there.
+"""The numcodecs codec "exmy", for Zarr v2 and other users of numcodecs.
 
-An encoded buffer describes itself (`Quantized.to_bytes`), so decoding needs no configuration.
+Encoded buffers are self-describing (`Quantized.to_bytes`), so decoding needs no configuration.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["Exmy"]
 
 
 class Exmy(Codec):  # type: ignore[misc]
-    """Arrays of floats as low-bit codes: a compressor, or a filter that stands first.
+    """A codec that encodes float arrays as low-bit codes: a compressor, or the first filter.
 
-    Arguments as of `exmy.quantize`; FormatError, DtypeError for what it does not take.
+    Arguments as for `exmy.quantize`. Raises `FormatError` or `DtypeError` for invalid ones.
     """
 
     codec_id = "exmy"
@@ -32,48 +32,51 @@ class Exmy(Codec):  # type: ignore[misc]
     def __init__(
         self, format: Format | str, scale: Scale = "search", axis: int | None = None, block: int | None = None
     ) -> None:
-        self.chunk = ChunkCodec.of({"format": format, "scale": scale, "axis": axis, "block": block})
+        self.chunk = ChunkCodec.from_configuration(
+            {"format": format, "scale": scale, "axis": axis, "block": block}
+        )
 
     def encode(self, buf: Any) -> bytes:
         """Return `exmy.quantize(buf, …).to_bytes()`.
 
-        buf: an array of float16, bfloat16, float32 or float64 (DtypeError otherwise) without NaN and infinity
-        (NonFiniteError).  SizeError where axis or block do not fit it, and for arrays in Fortran order, which
-        users of numcodecs expect back in that order.
+        Raises `DtypeError` unless `buf` is an array of float16, bfloat16, float32 or float64, `NonFiniteError` for
+        NaN and infinity, and `SizeError` if axis or block do not fit, or if the array is in Fortran order, because
+        numcodecs expects that order back.
         """
         array, c = np.asarray(buf), self.chunk
         if array.flags.f_contiguous and not array.flags.c_contiguous:
-            raise SizeError("codec exmy takes arrays in C order, not in Fortran order; use order='C'")
+            raise SizeError("codec exmy cannot encode an array in Fortran order; use order='C'")
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the shape and dtype that were encoded: at most 32 bytes for each of buf.
+        """Return the values in the shape and dtype that were encoded: at most 32 bytes per byte of `buf`.
 
-        out: a writable, C-contiguous buffer of as many bytes, to write to and return (SizeError, DtypeError
-        otherwise).  FormatError, SizeError where buf is not what `encode` returned.
+        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raises
+        `SizeError` or `DtypeError` for an unsuitable `out`, `FormatError` or `SizeError` if `buf` is not the
+        output of `encode`.
         """
         q = Quantized.from_bytes(buf)
         if out is None:
             return q.dequantize(q.dtype)
         target = out if isinstance(out, np.ndarray) else np.frombuffer(out, np.uint8)
         if not (target.flags.c_contiguous and target.flags.writeable):
-            raise SizeError("out is not contiguous or read-only; expected writable, C-contiguous memory")
+            raise SizeError("out is read-only or not contiguous; expected writable, C-contiguous memory")
         values = target.reshape(-1).view(np.uint8)
-        wanted = q.size * output_dtype(q.dtype).itemsize
-        if values.size != wanted:  # before anything is decoded, as what the bytes declare may be large
-            raise SizeError(f"out has {values.size} bytes; expected {wanted} for {q.dtype} {q.shape}")
+        expected = q.size * output_dtype(q.dtype).itemsize
+        if values.size != expected:  # check before decoding: the declared shape may be huge
+            raise SizeError(f"out has {values.size} bytes; expected {expected} for {q.dtype} {q.shape}")
         values[:] = q.dequantize(q.dtype).reshape(-1).view(np.uint8)
         filled: Array = target
         return filled
 
     def get_config(self) -> dict[str, Any]:
-        """Return the id and the configuration, without what has its default."""
+        """Return the id and the configuration, without keys at their defaults."""
         return {"id": self.codec_id, **self.chunk.configuration}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the codec of a configuration; FormatError for keys and values that this exmy does not know."""
-        c = ChunkCodec.of({key: value for key, value in config.items() if key != "id"})
+        """Return the codec for a configuration. Raises `FormatError` for unknown keys and invalid values."""
+        c = ChunkCodec.from_configuration({key: value for key, value in config.items() if key != "id"})
         return cls(c.format, c.scale, c.axis, c.block)
 
     def __repr__(self) -> str:

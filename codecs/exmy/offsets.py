@@ -1,7 +1,7 @@
-"""Offsets: the shared exponents, or float scales, of the groups of an array.
+"""Choosing the shared exponent offset, or the float scale, of each scale group of an array.
 
-An offset k means that a group is encoded as x 2^k and decoded as value 2^-k: the bias of its format is k more.
-All formats here have their standard bias.
+With offset k, a group is encoded as x 2^k and decoded as value 2^-k, which adds k to the bias of its format. All
+formats in this module have their standard bias.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 from exmy import kernels, reference
 from exmy.elements import Array, Kind, Layout
 from exmy.errors import FormatError
-from exmy.fit import BIAS_LIMIT, REACH, encoding_scales
+from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, encoding_scales
 from exmy.groups import Groups
 from exmy.threads import run_parts
 
-__all__ = ["FLOAT_REACH", "holding_offsets", "least_error", "peaks_of"]
+__all__ = ["MAX_FLOAT_OFFSET", "group_peaks", "largest_unclipped_offsets", "least_error"]
 
-FLOAT_REACH = 125
-"""Offsets lie within this where scales are float32 with normal reciprocals."""
+MAX_FLOAT_OFFSET = 125
+"""The largest absolute offset of float32 scales: their reciprocals stay normal."""
 
-_OFFSETS = np.exp2(np.arange(REACH))
-_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the likely first
+_OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
+_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the likeliest first
 _OCTAVE = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
 _MAGNITUDE = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
 
 
-def peaks_of(elements: Array, kind: Kind, groups: Groups, threads: int) -> NDArray[np.float64]:
-    """Return the largest magnitude of each group, flat; infinity or NaN where a group has one."""
+def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> NDArray[np.float64]:
+    """Return the largest magnitude of each group as a flat array; infinity or NaN if the group has one."""
     out = np.zeros(math.prod(groups.counts))
 
     def rows(low: int, high: int) -> None:
@@ -55,10 +55,10 @@ def peaks_of(elements: Array, kind: Kind, groups: Groups, threads: int) -> NDArr
     return out
 
 
-def holding_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
-    """Return the largest offset of each group with which its peak does not clip, as `bias_that_holds` does.
+def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
+    """Return the largest offset of each group with which its peak does not clip: see `largest_unclipped_bias`.
 
-    Groups of zeros get the least offset of the others, or 0.
+    Groups of zeros get the least offset of the other groups, or 0.
     """
     exponent_bits, mantissa_bits, bias = layout
     fraction, exponent = np.frexp(peaks)
@@ -66,14 +66,14 @@ def holding_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.in
     exponent += fraction >= 1 - 2.0 ** -(mantissa_bits + 1 + (exponent_bits > 0))
     highest = (1 << exponent_bits) - 1 if exponent_bits > 0 else 1
     offsets: NDArray[np.int64] = np.minimum(highest - exponent, BIAS_LIMIT) - bias
-    some = peaks > 0
-    least = int(offsets[some].min()) if some.any() else 0
+    nonzero = peaks > 0
+    least = int(offsets[nonzero].min()) if nonzero.any() else 0
     if least + bias < -BIAS_LIMIT:
         raise FormatError(
-            f"the largest magnitude {peaks.max():g} is beyond e{exponent_bits}m{mantissa_bits} with any bias "
-            f"down to -{BIAS_LIMIT}; scale the input"
+            f"the largest magnitude {peaks.max():g} exceeds the range of e{exponent_bits}m{mantissa_bits} with "
+            f"any bias down to -{BIAS_LIMIT}; scale the input"
         )
-    offsets[~some] = least
+    offsets[~nonzero] = least
     return offsets
 
 
@@ -82,24 +82,24 @@ def least_error(
     kind: Kind,
     layout: Layout,
     groups: Groups,
-    holds: NDArray[np.int64],
+    unclipped: NDArray[np.int64],
     threads: int,
     *,
     floats: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return the offset of each group, of the 32 from the one that holds on, with the least squared error.
+    """Return the offset of each group with the least squared error, of the 32 from its largest unclipped one on.
 
-    With `floats`, float32 scales by which values are multiplied are returned too: the best of eighths of an
-    octave, within one octave of that offset.
+    With `floats`, also return float32 scales, by which decoded values are multiplied: the best in steps of an
+    eighth of an octave, within one octave of that offset.
     """
     if floats:
-        if int(holds.min()) < -FLOAT_REACH:
+        if int(unclipped.min()) < -MAX_FLOAT_OFFSET:
             raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
-        holds = np.minimum(holds, FLOAT_REACH - REACH)
-    offsets = holds.copy()
-    scales = np.ones(holds.size, np.float32) if floats else None
-    base = encoding_scales(holds, kind, layout)
-    tries = np.minimum(REACH, BIAS_LIMIT - layout.bias - holds + 1)
+        unclipped = np.minimum(unclipped, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
+    offsets = unclipped.copy()
+    scales = np.ones(unclipped.size, np.float32) if floats else None
+    base = encoding_scales(unclipped, kind, layout)
+    tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - unclipped + 1)
 
     def part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)

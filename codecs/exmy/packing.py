@@ -1,6 +1,6 @@
-"""Packing: codes of B bits to exactly B bits an element, in tiles of 256 that can be cut out by arithmetic.
+"""Packing of B-bit codes into exactly B bits per element, in tiles of 256 elements at computable offsets.
 
-FORMAT.md has the layout: planes of 8, 4, 2 and 1 bits, low bits first into the widest plane.
+FORMAT.md, section 5, defines the layout: planes of 8, 4, 2 and 1 bits, low bits first into the widest plane.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 def _check_bits(bits: int) -> int:
     if isinstance(bits, (int, np.integer)) and 2 <= bits <= 16:
         return int(bits)
-    raise FormatError(f"a width of {bits!r} bits is not an eXmY width; expected an integer from 2 to 16")
+    raise FormatError(f"{bits!r} bits is not an eXmY width; expected an integer from 2 to 16")
 
 
 def check_count(count: int, what: str = "count") -> int:
-    """Return the number; SizeError unless it is an integer of at least 0."""
+    """Return the number as an int. Raises `SizeError` unless it is an integer of at least 0."""
     if isinstance(count, (int, np.integer)) and count >= 0:
         return int(count)
     raise SizeError(f"{what} is {count!r}; expected an integer of 0 or more")
@@ -47,7 +47,7 @@ def code_dtype(bits: int) -> np.dtype[Any]:
 
 
 def as_codes(codes: Any, bits: int) -> Array:
-    """Return codes as a C-contiguous array of `code_dtype(bits)`; CodeError where one does not fit."""
+    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raises `CodeError` if one does not fit."""
     array = np.asarray(codes)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns")
@@ -57,13 +57,13 @@ def as_codes(codes: Any, bits: int) -> Array:
         if low < 0 or high >= 1 << bits:
             raise CodeError(
                 f"code {low if low < 0 else high} does not fit {bits} bits (0 ... {(1 << bits) - 1}); "
-                "check that the format is the one that encoded"
+                "check that the codes were encoded in this format"
             )
     return np.asarray(array, dtype=dtype, order="C")
 
 
 def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
-    """Return packed bytes (uint8 array or any bytes-like) as one flat array of just the right length."""
+    """Return packed codes as a flat uint8 array. Raises `SizeError` unless they have the size of `count` codes."""
     if isinstance(packed, np.ndarray):
         if packed.dtype != np.uint8:
             raise DtypeError(f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object")
@@ -85,28 +85,27 @@ def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes that `count` codes of `bits` bits take: bits/8 each, the count rounded up to 8."""
+    """Return the size in bytes of `count` packed codes: `bits` per 8 codes, the count rounded up to 8."""
     return (check_count(count) + 7) // 8 * _check_bits(bits)
 
 
 def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> tuple[int, int]:
-    """Return the byte range (first, end) that holds the elements start ... stop-1 of a packed array.
+    """Return the byte range (first, end) of the elements start ... stop-1 of a packed array.
 
-    The bytes in it are themselves packed codes, of stop - start elements.  Both bounds must be multiples of
-    256; only a stop at the very end of the array need not be, and then `count`, the length of the array,
-    must say so. SizeError otherwise.
+    These bytes are valid packed codes of stop - start elements. Both bounds must be multiples of 256, except that
+    `stop` may be `count`, the length of the array. Raises `SizeError` otherwise.
     """
     _check_bits(bits)
     start, stop = check_count(start, "start"), check_count(stop, "stop")
     if start > stop or (count is not None and stop > check_count(count)):
         bound = "stop" if count is None else f"stop <= {count}"
-        raise SizeError(f"the slice {start}:{stop} does not fit; expected 0 <= start <= {bound}")
+        raise SizeError(f"the slice {start}:{stop} is out of range; expected 0 <= start <= {bound}")
     if stop == count and start == stop:
         end = packed_size(stop, bits)
         return end, end
     if start % TILE or (stop % TILE and stop != count):
         raise SizeError(
-            f"the slice {start}:{stop} does not lie on tiles of {TILE} elements; widen it to "
+            f"the slice {start}:{stop} is not aligned to tiles of {TILE} elements; widen it to "
             f"{start // TILE * TILE}:{-(-stop // TILE) * TILE}, or pass count= if it ends with the array"
         )
     return packed_size(start, bits), packed_size(stop, bits)
@@ -115,7 +114,7 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
 def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
     """Return the codes packed into a flat uint8 array of `packed_size(codes.size, bits)` bytes.
 
-    codes: integers of any shape, taken in C order, each below 2^bits (CodeError otherwise).
+    `codes`: integers of any shape, read in C order. Raises `CodeError` unless each is from 0 to 2^bits - 1.
     """
     array = as_codes(codes, _check_bits(bits)).reshape(-1)
     out = np.empty(packed_size(array.size, bits), np.uint8)
@@ -124,9 +123,10 @@ def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: Any, bits: int, count: int) -> Array:
-    """Return the `count` codes of packed bytes as a flat array, uint8 up to 8 bits, uint16 above.
+    """Return `count` packed codes as a flat array, uint8 up to 8 bits, uint16 above.
 
-    packed: uint8 array or bytes-like object of `packed_size(count, bits)` bytes (SizeError otherwise).
+    `packed`: a uint8 array or bytes-like object. Raises `SizeError` unless it has `packed_size(count, bits)`
+    bytes.
     """
     array = as_bytes(packed, _check_bits(bits), check_count(count))
     out = np.empty(count, code_dtype(bits))

@@ -1,4 +1,4 @@
-"""Quantized: an array as packed codes of a format, with the offsets or scales that groups of them share."""
+"""Quantized arrays: packed codes of a format, with the offsets or scales that groups of elements share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from exmy import kernels
-from exmy.elements import TOP, Array, Kind, Layout, as_flat, kind_of, output_dtype, plain, without_infinity
+from exmy.elements import (
+    EXPONENT_LIMIT,
+    Array,
+    Kind,
+    Layout,
+    as_flat,
+    builtin_view,
+    clamp_infinities,
+    kind_of,
+    output_dtype,
+)
 from exmy.errors import DtypeError, FormatError, SizeError
 from exmy.fit import BIAS_LIMIT
 from exmy.format import Format
@@ -25,32 +35,32 @@ __all__ = ["Quantized", "are_scales", "may_overflow"]
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
 _VERSION = 1
-_COLUMNS = 1 << 16  # of a long group that are looked at together
-_DIMENSIONS = 64  # that NumPy's arrays have at most
-_SIZE = 1 << 60  # elements, below which an array of float64 can be made, zero lengths left out
+_COLUMNS = 1 << 16  # elements of a long group that `clipped` checks at once
+_MAX_DIMENSIONS = 64  # of NumPy's arrays
+_SIZE_LIMIT = 1 << 60  # elements: NumPy can address a smaller array of float64; lengths of 0 count as 1
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """An array in eXmY: what `exmy.quantize` returns.
+    """An array encoded in an eXmY format: the result of `exmy.quantize`.
 
-    An element is worth value(code, format) · 2^-offset of its group, or, where there are scales, value · scale.
-    Immutable; its arrays are read-only.
+    The value of an element is value(code, format) · 2^-offset, or value(code, format) · scale if there are scales,
+    with the offset or scale of its group. Immutable; its arrays are read-only.
     """
 
     format: Format
     """The format of the codes."""
     groups: Groups
-    """Which elements share an offset."""
+    """The groups of elements that share an offset or scale."""
     offsets: NDArray[np.int16]
-    """The shared exponent offsets, one for each group: shape () for a tensor, else `groups.counts`."""
+    """The exponent offset of each group, of shape `groups.counts`; all 0 if there are scales."""
     scales: NDArray[np.float32] | None
-    """Float scales instead, of the same shape; the offsets are 0 then."""
+    """The float scale of each group, of the same shape, or None."""
     packed: NDArray[np.uint8]
     """The packed codes of the elements in C order."""
     dtype: str
-    """The name of the dtype that was quantized."""
+    """The name of the dtype before quantization."""
 
     def __post_init__(self) -> None:
         for array in (self.offsets, self.scales, self.packed):
@@ -69,27 +79,27 @@ class Quantized:
 
     @property
     def granularity(self) -> Granularity:
-        """What shares an offset: "tensor", "row" or "block"."""
+        """The elements that share an offset: "tensor", "row" or "block"."""
         return self.groups.granularity
 
     @property
     def axis(self) -> int | None:
-        """The axis along which elements share an offset; None where all do."""
+        """The axis along which elements share an offset; None if all elements do."""
         return self.groups.axis
 
     @property
     def block(self) -> int | None:
-        """How many elements along the axis share an offset; None where all do."""
+        """The number of elements along the axis that share an offset; None for all of them."""
         return self.groups.block
 
     @property
     def nbytes(self) -> int:
-        """The bytes that `to_bytes` returns: packed codes and metadata."""
-        return self._codes_at() + self.packed.size
+        """The size of `to_bytes()`: packed codes and metadata."""
+        return self._head_size() + self.packed.size
 
     @property
     def bits_per_value(self) -> float:
-        """Bits for each element, metadata included; NaN for an empty array."""
+        """The bits per element, including metadata; NaN for an empty array."""
         return self.nbytes * 8 / self.size if self.size else math.nan
 
     def codes(self) -> Array:
@@ -97,21 +107,24 @@ class Quantized:
         return unpack(self.packed, self.format.bits, self.size).reshape(self.shape)
 
     def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
-        """Return the values in float16, bfloat16, float32 or float64: the exact ones, rounded once.
+        """Return the values in float16, bfloat16, float32 or float64, each rounded once from its exact value.
 
-        What rounds beyond the largest value of dtype is infinite, but in the dtype that was quantized, whose
-        values were finite, it is that largest value.
-        out: a writable, C-contiguous array of that dtype and the shape, to write to and return (DtypeError,
-        SizeError otherwise).  threads: how many may share the work on a big array; the result is the same for all.
+        Overflow rounds to infinity, except in the dtype before quantization, whose values were finite: there it
+        saturates to the largest value.
+        `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the most
+        threads to use on a large array; the result does not depend on it.
+        Raises `DtypeError` or `SizeError` for an unsuitable dtype or `out`.
         """
-        wanted = output_dtype(dtype)
-        out = np.empty(self.shape, wanted) if out is None else out
-        if out.dtype != wanted:
-            raise DtypeError(f"out has dtype {out.dtype!r}; expected native {wanted.name}")
-        if out.shape != self.shape or not (out.flags.c_contiguous and out.flags.writeable):
-            raise SizeError(f"out has shape {out.shape}; expected a writable, C-contiguous one of {self.shape}")
+        native = output_dtype(dtype)
+        out = np.empty(self.shape, native) if out is None else out
+        if out.dtype != native:
+            raise DtypeError(f"out has dtype {out.dtype!r}; expected native {native.name}")
+        if out.shape != self.shape:
+            raise SizeError(f"out has shape {out.shape}; expected {self.shape}")
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise SizeError("out is read-only or not C-contiguous; expected a writable, C-contiguous array")
         kind = kind_of(out.dtype)
-        target = plain(out.reshape(-1), kind)
+        target = builtin_view(out.reshape(-1), kind)
         threads = check_threads(threads)
         bits = self.format.bits
 
@@ -122,7 +135,7 @@ class Quantized:
             else:
                 kernels.decode_groups(kind, layout, self.groups, low, scales, data, target[low:high])
             if saturating:
-                without_infinity(target[low:high], kind)
+                clamp_infinities(target[low:high], kind)
 
         layout = self.format.layout
         scales = None
@@ -135,9 +148,9 @@ class Quantized:
         return out
 
     def clipped(self, x: Any) -> int:
-        """Return how many elements of x lie beyond the largest value of their group by more than half a step.
+        """Return the number of elements of x more than half a step beyond the largest value of their group.
 
-        x: what was quantized, of the same shape (SizeError otherwise).  Infinity counts, NaN does not.
+        `x`: the array before quantization. Infinity counts, NaN does not. Raises `SizeError` for another shape.
         """
         elements, kind, shape = as_flat(x)
         if shape != self.shape:
@@ -148,19 +161,19 @@ class Quantized:
             limits = np.ldexp(clipping_limit(self.format.layout), -self.offsets.astype(np.int32)).reshape(-1)
         else:
             limits = clipping_limit(self.format.layout) * self.scales.astype(np.float64).reshape(-1)
-        found = 0
+        count = 0
         for low, high in self.groups.strips():
             runs = self.groups.runs(elements, low, high)
             for start in range(0, runs.shape[1], _COLUMNS):
                 part = np.abs(widen(runs[:, start : start + _COLUMNS], kind))
-                found += int((part > limits[low:high, None]).sum())
-        return found
+                count += int((part > limits[low:high, None]).sum())
+        return count
 
     def _decoding_scales(self, kind: Kind) -> tuple[Layout, Array]:
-        """Return a layout, and the factors of its values, as `kernels.decode_groups` takes them.
+        """Return the layout and the scale of each group, the arguments of `kernels.decode_groups`.
 
-        The layout has its standard bias where offsets allow that, which keeps values and factors near 1: with any
-        bias and offset, both and their product are then float64, exactly.
+        With offsets, the layout has its standard bias, and the scales absorb the difference. This keeps values and
+        scales near 1, so that float64 represents both and their product exactly, for any bias and offset.
         """
         layout = self.format.layout
         if self.scales is not None:
@@ -171,17 +184,17 @@ class Quantized:
         low, high = int(offsets.min()), int(offsets.max())
         x, y, bias = standard
         narrow = kind is not Kind.FLOAT64 and _is_float32(standard) and -126 <= low <= high <= 126
-        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:  # the kernels round a float32 product again
+        if kind in {Kind.FLOAT16, Kind.BFLOAT16}:  # float32 products must be exact: the kernels round them again
             narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
         return standard, np.ldexp(1.0, -offsets).astype(np.float32 if narrow else np.float64)
 
-    def _codes_at(self) -> int:
-        """Return where in the bytes the packed codes begin."""
+    def _head_size(self) -> int:
+        """Return the size in bytes of what precedes the packed codes in `to_bytes`."""
         each = 1 if self.scales is None else 4
         return -(-(_HEADER.size + 8 * len(self.shape) + each * self.offsets.size) // 8) * 8
 
     def to_bytes(self) -> bytes:
-        """Return all of it as self-describing bytes, ending with the packed codes: see FORMAT.md, section 8."""
+        """Return the array as self-describing bytes: see FORMAT.md, section 8."""
         x, y, bias = self.format.layout
         base = int(self.offsets.min()) if self.offsets.size else 0
         axis = -1 if self.axis is None else self.axis
@@ -203,14 +216,15 @@ class Quantized:
         else:
             shared = self.scales.astype("<f4").tobytes()
         head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + shared
-        return b"".join([head, bytes(self._codes_at() - len(head)), self.packed.data])
+        return b"".join([head, bytes(self._head_size() - len(head)), self.packed.data])
 
     @staticmethod
     def from_bytes(data: Any) -> Quantized:
-        """Return what `to_bytes` was called on; the packed codes stay in the memory of data, uncopied.
+        """Return the array encoded by `to_bytes`, without copying the packed codes from `data`.
 
-        data: bytes-like.  FormatError where the header is not that of a quantized array, or is of a newer version;
-        SizeError where the bytes are truncated or too long, or axis and block do not fit the shape.
+        Raises `DtypeError` if `data` is not bytes-like, `FormatError` if the header is not that of a quantized
+        array or has an unsupported version, `SizeError` if the bytes are truncated or too long, or axis and block
+        do not fit the shape.
         """
         try:
             view = memoryview(data).cast("B").toreadonly()
@@ -218,26 +232,27 @@ class Quantized:
             raise DtypeError(f"a quantized array is read from bytes, not from {type(data).__name__}") from cause
         if len(view) < _HEADER.size:
             raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {_HEADER.size} or more")
-        fields = _HEADER.unpack(view[: _HEADER.size])
-        magic, version, kind, x, y, bias, ndim, floats, axis, block, base = fields
+        magic, version, kind, x, y, bias, ndim, floats, axis, block, base = _HEADER.unpack(view[: _HEADER.size])
         if magic != _MAGIC:
-            raise FormatError(f"these bytes are no quantized array: they begin with {magic!r}, not {_MAGIC!r}")
+            raise FormatError(
+                f"these bytes are not a quantized array: they begin with {magic!r}, expected {_MAGIC!r}"
+            )
         if version != _VERSION:
             raise FormatError(
                 f"this quantized array has version {version}, and this exmy reads version {_VERSION}; install "
                 "a newer exmy"
             )
         if kind > Kind.FLOAT64 or floats > 1 or any(view[18:24]):
-            raise FormatError("the header of this quantized array holds what version 1 does not know")
-        if ndim > _DIMENSIONS:
-            raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_DIMENSIONS}")
+            raise FormatError("the header of this quantized array has a value that version 1 does not define")
+        if ndim > _MAX_DIMENSIONS:
+            raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_MAX_DIMENSIONS}")
         at = _HEADER.size + 8 * ndim
         if len(view) < at:
             raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {at} or more")
         shape = struct.unpack(f"<{ndim}Q", view[_HEADER.size : at])
-        if math.prod(n or 1 for n in shape) >= _SIZE or axis < -1:
+        if math.prod(n or 1 for n in shape) >= _SIZE_LIMIT or axis < -1:
             raise FormatError(f"the shape {shape} or the axis {axis} of this quantized array is out of range")
-        groups = Groups.of(shape, None if axis < 0 else axis, block or None)
+        groups = Groups.from_shape(shape, None if axis < 0 else axis, block or None)
         if (axis < 0) != (groups.axis is None):
             raise FormatError("the header of this quantized array has a block without an axis")
         f = Format(f"e{x}m{y}b{bias}")
@@ -248,7 +263,7 @@ class Quantized:
             fault = "truncated" if len(view) < start + size else "too long"
             raise SizeError(f"a quantized array is {fault}: {len(view)} bytes, expected {start + size}")
         if any(view[end:start]):
-            raise FormatError("the padding behind the offsets or scales of this quantized array is not zero")
+            raise FormatError("the padding after the offsets or scales of this quantized array is not zero")
         offsets, scales = np.zeros(groups.counts, np.int16), None
         if floats:
             scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
@@ -258,13 +273,7 @@ class Quantized:
                 )
         else:
             deltas = np.frombuffer(view, np.uint8, count, at).astype(np.int32)
-            most = int(deltas.max(initial=0))
-            if count and not -BIAS_LIMIT <= bias + base <= bias + base + most <= BIAS_LIMIT:
-                raise FormatError(
-                    f"the bias {bias} and the offsets {base} to {base + most} of this quantized array add up to "
-                    f"less than -{BIAS_LIMIT} or more than {BIAS_LIMIT}"
-                )
-            offsets[...] = (deltas + base).reshape(groups.counts)
+            offsets[...] = _offsets(deltas, base, bias).reshape(groups.counts)
         packed = as_bytes(view[start:], f.bits, math.prod(shape))
         return Quantized(f, groups, offsets, scales, packed, Kind(kind).name.lower())
 
@@ -276,13 +285,24 @@ class Quantized:
         return f"<Quantized {self.format} {self.dtype} {self.shape}, one {what} per {shared}, {self.nbytes} bytes>"
 
 
+def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int32]:
+    """Return base plus deltas. Raises `FormatError` if the sum with the bias is out of range."""
+    highest = base + int(deltas.max(initial=0))
+    if deltas.size and not -BIAS_LIMIT <= bias + base <= bias + highest <= BIAS_LIMIT:
+        raise FormatError(
+            f"the bias {bias} and the offsets {base} to {highest} of this quantized array add up to less than "
+            f"-{BIAS_LIMIT} or more than {BIAS_LIMIT}"
+        )
+    return deltas + base
+
+
 def are_scales(scales: NDArray[np.float32]) -> bool:
-    """Return whether all of these can be float scales: finite and positive."""
+    """Return whether all scales are valid: finite and positive."""
     return bool(np.all((scales > 0) & np.isfinite(scales)))
 
 
 def may_overflow(q: Quantized, kind: Kind) -> bool:
-    """Return whether a kind is what was quantized, and some code is worth more than its largest value."""
+    """Return whether `kind` is the dtype before quantization and some code of some group exceeds its range."""
     if _KINDS[q.dtype] is not kind or not q.offsets.size:
         return False
     f = q.format
@@ -290,10 +310,10 @@ def may_overflow(q: Quantized, kind: Kind) -> bool:
         beyond = math.frexp(q.scales.max())[1]
     else:
         beyond = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
-    return max(1 << f.exponent_bits, 2) - f.bias + beyond >= TOP[kind]
+    return max(1 << f.exponent_bits, 2) - f.bias + beyond >= EXPONENT_LIMIT[kind]
 
 
 def _is_float32(layout: Layout) -> bool:
-    """Return whether every value of a layout is a float32, as the kernels decide it."""
+    """Return whether every value of a layout is a float32, by the same rule as the kernels."""
     x, _, bias = layout
     return bias <= 127 and max((1 << x) - 1, 1) - bias <= 127

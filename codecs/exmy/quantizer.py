@@ -1,4 +1,4 @@
-"""Quantizer: arrays to `Quantized`, with the exponents or scales that suit their values."""
+"""Quantization of arrays, with exponent offsets or float scales fitted to their values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from exmy import kernels
 from exmy.elements import Array, Kind, NonFinite, as_flat, saturates
 from exmy.errors import FormatError, NonFiniteError
-from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, without_nonfinite
+from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
-from exmy.offsets import holding_offsets, least_error, peaks_of
+from exmy.offsets import group_peaks, largest_unclipped_offsets, least_error
 from exmy.packing import packed_size
 from exmy.quantized import Quantized
-from exmy.rounding import Dither, Rounding, dither_of
+from exmy.rounding import Dither, Rounding, make_dither
 from exmy.threads import check_threads, run_parts, whole_tiles
 
 __all__ = ["Scale", "quantize"]
 
 Scale: TypeAlias = Literal["search", "max", "none", "float"]
 
-_SPREAD = 255  # how far offsets of one array may lie apart
+_SPREAD = 255  # the largest difference between offsets of one array: they are stored as bytes
 
 
 def quantize(
@@ -37,30 +37,37 @@ def quantize(
     rounding: Rounding = "nearest",
     seed: int = 0,
 ) -> Quantized:
-    """Return x in format f, with an exponent offset for the whole, for each row or for each block.
+    """Quantize x to format f, with one exponent offset for the whole tensor, per row or per block.
 
-    x: float16, bfloat16, float32 or float64, any shape and strides.  axis None: one offset; an axis: one for
-    each row along it (all elements along the axis share); with block 16, 32, 64 or 128: one for each run of
-    that many along the axis (the last axis if None), which the block must divide (SizeError otherwise).
+    `x`: float16, bfloat16, float32 or float64, of any shape and strides. The bias of `f` does not matter, except
+    with scale "none".
 
-    scale "max": the largest offset with which no value clips.  "search": the one with the least squared
-    error, which may clip a few large values for finer steps.  "none": none, f as it is.  "float": a float32
-    factor with the least squared error instead of an offset.  Except for "none", the bias of f does not
-    matter.  Offsets of one array span at most 255: groups whose values are all 2^-255 of the largest and
-    less get coarser steps.  NaN and infinity as in `encode`; where they saturate, the finite values decide.
-    threads: how many may share the work on a big array; the result is the same for all.
-    rounding "stochastic" and seed: as in `encode`; the offsets are those for rounding to nearest.
+    With neither `axis` nor `block`, the tensor has one offset. With an `axis`, all elements along it share an
+    offset: one per row. With a `block` of 16, 32, 64 or 128, each run of that many elements along the axis (the
+    last axis if None) has one; the block must divide the length of the axis.
+
+    `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
+    error, which may clip a few large values to give the others finer steps; "none" is offset 0; "float" has, in
+    place of an offset, the float32 scale with the least squared error. Offsets of one array differ by at most 255;
+    groups below 2^-255 of the largest get coarser steps.
+
+    `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
+    to nearest. `threads`: the most threads to use on a large array; the result does not depend on it.
+
+    Raises `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
     """
     f = as_format(f)
-    dither = dither_of(rounding, seed)
+    dither = make_dither(rounding, seed)
     if scale not in {"search", "max", "none", "float"}:
         raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
-    groups = Groups.of(shape, axis, block)
+    groups = Groups.from_shape(shape, axis, block)
     if scale == "none":
         if groups.axis is not None:
-            raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
+            raise FormatError(
+                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
+            )
     else:
         f = f.standard
     offsets = np.zeros(groups.counts, np.int16)
@@ -71,25 +78,30 @@ def quantize(
             raise _not_finite(elements, kind, shape)
         offsets[...] = fit.bias - f.bias
     elif elements.size and scale != "none":
-        finite = elements
-        peaks = peaks_of(elements, kind, groups, threads)
-        if not np.isfinite(peaks).all():
-            if not saturate:
-                raise _not_finite(elements, kind, shape)
-            finite = without_nonfinite(elements, kind)
-            peaks = peaks_of(finite, kind, groups, threads)
-        holds = holding_offsets(peaks, f.layout)
-        if scale == "max":
-            offsets[...] = np.minimum(holds, holds.min() + _SPREAD).reshape(groups.counts)
+        best, scales = _fit_groups(elements, kind, f, groups, scale, threads, saturate=saturate)
+        if scales is None or factors is None:
+            offsets[...] = np.minimum(best, best.min() + _SPREAD).reshape(groups.counts)
         else:
-            found, best = least_error(finite, kind, f.layout, groups, holds, threads, floats=factors is not None)
-            if best is None or factors is None:
-                offsets[...] = np.minimum(found, found.min() + _SPREAD).reshape(groups.counts)
-            else:
-                factors[...] = best.reshape(groups.counts)
+            factors[...] = scales.reshape(groups.counts)
     packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
     _encode(elements, kind, f, groups, offsets, factors, packed, saturate, threads, dither)
     return Quantized(f, groups, offsets, factors, packed, kind.name.lower())
+
+
+def _fit_groups(
+    elements: Array, kind: Kind, f: Format, groups: Groups, scale: Scale, threads: int, *, saturate: bool
+) -> tuple[Array, Array | None]:
+    """Return the best offset of each group, and its float scale if scale is "float"."""
+    peaks = group_peaks(elements, kind, groups, threads)
+    if not np.isfinite(peaks).all():
+        if not saturate:
+            raise _not_finite(elements, kind, groups.shape)
+        elements = zero_nonfinite(elements, kind)
+        peaks = group_peaks(elements, kind, groups, threads)
+    unclipped = largest_unclipped_offsets(peaks, f.layout)
+    if scale == "max":
+        return unclipped, None
+    return least_error(elements, kind, f.layout, groups, unclipped, threads, floats=scale == "float")
 
 
 def _encode(
@@ -104,7 +116,7 @@ def _encode(
     threads: int,
     dither: Dither | None,
 ) -> None:
-    """Write the packed codes; NonFiniteError where `saturate` is not said."""
+    """Write the packed codes. Raises `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
     scales: Array | None = None
     if factors is not None and elements.size:
@@ -123,8 +135,8 @@ def _encode(
         target = packed[packed_size(low, f.bits) : packed_size(high, f.bits)]
         source = elements[low:high]
         if scales is None:
-            here = dither and dither.at(low)
-            bad.append(kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=here))
+            local = dither and dither.at(low)
+            bad.append(kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=local))
         else:
             seed = dither and dither.seed
             kernels.encode_groups(kind, layout, groups, low, scales, source, target, seed=seed)

@@ -1,8 +1,7 @@
-"""The specification of eXmY in NumPy: read this (or FORMAT.md) to know what every other path must produce.
+"""The specification of eXmY in NumPy (FORMAT.md in code), which every other implementation matches bit for bit.
 
-A format is three integers here, its layout: exponent bits X, mantissa bits Y and bias.  All arithmetic is
-float64, in which every step below is exact: formats have at most 15 mantissa bits and biases of -512 ...
-512.
+A format is given by its layout: exponent bits X, mantissa bits Y and bias. All arithmetic is float64, in which
+every step below is exact: formats have at most 15 mantissa bits and biases of -512 ... 512.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ __all__ = [
 ]
 
 TILE = 256
-"""Elements of a tile, the unit of packing."""
+"""The elements per tile, the unit of packing."""
 
 
 def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
-    """Return the codes of the nearest values (ties to the even quantum; beyond the largest, the largest).
+    """Return the codes of the nearest values: ties to the even number of quanta, saturating at the largest value.
 
-    With random bits for each element, instead of the value above as often as x lies that far from the one
-    below.  Infinity becomes the largest value of its sign, NaN becomes +0.
+    With 32 random bits per element, round stochastically instead: up with a probability equal to the distance to
+    the value below, in quanta. Infinity becomes the largest value of its sign, NaN becomes +0.
     """
     exponent_bits, mantissa_bits, bias = layout
     lowest = 1 - bias  # exponent of the smallest normal, and of all subnormals
@@ -60,7 +59,7 @@ def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | 
 
 
 def random_bits(seed: int, first: int, count: int) -> NDArray[np.uint32]:
-    """Return the 32 random bits of each of the positions first ... first + count - 1 (modulo 2^64)."""
+    """Return 32 random bits for each of the positions first ... first + count - 1 (modulo 2^64)."""
     position = np.arange(count, dtype=np.uint64) + np.uint64(first)
     low, high = position.astype(np.uint32), (position >> np.uint64(32)).astype(np.uint32)
     seed_low, seed_high = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
@@ -70,7 +69,7 @@ def random_bits(seed: int, first: int, count: int) -> NDArray[np.uint32]:
 
 
 def _mix(h: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Return the bits of h mixed well ("lowbias32"), modulo 2^32."""
+    """Hash 32-bit integers: the "lowbias32" function."""
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
     return h ^ (h >> np.uint32(16))
@@ -90,7 +89,7 @@ def decode(codes: NDArray[Any], layout: Layout) -> NDArray[np.float64]:
 
 
 def clipping_limit(layout: Layout) -> float:
-    """Return the largest value and half a step more: magnitudes beyond it are clipped."""
+    """Return the largest value plus half a step: larger magnitudes are clipped."""
     exponent_bits, mantissa_bits, bias = layout
     highest = ((1 << exponent_bits) - 1 if exponent_bits else 1) - bias
     quanta = (1 << mantissa_bits + (exponent_bits > 0)) - 0.5
@@ -99,17 +98,17 @@ def clipping_limit(layout: Layout) -> float:
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
     """Return the planes of a width, widest first, as (bits of the plane, lowest bit of the code in it)."""
-    found = []
+    result = []
     shift = 0
     for width in (8, 4, 2, 1):
         while bits - shift >= width:
-            found.append((width, shift))
+            result.append((width, shift))
             shift += width
-    return tuple(found)
+    return tuple(result)
 
 
 def pack(codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Return the packed bytes: tile after tile, the last one padded with code 0 to a multiple of 8."""
+    """Return the packed codes, tile by tile, with the last tile padded with code 0 to a multiple of 8."""
     whole = codes.size // TILE * TILE
     last = np.zeros((codes.size - whole + 7) // 8 * 8, codes.dtype)
     last[: codes.size - whole] = codes[whole:]
@@ -129,7 +128,7 @@ def _pack_tiles(tiles: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint16]:
-    """Return the `count` codes of packed bytes."""
+    """Return `count` codes from packed bytes."""
     split = count // TILE * TILE // 8 * bits
     tiles = _unpack_tiles(packed[:split].reshape(-1, TILE // 8 * bits), bits)
     last = _unpack_tiles(packed[None, split:], bits)
@@ -151,7 +150,7 @@ def _unpack_tiles(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint16]:
 
 
 def widen(elements: Array, kind: Kind) -> NDArray[np.float64]:
-    """Return the elements as float64, exactly (bfloat16 is given as its bits in uint16)."""
+    """Return the elements as float64, exactly; bfloat16 elements are given as their bits in uint16."""
     if kind is Kind.BFLOAT16:
         elements = (elements.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
@@ -159,7 +158,7 @@ def widen(elements: Array, kind: Kind) -> NDArray[np.float64]:
 
 
 def narrow(values: NDArray[np.float64], kind: Kind) -> Array:
-    """Return float64 values rounded once, ties to even, to a kind; overflow to infinity, bfloat16 as bits."""
+    """Round float64 values once to a kind: ties to even, overflow to infinity, bfloat16 as its bits."""
     if kind is Kind.FLOAT64:
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -187,7 +186,7 @@ def _rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def exponents(x: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return how many of x have the exponents -1074 ... 1023, then how many are zero, and not finite."""
+    """Return the counts of the exponents from -1074 to 1023, then of zeros, then of non-finite elements."""
     exponent = np.frexp(x)[1] - 1
     kind = np.where(np.isfinite(x), np.where(x == 0, 2098, exponent + 1074), 2099)
     return np.bincount(kind, minlength=2100).astype(np.int64)

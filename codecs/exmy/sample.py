@@ -1,4 +1,4 @@
-"""Sample: some tens of thousands of elements that stand for an array, and what a format makes of them."""
+"""Estimating the error of a format on an array from a sample of its elements."""
 
 from __future__ import annotations
 
@@ -13,114 +13,124 @@ from exmy import kernels
 from exmy.elements import Array, Kind, Layout, NonFinite, as_flat, output_dtype, saturates
 from exmy.errors import FormatError, NonFiniteError
 from exmy.exponents import Exponents, exponents
-from exmy.fit import BIAS_LIMIT, CERTAIN, REACH, encoding_scales, without_nonfinite
+from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, STOP_RATIO, encoding_scales, zero_nonfinite
 from exmy.format import Format
 from exmy.groups import Groups
-from exmy.offsets import FLOAT_REACH, holding_offsets
+from exmy.offsets import MAX_FLOAT_OFFSET, largest_unclipped_offsets
 from exmy.quantizer import Scale
 from exmy.reference import clipping_limit, widen
 from exmy.threads import PART
 
-__all__ = ["RARE", "SAMPLE", "Fit", "Sample"]
+__all__ = ["RARE", "SAMPLE", "Estimate", "Sample"]
 
 SAMPLE = 1 << 16
-"""Elements that are spread evenly over an array; arrays up to this size are taken whole."""
+"""The number of elements sampled at even distances. Arrays up to this size are used whole."""
 
 RARE = 1 << 12
-"""The largest elements of a tensor that join its sample, at most."""
+"""The most elements added to the sample of a tensor because they are its largest."""
 
-_RUN = 256  # elements that are taken side by side
-_NEAR = 128  # elements that are looked at one by one where a rare one is among them
-_LONG = 4  # rows that are taken at least, and then only in parts
-_OFFSETS = np.exp2(np.arange(REACH))
+_RUN = 256  # consecutive elements per sampled run
+_NEAR = 128  # consecutive elements that are searched one by one if one of them is rare
+_MIN_ROWS = 4  # rows in a sample, at least; of long rows it has only parts
+_OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
 _OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How one format does on an array, as far as its sample says."""
+class Estimate:
+    """The estimated error of one format on an array."""
 
     format: Format
-    """With the bias that suits the sample, where all elements share an offset."""
+    """The format; if all elements share an offset, with the bias that is best for the sample."""
     noise: float
-    """The sum of squared errors of the whole array."""
+    """The estimated sum of squared errors of the whole array."""
     clipped: float
-    """The share of elements beyond the largest value of their group by more than half a step."""
+    """The estimated share of elements more than half a step beyond the largest value of their group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Elements of an array that stand for all of them."""
+    """A weighted sample of the elements of an array."""
 
     runs: Array
-    """Rows of the array's elements; with groups, one group a row."""
+    """Sampled elements in rows; with rows or blocks, one group (or part of one) per row."""
     magnitudes: NDArray[np.float64]
-    """Those of the elements of the rows."""
+    """The magnitudes of the elements of `runs`."""
     kind: Kind
     groups: Groups
-    """The groups of the whole array."""
+    """The scale groups of the whole array."""
     weights: NDArray[np.float64]
-    """How many elements of the array each one of a row stands for."""
+    """The weight of each row: the number of array elements that each of its elements represents."""
     peaks: NDArray[np.float64]
-    """The largest magnitude of the group that each row belongs to."""
+    """The largest magnitude of the group of each row."""
     exponents: Exponents
-    """The histogram of the exponents: of the whole array where that is one group, else of the sample."""
+    """The histogram of exponents: of the whole array if it is one group, else of the sample."""
     signal: float
-    """The sum of squares of the whole array."""
+    """The estimated sum of squares of the whole array."""
 
     @staticmethod
-    def of(x: Any, axis: int | None, block: int | None, nonfinite: NonFinite) -> Sample:
-        """Return the sample of an array: all of it up to SAMPLE elements.
+    def from_array(x: Any, axis: int | None, block: int | None, nonfinite: NonFinite) -> Sample:
+        """Return a sample of an array. Arrays of up to SAMPLE elements are used whole.
 
-        Of larger ones that share one offset: 256 runs of 256 elements spread evenly, and beside them the
-        largest elements of all, down to the lowest power of two that RARE of them at most reach, since a few
-        outliers can decide on the format.  Else: whole groups, or parts of at least four groups where they
-        are long.  NonFiniteError as in `encode` for what is met: everywhere with one offset, in the sample
-        with groups.  Where they saturate, NaN and infinity count as zeros.
+        If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
+        and the largest elements of the array, because a few outliers can decide on the format: all those of at
+        least the least power of two that no more than RARE elements reach. With rows or blocks, it is whole
+        groups, or parts of at least four groups if they are long.
+
+        Raises `NonFiniteError` for NaN and infinity: anywhere in x with one offset, in the sample with groups.
+        With `nonfinite="saturate"` they count as zeros.
         """
         saturates(nonfinite)
         elements, kind, shape = as_flat(x)
-        groups = Groups.of(shape, axis, block)
+        groups = Groups.from_shape(shape, axis, block)
         if groups.axis is None:
             return _tensor_sample(elements, kind, groups, nonfinite)
         return _group_sample(elements, kind, groups, nonfinite)
 
     def metadata(self, scale: Scale) -> float:
-        """Return the bits that the offsets or scales of rows and blocks add to each element."""
+        """Return the bits per element that the offsets or scales of rows and blocks take."""
         if self.groups.axis is None or not self.groups.length:
             return 0.0
         return (32 if scale == "float" else 8) / self.groups.length
 
-    def holds(self, f: Format, scale: Scale) -> bool:
-        """Return whether f holds the values with some bias, or scale of `quantize`."""
+    def is_within_range(self, f: Format, scale: Scale) -> bool:
+        """Return whether f can represent the largest values with some bias, or some scale of `quantize`."""
         if scale == "none":
             return True
-        limit = clipping_limit(f.layout._replace(bias=f.bias - FLOAT_REACH if scale == "float" else -BIAS_LIMIT))
+        limit = clipping_limit(
+            f.layout._replace(bias=f.bias - MAX_FLOAT_OFFSET if scale == "float" else -BIAS_LIMIT)
+        )
         return bool(self.peaks.max(initial=0.0) < limit)
 
-    def fit(self, f: Format, scale: Scale) -> Fit:
-        """Return how f does with the offsets or scales that `quantize` would take for these elements.
+    def estimate(self, f: Format, scale: Scale) -> Estimate:
+        """Return the estimated error of f with the offsets or scales that `quantize` would choose for the sample.
 
-        FormatError where f cannot hold the values with any bias.
+        Raises `FormatError` if no bias of f can represent the largest values.
         """
         if scale not in {"search", "max", "none", "float"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
         if scale != "none":
             f = f.standard
         elif self.groups.axis is not None:
-            raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
+            raise FormatError(
+                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
+            )
         if not self.peaks.any():
-            return Fit(f, 0.0, 0.0)
+            return Estimate(f, 0.0, 0.0)
         layout = f.layout
-        offsets = np.zeros(len(self.runs), np.int64) if scale == "none" else holding_offsets(self.peaks, layout)
+        offsets = (
+            np.zeros(len(self.runs), np.int64)
+            if scale == "none"
+            else largest_unclipped_offsets(self.peaks, layout)
+        )
         if scale == "float":
-            offsets = np.minimum(offsets, FLOAT_REACH - REACH)
+            offsets = np.minimum(offsets, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
         scales = encoding_scales(offsets, self.kind, layout)
         factors = np.ones(len(self.runs))
         if scale in {"none", "max"}:
             noise = self._noise(layout, scales, np.ones(1))[:, 0]
         else:
-            tries = np.minimum(REACH, BIAS_LIMIT - layout.bias - offsets + 1)
+            tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
             k, noise = self._least(layout, scales, _OFFSETS, tries, rising=True)
             scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
             noise = np.ldexp(noise, 2 * k)
@@ -132,10 +142,10 @@ class Sample:
         clipped = self._clipped(np.ldexp(clipping_limit(layout) / factors, -offsets))
         if self.groups.axis is None and scale in {"search", "max"}:
             f = f.with_bias(f.bias + int(offsets[0]))
-        return Fit(f, total, clipped)
+        return Estimate(f, total, clipped)
 
     def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
-        """Return the squared error of each row with each of the factors, in units of the row times both."""
+        """Return the squared error of each row, times its scale and times each of the factors."""
         out = np.empty((len(self.runs), factors.size))
         kernels.noise(self.kind, layout, self.runs, scales, factors, out)
         return out
@@ -143,31 +153,31 @@ class Sample:
     def _least(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return as `kernels.least` does, one factor for all rows where they are of one group.
+        """Return the best factor of each row and its error: see `kernels.least`. Rows of one group share a factor.
 
-        The errors are in units of the row times its scale.
+        The errors are those of the rows times their scales.
         """
         if self.groups.axis is None:
-            return self._least_of_all(layout, scales, factors[: tries[0]], rising=rising)
-        found, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
-        kernels.least(self.kind, layout, self.runs, scales, factors, tries, found, error, rising=rising)
-        return found, error
+            return self._least_shared(layout, scales, factors[: tries[0]], rising=rising)
+        best, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
+        kernels.least(self.kind, layout, self.runs, scales, factors, tries, best, error, rising=rising)
+        return best, error
 
-    def _least_of_all(
+    def _least_shared(
         self, layout: Layout, scales: Array, factors: Array, *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         best, least, errors = 0, math.inf, np.full(len(self.runs), math.inf)
         for k, factor in enumerate(factors):
             each = self._noise(layout, scales, factors[k : k + 1])[:, 0] / (factor * factor)
             error = float(self.weights @ each)
-            if rising and error >= CERTAIN * least:
+            if rising and error >= STOP_RATIO * least:
                 break
             if error < least:
                 best, least, errors = k, error, each
         return np.full(len(self.runs), best), errors
 
     def _clipped(self, limits: NDArray[np.float64]) -> float:
-        """Return the share of elements beyond the limits of their rows."""
+        """Return the estimated share of elements beyond the limits of their rows."""
         if not (self.peaks > limits).any():
             return 0.0
         beyond = np.count_nonzero(self.magnitudes > limits[:, None], axis=1)
@@ -180,7 +190,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     size = elements.size
     bad = size > histogram.count
     if size <= SAMPLE:
-        runs = (without_nonfinite(elements, kind) if bad else elements).reshape(-1, max(size, 1))
+        runs = (zero_nonfinite(elements, kind) if bad else elements).reshape(-1, max(size, 1))
         peaks, weights = np.zeros(len(runs)), np.ones(len(runs))
         if size:
             kernels.peaks(kind, runs, peaks)
@@ -192,9 +202,9 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     starts = np.linspace(0, size - _RUN, SAMPLE // _RUN).astype(np.int64)
     spread = elements[starts[:, None] + np.arange(_RUN)].reshape(-1)
     if bad:
-        spread = without_nonfinite(spread, kind)
+        spread = zero_nonfinite(spread, kind)
     frequent = np.abs(widen(spread, kind)) < least
-    spread[~frequent] = 0  # the rare ones speak for themselves
+    spread[~frequent] = 0  # the rare ones are a row by themselves, of weight 1
     runs = np.zeros((SAMPLE // RARE + 1, RARE), elements.dtype)
     runs[:-1].reshape(-1)[:] = spread
     runs[-1, : rare.size] = rare
@@ -204,22 +214,22 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
 
 
 def _rare(elements: Array, kind: Kind, least: float) -> tuple[Array, float]:
-    """Return the elements from a magnitude on, in order, and the largest magnitude; of those that are finite."""
-    found, peak = [], 0.0
+    """Return the finite elements of at least a magnitude, in order, and the largest finite magnitude."""
+    pieces, peak = [], 0.0
     for start in range(0, elements.size, PART):
         part = elements[start : start + PART]
         rows = part[: part.size // _NEAR * _NEAR].reshape(-1, _NEAR)
         peaks = np.zeros(len(rows))
         if rows.size:
             kernels.peaks(kind, rows, peaks)
-        near = ~(peaks < least)  # which is so where a row is not finite
+        near = ~(peaks < least)  # true for rows with NaN or infinity too
         peak = max(peak, float(peaks[~near].max(initial=0.0)))
-        for some in (rows[near].reshape(-1), part[rows.size :]):
-            magnitudes = np.abs(widen(some, kind))
+        for piece in (rows[near].reshape(-1), part[rows.size :]):
+            magnitudes = np.abs(widen(piece, kind))
             finite = np.isfinite(magnitudes)
-            found.append(some[finite & (magnitudes >= least)])
+            pieces.append(piece[finite & (magnitudes >= least)])
             peak = max(peak, float(magnitudes[finite].max(initial=0.0)))
-    return np.concatenate(found), peak
+    return np.concatenate(pieces), peak
 
 
 def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
@@ -232,7 +242,7 @@ def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFin
                 _, bad, first = kernels.peak(kind, elements)
                 index = tuple(int(i) for i in np.unravel_index(first, groups.shape))
                 raise NonFiniteError(bad, elements.size, index)
-            runs = without_nonfinite(runs, kind)
+            runs = zero_nonfinite(runs, kind)
             kernels.peaks(kind, runs, peaks)
     weights = np.full(len(runs), elements.size / max(runs.size, 1))
     return _sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)))
@@ -253,14 +263,14 @@ def _sample(
 
 
 def _runs(elements: Array, groups: Groups) -> Array:
-    """Return groups of the array, one a row: all, or some spread evenly, or parts of some."""
+    """Return groups of the array, one per row: all, or an even selection of them or of their parts."""
     count, length, inner = math.prod(groups.counts), groups.length, groups.inner
     if elements.size <= SAMPLE:
         if not elements.size:
             return elements.reshape(0, 1)
         return groups.runs(elements, 0, count)
-    if length > SAMPLE // _LONG:
-        rows = min(count, _LONG)
+    if length > SAMPLE // _MIN_ROWS:
+        rows = min(count, _MIN_ROWS)
         starts = np.linspace(0, length - _RUN, SAMPLE // _RUN // rows).astype(np.int64)
         along = (starts[:, None] + np.arange(_RUN)).reshape(-1)
     else:

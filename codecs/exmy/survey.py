@@ -1,4 +1,4 @@
-"""Survey: what every format of some widths would make of an array, as far as a sample says."""
+"""Estimating the error of every format of given widths on an array, from a sample of it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from exmy.noise import decibels
 from exmy.quantizer import Scale
 from exmy.sample import Sample
 
-__all__ = ["Candidate", "candidates_of", "survey"]
+__all__ = ["Candidate", "measure_candidates", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A format, and what it would make of an array: an element of what `exmy.survey` returns."""
+    """A format and its estimated error on an array: an element of the result of `exmy.survey`."""
 
     format: Format
-    """The format; where the whole tensor shares an offset, with the bias that is best for the sample."""
+    """The format; if the whole tensor shares an offset, with the bias that is best for the sample."""
     bits_per_value: float
-    """Its width, and what the offsets or scales of rows and blocks add to each element."""
+    """The bits per element: the width of the format plus the offsets or scales of rows and blocks."""
     signal: float
-    """The sum of squares of the whole array, as far as the sample says."""
+    """The estimated sum of squares of the whole array."""
     noise: float
-    """The sum of squared errors of the whole array, likewise."""
+    """The estimated sum of squared errors of the whole array."""
     clipped: float
-    """The share of elements beyond the largest value of their group by more than half a step, likewise."""
+    """The estimated share of elements more than half a step beyond the largest value of their group."""
 
     @property
     def sqnr(self) -> float:
@@ -46,30 +46,33 @@ def survey(
     scale: Scale = "search",
     nonfinite: NonFinite = "error",
 ) -> tuple[Candidate, ...]:
-    """Return what each format of the widths would make of x, in the order of `exmy.formats`.
+    """Return the estimated error of each format of the given widths on x, in the order of `exmy.formats`.
 
-    Every format is tried with the offsets or scales that suit it (axis, block and scale as in `quantize`),
-    on x itself up to 65,536 elements, else on as many spread evenly over it.  Where all elements share an
-    offset, up to 4,096 of the largest elements of x join these, which two passes over x find; all sums weigh
-    each element by how many it stands for, so they are estimates for the whole of x.  With rows and blocks the
-    time does not grow with x.  An empty array and one of zeros have no noise in any format.  Left out are
-    formats that hold the values with no bias of -512 ... 512; FormatError where none is left.  NonFiniteError
-    as in `encode` for NaN and infinity, of which rows and blocks meet those of the sample only; where they
-    saturate, they count as zeros.
+    Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
+    itself up to 65,536 elements, else on a sample of that many evenly spaced elements. If all elements share an
+    offset, the sample also has up to 4,096 of the largest elements of x, which takes two passes over x; with rows
+    or blocks, the time does not grow with x. Sums are weighted, and so are estimates for the whole of x. An empty
+    or all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias of
+    -512 ... 512 are omitted.
+
+    Raises `FormatError` if no format is left. Raises `NonFiniteError` for NaN and infinity, with rows or blocks
+    only for those in the sample; with `nonfinite="saturate"` they count as zeros.
     """
-    sample = Sample.of(x, axis, block, nonfinite)
-    found = [candidate for bits in widths for candidate in candidates_of(sample, bits, scale)]
-    if not found:
-        raise FormatError(f"no format of the widths {list(widths)} holds the values; scale the input")
-    return tuple(found)
+    sample = Sample.from_array(x, axis, block, nonfinite)
+    candidates = [candidate for bits in widths for candidate in measure_candidates(sample, bits, scale)]
+    if not candidates:
+        raise FormatError(
+            f"no format of the widths {list(widths)} can represent the largest values; scale the input"
+        )
+    return tuple(candidates)
 
 
-def candidates_of(sample: Sample, bits: int, scale: Scale) -> list[Candidate]:
-    """Return what the formats of one width make of a sample; without those that cannot hold its values."""
+def measure_candidates(sample: Sample, bits: int, scale: Scale) -> list[Candidate]:
+    """Return the estimated errors of the formats of one width, without formats of too small a range."""
     out = []
     for f in formats(bits):
-        if sample.holds(f, scale):
-            fit = sample.fit(f, scale)
+        if sample.is_within_range(f, scale):
+            estimate = sample.estimate(f, scale)
             width = bits + sample.metadata(scale)
-            out.append(Candidate(fit.format, width, sample.signal, fit.noise, fit.clipped))
+            out.append(Candidate(estimate.format, width, sample.signal, estimate.noise, estimate.clipped))
     return out

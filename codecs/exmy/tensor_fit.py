@@ -1,4 +1,4 @@
-"""TensorFit: the bias that suits a tensor which is never in memory as a whole."""
+"""Fitting the bias of a tensor that is larger than memory, slab by slab."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TensorScale: TypeAlias = Literal["search", "max", "none"]
 
 
 class TensorFit:
-    """The search for the bias of a tensor of `count` elements, which comes slab by slab, in up to 3 passes.
+    """The search for the best bias of a tensor of `count` elements, added slab by slab in up to 3 passes.
 
     >>> fit = TensorFit("e3m2", 4)
     >>> while not fit.done:
@@ -27,11 +27,11 @@ class TensorFit:
     >>> fit.format
     Format('e3m2b6')
 
-    scale "search": the bias with the least squared error; "max": the largest with which nothing clips; "none":
-    that of f.  The format found is the one of ``Format.fit`` and ``quantize``, however the tensor is cut into
-    slabs (differently in each pass, if need be) and whatever the threads that share the work.  f is kept where
-    count is 0 or all is zero.  nonfinite as for `encode`; where it saturates, the finite values decide, and only
-    they count in noise and signal.
+    `scale`: "search" is the bias with the least squared error, "max" the largest bias with which nothing clips,
+    "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
+    (which may differ between passes) nor on `threads`, the most threads to use. An empty or all-zero tensor keeps
+    f. `nonfinite` as for `encode`; if NaN and infinity saturate, only finite values count, also in noise and
+    signal.
     """
 
     def __init__(
@@ -54,54 +54,55 @@ class TensorFit:
         return BiasFit(self._f.layout, kind, self._count, self._scale, measures=True)
 
     def add(self, slab: Any) -> None:
-        """Take the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
+        """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
 
-        DtypeError for other dtypes, and for one that earlier slabs have not; SizeError beyond `count`.
+        Raises `DtypeError` for other dtypes and if the dtype differs from that of earlier slabs, `SizeError` if
+        the pass exceeds `count` elements.
         """
         elements, kind, _ = as_flat(slab)
         if self._kind is None:
             self._kind, self._fit = kind, self._start(kind)
         if kind is not self._kind:
-            raise DtypeError(f"this slab is {kind.name.lower()}, and those before are {self._kind.name.lower()}")
-        if self._fit.at + elements.size > self._count:
-            raise SizeError(f"this pass brings {self._fit.at + elements.size} elements, expected {self._count}")
+            raise DtypeError(f"this slab is {kind.name.lower()}; expected {self._kind.name.lower()}, as before")
+        if self._fit.added + elements.size > self._count:
+            raise SizeError(f"this pass adds {self._fit.added + elements.size} elements; expected {self._count}")
         self._fit.add(elements, self._threads)
 
     def end_pass(self) -> None:
-        """Say that the pass is complete.
+        """Complete the pass.
 
-        SizeError where it did not bring `count` elements; NonFiniteError after the first pass, with how many
-        are not finite and the flat position of the first.
+        Raises `SizeError` if it did not add `count` elements. Raises `NonFiniteError` after the first pass, with
+        the number of non-finite elements and the flat position of the first.
         """
-        if self._fit.at != self._count:
-            raise SizeError(f"this pass brought {self._fit.at} elements, expected {self._count}")
+        if self._fit.added != self._count:
+            raise SizeError(f"this pass added {self._fit.added} elements; expected {self._count}")
         self._fit.end_pass()
         if self._fit.bad and not self._saturates:
             raise NonFiniteError(self._fit.bad, self._count, (self._fit.first,))
 
     @property
     def done(self) -> bool:
-        """Whether the format is known, and no more pass is needed."""
+        """Whether the format is known, so that no further pass is needed."""
         return self._fit.done
 
     @property
     def format(self) -> Format:
-        """The format with the bias found; SizeError before it is `done`."""
+        """The format with the best bias. Raises `SizeError` before it is `done`."""
         if not self.done:
             raise SizeError("the format is not known yet; add the slabs of another pass and call end_pass")
         return self._f.with_bias(self._fit.bias)
 
     @property
     def noise(self) -> float | None:
-        """The sum of squared errors with `format`.
+        """The sum of squared errors with `format`; None if not measured.
 
-        With scale "max" one more pass, made after it is `done`, must bring it: None until then.
+        With scale "max", measuring it takes another pass after the fit is `done`.
         """
         return self._fit.noise if self.done else None
 
     @property
     def signal(self) -> float:
-        """The sum of squares of all elements; SizeError before the first pass has ended."""
+        """The sum of squares of all elements. Raises `SizeError` before the first pass has ended."""
         if not self._fit.passes:
             raise SizeError("the signal is not known yet; add the slabs of a pass and call end_pass")
         return self._fit.signal

@@ -1,4 +1,4 @@
-"""Threads: one job on many parts of an array; kernels run without the interpreter lock."""
+"""Parallel work on the parts of an array, in threads: the kernels release the GIL."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from exmy.reference import TILE
 __all__ = ["PART", "check_threads", "run_parts", "whole_tiles"]
 
 PART = 1 << 20
-"""Elements of a part: enough that handing it to a thread costs nothing."""
+"""The elements per part: enough to make the cost of handing it to a thread negligible."""
 
 
 def check_threads(threads: int) -> int:
-    """Return the number of threads; SizeError unless it is an integer of at least 1."""
+    """Return the number of threads as an int. Raises `SizeError` unless it is an integer of at least 1."""
     if isinstance(threads, bool) or not isinstance(threads, (int, np.integer)) or threads < 1:
         raise SizeError(f"threads is {threads!r}; expected an integer of at least 1")
     return int(threads)
 
 
 def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
-    """Cut `count` elements into parts of whole tiles; one part where there is one thread or little to do."""
+    """Return the bounds of parts of whole tiles; a single part for one thread or few elements."""
     if threads == 1 or count < 2 * PART:
         return [(0, count)]
     step = -(-max(PART, -(-count // (threads * 4))) // TILE) * TILE
@@ -33,7 +33,7 @@ def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
 
 
 def run_parts(work: Callable[[int, int], Any], parts: Iterable[tuple[int, int]], threads: int) -> None:
-    """Call work(low, high) for all parts, on up to `threads` threads; the first error is raised."""
+    """Call work(low, high) for all parts, on up to `threads` threads. Raises the first error."""
     parts = list(parts)
     if threads == 1 or len(parts) < 2:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Emulation in PyTorch: `round` with autograd, the same bits as `exmy.round`.
+"""Emulation in PyTorch: `round` with autograd, bit for bit equal to `exmy.round`.
 
 >>> import exmy.torch, torch
 >>> exmy.torch.round(torch.tensor([0.3, -1.0, 500.0]), "e4m3")
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exmy.elements import Kind
-from exmy.emulation import Gradient, NonFinite, Steps, check_choices, steps
+from exmy.emulation import Constants, Gradient, NonFinite, check_choices, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
@@ -38,30 +38,32 @@ def round(
     seed: int | torch.Tensor = 0,
     gradient: Gradient = "identity",
 ) -> torch.Tensor:
-    """Return x rounded to values of f, in the shape, dtype and device of x, bit for bit as `exmy.round` does.
+    """Return x rounded to values of f, in the shape, dtype and device of x, bit for bit equal to `exmy.round`.
 
-    x: float16, bfloat16, float32 or float64 (DtypeError otherwise).  nonfinite "propagate": NaN and infinity
-    stay; "saturate": infinity becomes the largest value of its sign, NaN becomes +0.  rounding "stochastic":
-    up with the probability that makes the mean exact; the bits depend on seed and on the element's position
-    in x in C order, at most 2^32 elements (SizeError); under vmap every example counts from 0, so give each
-    a seed of its own.  seed: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits count as
-    unsigned; under torch.compile a tensor, so that a new seed does not compile again.
+    `x`: float16, bfloat16, float32 or float64. `nonfinite`: "propagate" keeps NaN and infinity; "saturate"
+    replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` rounds up with the
+    probability that makes the mean exact, for at most 2^32 elements; the random bits depend on `seed` and on the
+    element's position in x in C order. Under vmap, positions start at 0 in every example, so pass each example a
+    different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits are read as unsigned;
+    under torch.compile pass a tensor, to avoid recompiling for every seed.
 
-    The gradient is that of a straight-through estimator: 1 everywhere with gradient="identity"; with
+    The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
+
+    Raises `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
     """
     f = as_format(f)
     check_choices(nonfinite, rounding, gradient)
     if not isinstance(x, torch.Tensor) or x.dtype not in _TYPES:
-        found = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise DtypeError(f"x is {found}; expected a tensor of float16, bfloat16, float32 or float64")
+        actual = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise DtypeError(f"x is {actual}; expected a tensor of float16, bfloat16, float32 or float64")
     if rounding == "stochastic" and x.numel() > 1 << 32:
         raise SizeError(f"x has {x.numel()} elements; expected at most 2^32 for stochastic rounding: split it")
     if not isinstance(seed, torch.Tensor):
         seed = check_counter("seed", seed)
     elif seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != 1:
         raise DtypeError(f"seed is a {seed.dtype} tensor of shape {tuple(seed.shape)}; expected one integer")
-    s = steps(f.layout, _TYPES[x.dtype][0])
+    s = rounding_constants(f.layout, _TYPES[x.dtype][0])
     rounded: torch.Tensor = _StraightThrough.apply(x, seed, s, nonfinite, rounding, gradient)  # type: ignore[no-untyped-call]
     return rounded
 
@@ -73,7 +75,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(
         x: torch.Tensor,
         seed: int | torch.Tensor,
-        s: Steps,
+        s: Constants,
         nonfinite: NonFinite,
         rounding: Rounding,
         gradient: Gradient,
@@ -82,7 +84,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, _, ctx.steps, _, _, ctx.gradient = inputs
+        x, _, ctx.constants, _, _, ctx.gradient = inputs
         if ctx.gradient == "clipped":
             ctx.save_for_backward(x)
 
@@ -90,20 +92,20 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradient == "clipped":
             (x,) = ctx.saved_tensors
-            dy = torch.where(_magnitude(x, ctx.steps) <= ctx.steps.limit, dy, 0)
+            dy = torch.where(_magnitude(x, ctx.constants) <= ctx.constants.limit, dy, 0)
         return dy, None, None, None, None, None
 
 
-def _magnitude(x: torch.Tensor, s: Steps) -> torch.Tensor:
-    """Return the bits of |x|, in integers of at least 32 bits."""
+def _magnitude(x: torch.Tensor, s: Constants) -> torch.Tensor:
+    """Return the bits of |x| as integers of at least 32 bits."""
     word = x.view(_TYPES[x.dtype][1]).to(torch.int64 if s.width == 64 else torch.int32)
     return word & ((1 << (s.width - 1)) - 1)
 
 
 def _rounded(
-    x: torch.Tensor, seed: int | torch.Tensor, s: Steps, nonfinite: NonFinite, rounding: Rounding
+    x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFinite, rounding: Rounding
 ) -> torch.Tensor:
-    """Round significands: drop their low bits, and add one to what remains where that is nearer, or drawn."""
+    """Round significands: drop their low bits, and add one unit if that is nearer, or at random."""
     y = s.mantissa_bits
     magnitude = _magnitude(x, s)
     unit = torch.ones_like(magnitude)
@@ -111,10 +113,10 @@ def _rounded(
     field = magnitude >> y
     significand = torch.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
     field = field.clamp(min=1)
-    # The exponent field that the leading bit stands for.
+    # The exponent field that the leading bit would have as a normal number.
     lead = field + (_log2(significand) - y) if s.lowest < 1 else field
     drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)
-    whole = drop > y  # nothing remains of the significand, at most its leading bit is dropped too
+    whole = drop > y  # the entire significand is dropped
 
     rest = significand & ((unit << drop.clamp(max=y + 1)) - 1)
     if rounding == "nearest":
@@ -139,7 +141,7 @@ def _rounded(
 
 
 def _log2(significand: torch.Tensor) -> torch.Tensor:
-    """Return floor(log2 m), read from the exponent of m as a float, which holds m exactly."""
+    """Return floor(log2 m), read from the exponent of m as a float, which represents m exactly."""
     if significand.dtype == torch.int64:
         return (significand.to(torch.float64).view(torch.int64) >> 52) - 1023
     return (significand.to(torch.float32).view(torch.int32) >> 23) - 127
@@ -162,7 +164,7 @@ def _noise(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
 
 
 def _mix(h: Any) -> Any:
-    """Hash 32 bits held in 64: the second factor is negative, so that no product leaves 64 bits."""
+    """Hash 32-bit integers stored as int64: the second factor is negative, so that no product overflows."""
     h = h ^ h >> 16
     h = h * 0x7FEB352D & _LOW
     h = h ^ h >> 15

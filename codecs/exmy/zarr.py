@@ -1,12 +1,12 @@
-"""The codec "exmy" of Zarr v3: arrays of zarr-python whose chunks are eXmY codes.
+"""The Zarr v3 codec "exmy": zarr-python arrays whose chunks are eXmY codes.
 
 >>> import zarr
 >>> z = zarr.create_array("w.zarr", shape=(4096, 4096), dtype="float32", chunks=(512, 4096),
 ...                       serializer=ExmyCodec("e3m2", block=32))  # doctest: +SKIP
 
-zarr-python finds it by its entry point; nothing must be imported to read such arrays. It comes after codecs
-such as `transpose` and before codecs such as `zstd` and `crc32c`, also inside of `sharding_indexed`. Where no
-other codec stands beside it, reading a part of a chunk fetches only the tiles that hold it.
+zarr-python discovers the codec by its entry point, so reading such arrays needs no import. As an array→bytes codec
+it follows array→array codecs such as `transpose` and precedes bytes→bytes codecs such as `zstd` and `crc32c`, also
+inside `sharding_indexed`. If it is the only codec, a partial read of a chunk fetches only the tiles that it needs.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from exmy.reference import TILE
 
 __all__ = ["ExmyCodec"]
 
-_NEAR = 4096  # bytes: what lies closer is fetched with one request
-_MOST_REQUESTS = 32  # for a part of a chunk; more cost more than the whole chunk
-_MOST_RUNS = 1 << 16  # that are looked at to find them
+_NEAR = 4096  # bytes: ranges with smaller gaps are fetched with one request
+_MAX_REQUESTS = 32  # for a part of a chunk; more would cost more than fetching the whole chunk
+_MAX_RUNS = 1 << 16  # of selected elements; with more, the whole chunk is fetched
 
 
 @dataclass(frozen=True, init=False)
 class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
-    """The array→bytes codec "exmy": its chunks are those of `exmy.ChunkCodec`.
+    """The array→bytes codec "exmy", which encodes chunks with `exmy.ChunkCodec`.
 
-    Encoding raises `exmy.NonFiniteError` for NaN and infinity, `exmy.SizeError` where axis or block do not fit the
+    Encoding raises `exmy.NonFiniteError` for NaN and infinity, `exmy.SizeError` if axis or block do not fit the
     chunk.
     """
 
     is_fixed_size = True
 
     chunk: ChunkCodec
-    """How chunks are stored."""
+    """The encoding of chunks."""
 
     def __init__(
         self,
@@ -60,29 +60,31 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         axis: int | None = None,
         block: int | None = None,
     ) -> None:
-        """Arguments as of `exmy.quantize`, for each chunk as it reaches this codec."""
+        """Create the codec. The arguments are those of `exmy.quantize`, applied to each chunk."""
         if not isinstance(format, ChunkCodec):
-            format = ChunkCodec.of({"format": format, "scale": scale, "axis": axis, "block": block})
+            format = ChunkCodec.from_configuration(
+                {"format": format, "scale": scale, "axis": axis, "block": block}
+            )
         object.__setattr__(self, "chunk", format)
 
     @classmethod
     def from_dict(cls, data: dict[str, JSON]) -> Self:
-        """Return the codec of an array's metadata; FormatError, DtypeError for what this exmy does not know."""
+        """Return the codec from an array's metadata. Raises `FormatError` or `DtypeError` if it is invalid."""
         configuration = data.get("configuration")
         if data.get("name") != "exmy" or not isinstance(configuration, dict):
             raise FormatError(
-                f"{data!r} is no codec 'exmy'; expected {{'name': 'exmy', 'configuration': {{'format': 'e4m3'}}}}"
+                f"{data!r} is not codec exmy; expected {{'name': 'exmy', 'configuration': {{'format': 'e4m3'}}}}"
             )
-        return cls(ChunkCodec.of(configuration))
+        return cls(ChunkCodec.from_configuration(configuration))
 
     def to_dict(self) -> dict[str, JSON]:
-        """Return the codec as it stands in an array's metadata."""
+        """Return the codec's entry in an array's metadata."""
         return {"name": "exmy", "configuration": self.chunk.configuration}
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """Refuse an array that this codec cannot encode: DtypeError, SizeError.
+        """Raise `DtypeError` or `SizeError` for an array that this codec cannot encode.
 
-        A `transpose` before it may permute the axes of chunks unseen, so a block need only divide one of them.
+        A preceding `transpose` may permute the axes of chunks unseen, so the block need only divide one axis.
         """
         kind_of(_native(dtype))
         axis, block = self.chunk.axis, self.chunk.block
@@ -93,12 +95,12 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         chunks: tuple[int, ...] | None = getattr(chunk_grid, "chunk_shape", None)
         if block is not None and chunks is not None and all(n % block for n in chunks):
             raise SizeError(
-                f"blocks of {block} do not fit chunks of {chunks}; choose chunks whose axis {axis} is a multiple "
-                "of the block"
+                f"blocks of {block} do not divide chunks of {chunks}; choose chunks whose axis {axis} is a "
+                "multiple of the block"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Return the exact bytes of an encoded chunk."""
+        """Return the exact size in bytes of an encoded chunk."""
         return self.chunk.size(chunk_spec.shape)
 
     def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
@@ -118,30 +120,30 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     async def _decode_partial_single(
         self, byte_getter: ByteGetter, selection: Any, chunk_spec: ArraySpec
     ) -> NDBuffer | None:
-        part = _Part.of(self.chunk, chunk_spec.shape, selection)
-        wanted = [byte_getter.get(chunk_spec.prototype, request) for request in part.requests]
-        fetched = await asyncio.gather(*wanted)
-        found = [buffer for buffer in fetched if buffer is not None]
-        if len(found) < len(fetched):
-            return None  # there is no such chunk
-        values = await asyncio.to_thread(part.decode, found, _native(chunk_spec.dtype))
+        part = _PartialRead.from_selection(self.chunk, chunk_spec.shape, selection)
+        reads = [byte_getter.get(chunk_spec.prototype, request) for request in part.requests]
+        replies = await asyncio.gather(*reads)
+        buffers = [buffer for buffer in replies if buffer is not None]
+        if len(buffers) < len(replies):
+            return None  # the chunk does not exist
+        values = await asyncio.to_thread(part.decode, buffers, _native(chunk_spec.dtype))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
 
     def _decode_partial_sync(self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec) -> NDBuffer | None:
-        part = _Part.of(self.chunk, chunk_spec.shape, selection)
-        found = []
+        part = _PartialRead.from_selection(self.chunk, chunk_spec.shape, selection)
+        buffers = []
         for request in part.requests:
             buffer = byte_getter.get_sync(prototype=chunk_spec.prototype, byte_range=request)
             if buffer is None:
                 return None
-            found.append(buffer)
-        values = part.decode(found, _native(chunk_spec.dtype))
+            buffers.append(buffer)
+        values = part.decode(buffers, _native(chunk_spec.dtype))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What must be fetched of a chunk to decode a selection; without slices, all of it."""
+class _PartialRead:
+    """The byte ranges of a chunk that decode a selection of it; without slices, the whole chunk."""
 
     codec: ChunkCodec
     shape: tuple[int, ...]
@@ -149,11 +151,11 @@ class _Part:
     requests: Sequence[RangeByteRequest | None]
 
     @staticmethod
-    def of(codec: ChunkCodec, shape: tuple[int, ...], selection: Any) -> _Part:
-        """Return the part for a selection of zarr-python's: an integer, slice or index array for each axis."""
+    def from_selection(codec: ChunkCodec, shape: tuple[int, ...], selection: Any) -> _PartialRead:
+        """Return the read for a selection of zarr-python: one integer, slice or index array per axis."""
         tiles = _tiles(selection, shape)
-        if tiles is None or len(tiles) >= _MOST_REQUESTS:
-            return _Part(codec, shape, (), (None,))
+        if tiles is None or len(tiles) >= _MAX_REQUESTS:
+            return _PartialRead(codec, shape, (), (None,))
         slices = [codec.slice(shape, low, high) for low, high in tiles]
         ranges = [(0, slices[0].head)] if slices else []
         for piece in slices:
@@ -162,11 +164,11 @@ class _Part:
             else:
                 ranges.append((piece.first, piece.end))
         if 2 * sum(end - first for first, end in ranges) > codec.size(shape):
-            return _Part(codec, shape, (), (None,))
-        return _Part(codec, shape, slices, [RangeByteRequest(first, end) for first, end in ranges])
+            return _PartialRead(codec, shape, (), (None,))
+        return _PartialRead(codec, shape, slices, [RangeByteRequest(first, end) for first, end in ranges])
 
     def decode(self, buffers: Sequence[Buffer], dtype: np.dtype[Any]) -> Array:
-        """Return the chunk with the values of the selection; others are undefined."""
+        """Return an array of the chunk's shape with the values of the selection; other elements are undefined."""
         pieces = [buffer.as_numpy_array() for buffer in buffers]
         if not self.slices and pieces:
             return self.codec.decode(pieces[0], self.shape, dtype).astype(dtype, copy=False)
@@ -177,22 +179,22 @@ class _Part:
         return out.reshape(self.shape)
 
     def _cut(self, pieces: Sequence[Array], first: int, end: int) -> Array:
-        """Return the bytes first ... end-1 of the chunk; fewer where what was fetched ends before."""
+        """Return the bytes first ... end-1 of the chunk; fewer if the fetched bytes end earlier."""
         for request, piece in zip(self.requests, pieces, strict=True):
             if request is not None and request.start <= first and end <= request.end:
                 return piece[first - request.start : end - request.start]
-        raise AssertionError("every byte of a slice is requested")
+        raise AssertionError("a slice needs bytes that were not requested")
 
 
 def _tiles(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
-    """Return the runs of tiles, as elements first and stop, that hold a selection; None for all or too many."""
+    """Return the runs of tiles that cover a selection, as (start, stop) elements; None for the whole chunk."""
     axes = _indices(selection, shape)
     if axes is None:
         return None
     if any(len(chosen) == 0 for chosen in axes):
         return []
     cut = max((k for k, chosen in enumerate(axes) if len(chosen) < shape[k]), default=-1)
-    if cut < 0 or math.prod(len(chosen) for chosen in axes[:cut]) > _MOST_RUNS:
+    if cut < 0 or math.prod(len(chosen) for chosen in axes[:cut]) > _MAX_RUNS:
         return None
     starts, stride = np.zeros(1, np.int64), math.prod(shape[cut + 1 :])
     for chosen, length in zip(axes[:cut], shape[:cut], strict=True):
@@ -207,28 +209,28 @@ def _tiles(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | No
 
 
 def _indices(selection: Any, shape: tuple[int, ...]) -> list[NDArray[np.int64]] | None:
-    """Return the indices along each axis, ascending, whose product holds the selection; None for unknown kinds."""
+    """Return ascending indices along each axis whose product covers the selection; None for other selections."""
     if not isinstance(selection, tuple) or len(selection) != len(shape):
         return None
     axes = []
     for chosen, length in zip(selection, shape, strict=True):
         if isinstance(chosen, slice):
-            some = np.arange(length)[chosen]
+            indices = np.arange(length)[chosen]
         elif isinstance(chosen, (int, np.integer)) or (
             isinstance(chosen, np.ndarray) and chosen.dtype.kind in "iu"
         ):
-            some = np.asarray(chosen).reshape(-1)
+            indices = np.asarray(chosen).reshape(-1)
         else:
             return None
-        some = np.unique(some).astype(np.int64)
-        if some.size and not 0 <= some[0] <= some[-1] < length:
+        indices = np.unique(indices).astype(np.int64)
+        if indices.size and not 0 <= indices[0] <= indices[-1] < length:
             return None
-        axes.append(some)
+        axes.append(indices)
     return axes
 
 
 def _native(dtype: Any) -> np.dtype[Any]:
-    """Return NumPy's dtype for that of an array; zarr-python has types of its own since 3.1."""
-    native = getattr(dtype, "to_native_dtype", None)
-    found: np.dtype[Any] = np.dtype(dtype) if native is None else native()
-    return found
+    """Return the NumPy dtype of an array; zarr-python wraps dtypes in its own classes since 3.1."""
+    to_native = getattr(dtype, "to_native_dtype", None)
+    native: np.dtype[Any] = np.dtype(dtype) if to_native is None else to_native()
+    return native

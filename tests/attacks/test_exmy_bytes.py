@@ -36,7 +36,7 @@ def sample(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
-CODECS = [exmy.ChunkCodec.of(configuration) for configuration, _, _ in SOURCES]
+CODECS = [exmy.ChunkCodec.from_configuration(configuration) for configuration, _, _ in SOURCES]
 CHUNKS = [
     codec.encode(sample(shape, kind)).tobytes() for codec, (_, shape, kind) in zip(CODECS, SOURCES, strict=True)
 ]
@@ -109,10 +109,10 @@ def test_odd_configurations() -> None:
             fields = changed(fields, choice, odd)
         try:
             inner = fields.get("configuration") if isinstance(fields, dict) else fields
-            codec = exmy.ChunkCodec.of(inner)
+            codec = exmy.ChunkCodec.from_configuration(inner)
             assert ExmyCodec.from_dict({"name": "exmy", "configuration": inner}).chunk == codec
             assert Exmy.from_config({"id": "exmy", **inner}).chunk == codec
-            assert exmy.ChunkCodec.of(json.loads(json.dumps(codec.configuration))) == codec
+            assert exmy.ChunkCodec.from_configuration(json.loads(json.dumps(codec.configuration))) == codec
             size = codec.size(shape)
         except REFUSALS:
             return False

@@ -1,4 +1,4 @@
-"""Every test that takes `level` runs on each kernel level of this machine, and on the reference."""
+"""Fixtures: a test with `level` runs on every kernel level of this machine, including the reference."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Positions beyond 2^32: the arithmetic, without the memory (python -m bench.exmy big takes the memory)."""
+"""Positions beyond 2^32, without arrays of that size (`python -m bench.exmy big` uses real ones)."""
 
 import itertools
 
@@ -38,5 +38,5 @@ def test_groups_beyond(level):
         np.testing.assert_array_equal(packed, exmy.encode_packed((x * each).astype(np.float32), "e3m2"))
         y = np.zeros(x.size, np.float32)
         exmy.kernels.decode_groups(Kind.FLOAT32, layout, groups, first, (1 / scales).astype("f4"), packed, y)
-        wanted = exmy.round((x * each).astype(np.float32), "e3m2") / each
-        np.testing.assert_array_equal(y.reshape(x.shape), wanted)
+        expected = exmy.round((x * each).astype(np.float32), "e3m2") / each
+        np.testing.assert_array_equal(y.reshape(x.shape), expected)

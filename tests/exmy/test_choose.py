@@ -1,4 +1,4 @@
-"""Choosing a format from the data: what is expected comes true, and the choice is the best there is."""
+"""Choosing a format for given values: estimates match what quantization achieves, and the choice is the best."""
 
 import copy
 import math
@@ -23,11 +23,11 @@ def data(shape=(192, 128), dtype=np.float32):
 @pytest.mark.parametrize("options", [*OPTIONS, {"scale": "none"}, {"axis": -1, "scale": "max"}])
 def test_the_survey_of_a_small_array_is_what_quantize_achieves(options):
     x = data()
-    found = exmy.survey(x, [3, 5, 8], **options)
-    assert [c.format.bits for c in found] == [3] * 3 + [5] * 5 + [8] * 8
+    result = exmy.survey(x, [3, 5, 8], **options)
+    assert [c.format.bits for c in result] == [3] * 3 + [5] * 5 + [8] * 8
     each = 4 if options.get("scale") == "float" else 1
     length = {0: 192, -1: 128, 1: 32}.get(options.get("axis"))
-    for c in found:
+    for c in result:
         q = exmy.quantize(x, c.format, **options)
         d = exmy.compare(x, q.dequantize("float64"))
         close = {"rel": 1e-3} if options.get("scale") == "float" else {"rel": 1e-9}
@@ -68,11 +68,11 @@ def test_every_shape_is_sampled(shape):
 def test_the_survey_is_the_same_at_every_level():
     x = data((40, 64))
     for options in OPTIONS:
-        found = set()
+        results = set()
         for level in exmy.kernels.levels():
             with exmy.kernels.use(level):
-                found.add(exmy.survey(x, [4, 7], **options))
-        assert len(found) == 1
+                results.add(exmy.survey(x, [4, 7], **options))
+        assert len(results) == 1
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -111,7 +111,7 @@ def test_an_unreachable_floor_says_what_is_possible():
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_nothing_to_choose_from(options):
+def test_arrays_without_nonzero_values(options):
     for x in (np.zeros((64, 64), np.float32), np.zeros((0, 64)), np.zeros((64, 0))):
         assert exmy.choose(x, bits=5.3, **options) == exmy.Format("e0m4")
         for f in (exmy.choose(x, min_sqnr=60, **options), exmy.choose(x, min_sqnr=math.inf, **options)):
@@ -140,13 +140,13 @@ def test_a_choice_is_a_format():
     assert exmy.encode(x, f).tobytes() == exmy.encode(x, plain).tobytes()
 
 
-def test_the_reason_is_for_people():
+def test_the_reason_is_a_readable_sentence():
     x = data()
     f = exmy.choose(x, bits=8)
     for part in (
         f"{f} has the least error",
         f"{f.candidates[0].sqnr:.1f} dB expected",
-        "exponents lie in",
+        "exponents range over",
         "entropy",
     ):
         assert part in f.reason
@@ -203,7 +203,7 @@ def test_what_is_not_finite():
         ({"min_sqnr": math.inf}, "number of dB"),
         ({"min_sqnr": "30"}, "number of dB"),
         ({"bits": 4, "scale": "best"}, "expected 'search'"),
-        ({"bits": 4, "scale": "none", "axis": 0}, "shares nothing"),
+        ({"bits": 4, "scale": "none", "axis": 0}, "no offsets to share"),
         ({"bits": 4, "block": 20}, "expected one of 16"),
     ],
 )
@@ -215,7 +215,7 @@ def test_what_is_refused(kwargs, match):
 def test_bfloat16_without_a_copy_of_the_type():
     x = data((8, 32)).astype(ml_dtypes.bfloat16)
     assert exmy.exponents(x).count == 256
-    assert "exponents lie in" in exmy.choose(x, bits=3).reason
+    assert "exponents range over" in exmy.choose(x, bits=3).reason
 
 
 def best_of(bits, x, **options):
@@ -253,7 +253,7 @@ def test_one_gigantic_value_is_seen(dtype, scale, at):
     ids=["crowded", "constant", "sparse"],
 )
 @pytest.mark.parametrize("scale", ["search", "max"])
-def test_whatever_the_largest_values_are(x, scale):
+def test_any_largest_values(x, scale):
     for c in exmy.survey(x, [2, 4, 7], scale=scale):
         d = exmy.compare(x, exmy.quantize(x, c.format, scale=scale).dequantize("float64"))
         assert c.noise == pytest.approx(d.noise, rel=0.03, abs=1e-5 * d.signal), c
@@ -283,14 +283,14 @@ def test_noise_and_signal_are_those_of_the_whole_array(options):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_large_tensor_is_surveyed_the_same_at_every_level(dtype):
     x = np.random.default_rng(0).standard_t(3, (70, 1001)).astype(exmy.elements.output_dtype(dtype))
-    found = set()
+    results = set()
     for level in exmy.kernels.levels():
         with exmy.kernels.use(level):
-            found |= {exmy.survey(x, [3]), exmy.survey(np.asfortranarray(x), [3])}
-    assert len(found) == 1
+            results |= {exmy.survey(x, [3]), exmy.survey(np.asfortranarray(x), [3])}
+    assert len(results) == 1
 
 
-def test_what_is_not_finite_anywhere_in_a_large_tensor():
+def test_nonfinite_anywhere_in_a_large_tensor():
     x = np.random.default_rng(0).standard_t(3, (400, 500))
     x.flat[100_004] = 1000.0
     zeroed = x.copy()
@@ -309,10 +309,10 @@ def test_what_is_not_finite_anywhere_in_a_large_tensor():
     assert exmy.choose(x, bits=8, nonfinite="saturate") == exmy.Format("e0m7")
 
 
-def test_the_reason_speaks_of_all_values():
+def test_the_reason_describes_all_values():
     x = np.random.default_rng(0).standard_normal(200_001)
     x[123_457] = 40.0
     f = exmy.choose(x, bits=8, scale="none")
     h = exmy.exponents(x)
-    assert f"exponents lie in {h.lowest} … 5 (entropy {h.entropy:.2f} bits)" in f.reason
-    assert f"{h.below(f):.2%} of the values lie below" in f.reason
+    assert f"exponents range over {h.lowest} … 5 (entropy {h.entropy:.2f} bits)" in f.reason
+    assert f"{h.below(f):.2%} of the values are below" in f.reason

@@ -1,4 +1,4 @@
-"""The bytes of chunks: those of `exmy.quantize`, their layout, slices of them, bad bytes and configurations."""
+"""Encoding of chunks: equality with `exmy.quantize`, layout, slices, invalid bytes and configurations."""
 
 import math
 
@@ -36,20 +36,20 @@ CASES = [{**s, "scale": scale} for s in SHARINGS for scale in scales_of(s)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_chunk_holds_what_quantize_gives(level, dtype, case):
+def test_a_chunk_has_the_codes_of_quantize(level, dtype, case):
     x = values(dtype)
     for name in ("e3m2", "e8m2") if dtype == "float32" else ("e4m3b9",):
-        codec = exmy.ChunkCodec.of({"format": name, **case})
+        codec = exmy.ChunkCodec.from_configuration({"format": name, **case})
         data = codec.encode(x)
         assert data.size == codec.size(x.shape)
         q = exmy.quantize(x, name, **case)
-        found = codec.quantized(data.tobytes(), x.shape, dtype)
-        assert (found.format, found.dtype) == (q.format, q.dtype)
-        np.testing.assert_array_equal(found.codes(), q.codes())
-        np.testing.assert_array_equal(found.offsets, q.offsets)
+        result = codec.quantized(data.tobytes(), x.shape, dtype)
+        assert (result.format, result.dtype) == (q.format, q.dtype)
+        np.testing.assert_array_equal(result.codes(), q.codes())
+        np.testing.assert_array_equal(result.offsets, q.offsets)
         for target in DTYPES:
-            wanted = q.dequantize(target)
-            assert codec.decode(data, x.shape, target).tobytes() == wanted.tobytes()
+            expected = q.dequantize(target)
+            assert codec.decode(data, x.shape, target).tobytes() == expected.tobytes()
         out = np.empty(x.shape, x.dtype)
         assert codec.decode(data.tobytes(), x.shape, dtype, out=out) is out
         assert out.tobytes() == q.dequantize(dtype).tobytes()
@@ -63,16 +63,16 @@ def test_a_chunk_holds_what_quantize_gives(level, dtype, case):
 @pytest.mark.parametrize("sharing", [{"axis": 0}, {"block": 32}, {"axis": -1, "scale": "float"}])
 def test_a_vector_may_be_one_row_or_blocks(sharing):
     x = values("float32", (64,))
-    codec = exmy.ChunkCodec.of({"format": "e3m2", **sharing})
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", **sharing})
     q = exmy.quantize(x, "e3m2", **sharing)
-    found = codec.quantized(codec.encode(x), x.shape, "float32")
-    assert found.to_bytes() == q.to_bytes()
+    result = codec.quantized(codec.encode(x), x.shape, "float32")
+    assert result.to_bytes() == q.to_bytes()
 
 
 @pytest.mark.parametrize(("x", "configuration", "data"), GOLDEN, ids=lambda v: str(v)[:40])
 def test_golden_bytes(level, x, configuration, data):
     x = np.array(x, np.float32)
-    codec = exmy.ChunkCodec.of({"format": "e2m1", **configuration})
+    codec = exmy.ChunkCodec.from_configuration({"format": "e2m1", **configuration})
     assert codec.encode(x).tobytes() == bytes.fromhex(data)
     np.testing.assert_array_equal(codec.decode(bytes.fromhex(data), x.shape, "float32"), x)
 
@@ -84,12 +84,13 @@ def test_the_size_is_that_of_the_format_document():
             size = exmy.ChunkCodec(exmy.formats(bits)[0]).size(shape)
             assert size == 8 + -(-count // 8) * bits
             assert exmy.ChunkCodec(exmy.formats(bits)[0]).encode(np.zeros(shape, "f4")).size == size
-    assert exmy.ChunkCodec.of({"format": "e2m1", "block": 32}).size((3, 64)) == 8 + 8 + 96
-    assert exmy.ChunkCodec.of({"format": "e2m1", "axis": 0, "scale": "float"}).size((3, 5)) == 8 + 24 + 8
+    assert exmy.ChunkCodec.from_configuration({"format": "e2m1", "block": 32}).size((3, 64)) == 8 + 8 + 96
+    floats = exmy.ChunkCodec.from_configuration({"format": "e2m1", "axis": 0, "scale": "float"})
+    assert floats.size((3, 5)) == 8 + 24 + 8
 
 
 def test_a_slice_needs_the_head_and_its_tiles_alone():
-    part = exmy.ChunkCodec.of({"format": "e3m2", "block": 32}).slice((64, 1024), 5000, 5001)
+    part = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32}).slice((64, 1024), 5000, 5001)
     assert (part.start, part.stop) == (4864, 5120)
     assert part.head == 8 + 2048
     assert (part.first, part.end) == (part.head + 19 * 192, part.head + 20 * 192)
@@ -107,18 +108,18 @@ def test_configurations_are_canonical(name, scale, axis, block):
     given_ = {"format": name, "scale": scale, "axis": axis, "block": block}
     if scale == "none" and (axis, block) != (None, None):
         with pytest.raises(exmy.FormatError):
-            exmy.ChunkCodec.of(given_)
+            exmy.ChunkCodec.from_configuration(given_)
         return
-    codec = exmy.ChunkCodec.of(given_)
+    codec = exmy.ChunkCodec.from_configuration(given_)
     defaults = {"scale": "search", "axis": None, "block": None}
     assert codec.configuration == {k: v for k, v in given_.items() if k not in defaults or v != defaults[k]}
-    assert exmy.ChunkCodec.of(codec.configuration) == codec
+    assert exmy.ChunkCodec.from_configuration(codec.configuration) == codec
 
 
 @pytest.mark.parametrize(
     ("configuration", "says"),
     [
-        ({}, "names no format"),
+        ({}, "has no format"),
         ({"format": "e9m9"}, "e9m9"),
         ({"format": "e4m3", "level": 3, "turbo": 1}, "'level', 'turbo'"),
         ({"format": "e4m3", "scale": "best"}, "'best'"),
@@ -129,7 +130,7 @@ def test_configurations_are_canonical(name, scale, axis, block):
 )
 def test_unknown_configurations_are_refused(configuration, says):
     with pytest.raises(exmy.FormatError, match=says):
-        exmy.ChunkCodec.of(configuration)
+        exmy.ChunkCodec.from_configuration(configuration)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +138,12 @@ def test_unknown_configurations_are_refused(configuration, says):
 )
 def test_configurations_of_wrong_types_are_refused(bad):
     with pytest.raises(exmy.DtypeError):
-        exmy.ChunkCodec.of(bad)
+        exmy.ChunkCodec.from_configuration(bad)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_of_a_wrong_length_are_refused(case):
-    codec = exmy.ChunkCodec.of({"format": "e3m2", **case})
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", **case})
     data = codec.encode(values("float32")).tobytes()
     for bad, says in ((data[:-1], "truncated"), (b"", "truncated"), (data + b"\0", "too long")):
         with pytest.raises(exmy.SizeError, match=says):
@@ -165,8 +166,8 @@ def test_chunks_of_a_wrong_length_are_refused(case):
     ],
     ids=str,
 )
-def test_impossible_heads_are_refused(configuration, change):
-    codec = exmy.ChunkCodec.of({"format": "e3m2", **configuration})
+def test_invalid_headers_are_refused(configuration, change):
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", **configuration})
     data = codec.encode(np.ones((3, 5), np.float32))
     assert codec.decode(data, (3, 5), "float32").all()
     for at, byte in change.items():
@@ -176,12 +177,12 @@ def test_impossible_heads_are_refused(configuration, change):
 
 
 def test_what_cannot_be_encoded_is_refused():
-    codec = exmy.ChunkCodec.of({"format": "e3m2", "block": 32})
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32})
     with pytest.raises(exmy.DtypeError, match="int64"):
         codec.encode(np.arange(32))
     with pytest.raises(exmy.SizeError, match="blocks of 32"):
         codec.size((33,))
-    for x in (codec.encode, exmy.ChunkCodec.of({"format": "e3m2"}).encode):
+    for x in (codec.encode, exmy.ChunkCodec.from_configuration({"format": "e3m2"}).encode):
         with pytest.raises(exmy.NonFiniteError):
             x(np.array([1.0, np.nan] * 16, np.float32))
     with pytest.raises(exmy.SizeError, match="expected 40"):
@@ -195,5 +196,5 @@ def test_what_cannot_be_encoded_is_refused():
 def test_chunks_of_any_layout_in_memory(data):
     x = values(data.draw(st.sampled_from(DTYPES)), (8, 4, 16))
     view = data.draw(st.sampled_from([x.T, x[::-1, ::2], x[:, 1], x.swapaxes(0, 1), np.asfortranarray(x)]))
-    codec = exmy.ChunkCodec.of({"format": "e3m2", **data.draw(st.sampled_from([{}, {"axis": 0}]))})
+    codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", **data.draw(st.sampled_from([{}, {"axis": 0}]))})
     assert codec.encode(view).tobytes() == codec.encode(np.ascontiguousarray(view)).tobytes()

@@ -1,4 +1,4 @@
-"""The shared exponent: nothing clips with "max", the least error with "search"; and the SQNR that results."""
+"""Fitting the shared exponent: nothing clips with "max", "search" has the least error; the resulting SQNR."""
 
 import math
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 
 def clips(x, f):
-    """Whether a value saturates: without an upper limit, the same steps would round it elsewhere."""
+    """Return whether a value saturates: without an upper limit, it would round to a larger value."""
     top = int(np.argmax(f.values()))
     step = f.max - f.values()[top - 1] if f.bits > 2 else f.max
     return bool((np.abs(x) >= f.max + step / 2).any())
@@ -83,16 +83,17 @@ def test_search_has_the_least_error(name, count):
 def test_no_offset_that_the_search_leaves_out_is_better(name, freedom, seed, length):
     x = np.random.default_rng(seed).standard_t(freedom, (4, length)).astype(np.float32)
     layout = exmy.Format(name).layout
-    scales = exmy.fit.encoding_scales(exmy.offsets.holding_offsets(np.abs(x).max(1), layout), Kind.FLOAT32, layout)
+    offsets = exmy.offsets.largest_unclipped_offsets(np.abs(x).max(1), layout)
+    scales = exmy.fit.encoding_scales(offsets, Kind.FLOAT32, layout)
     factors, out = np.exp2(np.arange(32)), np.empty((4, 32))
     exmy.kernels.noise(Kind.FLOAT32, layout, x, scales, factors, out)
-    found, error = np.empty(4, np.int64), np.empty(4)
+    best, error = np.empty(4, np.int64), np.empty(4)
     tries = np.array([32, 32, 2, 1])
     for rising in (True, False):
-        exmy.kernels.least(Kind.FLOAT32, layout, x, scales, factors, tries, found, error, rising=rising)
+        exmy.kernels.least(Kind.FLOAT32, layout, x, scales, factors, tries, best, error, rising=rising)
         errors = out / factors**2
-        assert found.tolist() == [int(np.argmin(errors[i, : tries[i]])) for i in range(4)]
-        assert error.tolist() == [errors[i, found[i]] for i in range(4)]
+        assert best.tolist() == [int(np.argmin(errors[i, : tries[i]])) for i in range(4)]
+        assert error.tolist() == [errors[i, best[i]] for i in range(4)]
 
 
 def test_the_error_may_rise_before_it_falls(level):
@@ -139,12 +140,12 @@ def test_sums_are_the_same_at_every_level(dtype, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("e2m1", 18.96), ("e3m2", 25.53), ("e2m3", 30.83), ("e4m3", 31.54), ("e0m7", 40.57)]
+    ("name", "expected"), [("e2m1", 18.96), ("e3m2", 25.53), ("e2m3", 30.83), ("e4m3", 31.54), ("e0m7", 40.57)]
 )
-def test_sqnr_on_gaussian_data(name, wanted):
+def test_sqnr_on_gaussian_data(name, expected):
     x = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
     f = exmy.Format(name).fit(x, "search")
-    assert exmy.sqnr(x, exmy.round(x, f)) == pytest.approx(wanted, abs=0.15)
+    assert exmy.sqnr(x, exmy.round(x, f)) == pytest.approx(expected, abs=0.15)
 
 
 def test_sqnr():
@@ -175,5 +176,5 @@ def test_the_peak_may_decide_only_where_the_search_would_too(native, name, tail)
     errors = [
         np.square(x - exmy.round(x, holds.with_bias(holds.bias + k)), dtype=np.float64).sum() for k in range(9)
     ]
-    found = f.fit(x, "search")
-    assert errors[found.bias - holds.bias] == pytest.approx(min(errors), rel=1e-9)
+    fit = f.fit(x, "search")
+    assert errors[fit.bias - holds.bias] == pytest.approx(min(errors), rel=1e-9)

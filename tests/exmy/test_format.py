@@ -1,4 +1,4 @@
-"""Formats: names, limits, and values against the formula in exact fractions."""
+"""Formats: names, limits, and values compared with the formula in exact fractions."""
 
 import pickle
 from fractions import Fraction
@@ -15,8 +15,8 @@ def exact(f: exmy.Format, code: int) -> Fraction:
 
 
 def test_every_format_exists_once(all_formats):
-    wanted = {f"e{x}m{y}" for x in range(9) for y in range(16) if 2 <= 1 + x + y <= 16}
-    assert sorted(f.name for f in all_formats) == sorted(wanted)
+    expected = {f"e{x}m{y}" for x in range(9) for y in range(16) if 2 <= 1 + x + y <= 16}
+    assert sorted(f.name for f in all_formats) == sorted(expected)
     assert [f.name for f in exmy.formats(7)] == ["e0m6", "e1m5", "e2m4", "e3m3", "e4m2", "e5m1", "e6m0"]
     assert len(exmy.formats(16)) == 9
 

@@ -1,4 +1,4 @@
-"""Headers of quantized arrays and of chunks: what is accepted decodes exactly, all else is refused."""
+"""Headers of quantized arrays and of chunks: valid ones decode exactly, invalid ones are refused."""
 
 import math
 import random
@@ -15,7 +15,7 @@ HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 
 
 def header(f=(4, 3), bias=7, base=0, deltas=b"\0", scales=None, shape=(8,), axis=-1, block=0, kind=2, codes=None):
-    """The bytes of a quantized array with any header, and as many codes as its shape and format ask for."""
+    """Return the bytes of a quantized array with a given header, and random codes for its shape and format."""
     x, y = f
     shared = deltas if scales is None else struct.pack(f"<{len(scales)}f", *scales)
     head = HEADER.pack(b"eXmY", 1, kind, x, y, bias, len(shape), scales is not None, axis, block, base)
@@ -27,13 +27,13 @@ def header(f=(4, 3), bias=7, base=0, deltas=b"\0", scales=None, shape=(8,), axis
 
 
 def exact(code, x, y, bias):
-    """What a code is worth, by the definition."""
+    """Return the value of a code, by the definition."""
     m, e, s = code & ((1 << y) - 1), (code >> y) & ((1 << x) - 1), code >> (x + y)
     return (-1) ** s * Fraction(2) ** (max(e, 1) - bias) * ((e > 0) + Fraction(m, 1 << y))
 
 
 def rounded(value, dtype):
-    """The nearest value of a dtype, ties to even, as float64; infinity beyond its largest."""
+    """Return the nearest value of a dtype, ties to even, as float64; infinity beyond its largest."""
     if dtype == "float64" or value == 0:
         return float(value)
     digits, least, top = SIGNIFICANDS[dtype]
@@ -45,15 +45,15 @@ def rounded(value, dtype):
 
 
 def check_exact(q, factor_of):
-    """Every value of q is the exact one, rounded once; finite in the dtype that was quantized."""
+    """Assert that every value of q is rounded once from its exact value, and finite in the dtype of the source."""
     x, y, bias = q.format.layout
     codes = q.codes().reshape(-1).tolist()
     true = [exact(code, x, y, bias) * factor_of(i) for i, code in enumerate(codes)]
     for dtype in ("float16", "bfloat16", "float32", "float64"):
-        found = q.dequantize(dtype).reshape(-1).astype(np.float64)
+        result = q.dequantize(dtype).reshape(-1).astype(np.float64)
         largest = float(ml_dtypes.finfo(dtype).max) if dtype == q.dtype else math.inf
-        wanted = np.clip([rounded(value, dtype) for value in true], -largest, largest)
-        np.testing.assert_array_equal(found, wanted, err_msg=f"{q!r} {dtype}")
+        expected = np.clip([rounded(value, dtype) for value in true], -largest, largest)
+        np.testing.assert_array_equal(result, expected, err_msg=f"{q!r} {dtype}")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def check_exact(q, factor_of):
         ((6, 9), 90, -250, 80),
     ],
 )
-def test_values_are_exact_whatever_the_bias_and_the_offsets(level, f, bias, base, spread):
+def test_values_are_exact_for_any_bias_and_offsets(level, f, bias, base, spread):
     deltas = bytes([0, spread // 2, spread, 0])
     codes = np.random.default_rng(0).integers(0, 1 << (1 + sum(f)), 64)
     data = header(f, bias, base, deltas, shape=(4, 16), axis=1, codes=codes)
@@ -78,7 +78,7 @@ def test_values_are_exact_whatever_the_bias_and_the_offsets(level, f, bias, base
 
 @pytest.mark.parametrize(("f", "bias"), [((7, 2), -63), ((5, 2), -99), ((8, 7), 127), ((4, 3), 480), ((2, 1), 1)])
 @pytest.mark.parametrize("sharing", [{"axis": 1}, {"axis": 0}, {"axis": 1, "block": 16}, {"axis": -1}])
-def test_values_are_exact_whatever_the_scales(level, f, bias, sharing):
+def test_values_are_exact_for_any_scales(level, f, bias, sharing):
     count = 1 if sharing["axis"] < 0 else 16 if sharing["axis"] == 0 else 4
     scales = [math.ldexp(1.3, e) for e in (-126, 100, -60, 1, -149, 0, 30, 126, 5, -9, 11, -100, 2, 3, 4, 6)]
     scales = [struct.unpack("<f", struct.pack("<f", s))[0] for s in scales][:count]
@@ -123,7 +123,7 @@ def test_values_are_exact_whatever_the_scales(level, f, bias, sharing):
     ],
     ids=str,
 )
-def test_a_header_that_nothing_writes_is_refused(fields):
+def test_an_invalid_header_is_refused(fields):
     f = fields.get("f", (4, 3))
     good = fields if 2 <= 1 + sum(f) <= 16 and f[0] <= 8 else {**fields, "f": (4, 3)}
     data = bytearray(header(**good))
@@ -132,7 +132,7 @@ def test_a_header_that_nothing_writes_is_refused(fields):
         exmy.Quantized.from_bytes(bytes(data))
 
 
-def test_padding_behind_the_offsets_is_zero():
+def test_padding_after_the_offsets_is_zero():
     data = bytearray(header(deltas=b"\0\0\0", shape=(3, 8), axis=1))
     assert exmy.Quantized.from_bytes(bytes(data)).shape == (3, 8)
     data[HEADER.size + 16 + 3] = 1
@@ -173,7 +173,7 @@ EDGES = [
 
 
 def mutated(data, rng, most):
-    """The bytes with a few of their first `most` set to other values, single ones or whole fields."""
+    """Return the bytes with a few of their first `most` changed: single bytes or whole fields."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         size = rng.choice([1, 1, 2, 4, 8])
@@ -211,7 +211,7 @@ def test_mutated_bytes_are_refused_or_decode_to_finite_values(seed):
 def test_mutated_chunks_are_refused_or_decode_to_finite_values(seed):
     name, sharing, shape = SOURCES[seed]
     rng, x = random.Random(seed), np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    codec = exmy.ChunkCodec.of({"format": name, **sharing})
+    codec = exmy.ChunkCodec.from_configuration({"format": name, **sharing})
     data = codec.encode(x).tobytes()
     accepted = 0
     for _ in range(1000):
@@ -239,7 +239,7 @@ def test_mutated_chunks_are_refused_or_decode_to_finite_values(seed):
     ids=str,
 )
 def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
-    """The largest values of a dtype, as masks have them, round to a value of the format that it does not hold."""
+    """The largest values of a dtype, as in masks, round to values of the format beyond the dtype."""
     info = ml_dtypes.finfo(exmy.elements.output_dtype(dtype))
     x = np.full((2, 512), info.min, info.dtype)
     x[:, ::3] = 1
@@ -251,7 +251,7 @@ def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
     assert np.isfinite(y.astype(np.float64)).all()
     assert np.abs(y[0, 1].astype(np.float64)) >= 0.7 * float(info.max)
     assert (y[0, 1] < 0) == (x[0, 1] < 0)
-    codec = exmy.ChunkCodec.of({"format": name, **case})
+    codec = exmy.ChunkCodec.from_configuration({"format": name, **case})
     data = codec.encode(x)
     assert codec.decode(data, x.shape, dtype).tobytes() == y.tobytes()
     part = codec.slice(x.shape, 256, 1024)
@@ -262,6 +262,6 @@ def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
 
 
 def test_dtypes_of_ml_dtypes_round_as_the_specification(level):
-    """The independent rounding above is that of ml_dtypes where a float32 holds the value."""
+    """The rounding above agrees with ml_dtypes for values that a float32 represents exactly."""
     values = np.array([1.00390625, 3.0e-40, 6.5e4, 1.0e-41], np.float32)
     assert [rounded(Fraction(float(v)), "bfloat16") for v in values] == values.astype(ml_dtypes.bfloat16).tolist()

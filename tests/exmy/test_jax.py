@@ -1,4 +1,4 @@
-"""Emulation in JAX: the bits of `exmy.round`, under its transformations, with straight-through derivatives."""
+"""Emulation in JAX: equality with `exmy.round`, jit, vmap, and straight-through derivatives."""
 
 import contextlib
 import subprocess
@@ -33,12 +33,12 @@ def test_all_16_bit_inputs(dtype):
     x = every_16_bit(dtype)
     finite = is_finite(x)
     for f in FORMATS:
-        wanted = exmy.round(x, f, nonfinite="saturate")
-        assert_same_bits(np.asarray(exmy.jax.round(x, f, nonfinite="saturate")), wanted, f)
+        expected = exmy.round(x, f, nonfinite="saturate")
+        assert_same_bits(np.asarray(exmy.jax.round(x, f, nonfinite="saturate")), expected, f)
     for f in FORMATS[::5]:  # each is compiled
-        wanted = exmy.round(x, f, nonfinite="saturate")
+        expected = exmy.round(x, f, nonfinite="saturate")
         kept = np.asarray(exmy.jax.round(x, f))
-        assert_same_bits(kept[finite], wanted[finite], f)
+        assert_same_bits(kept[finite], expected[finite], f)
         assert_same_bits(kept[~finite], x[~finite], f)
 
 
@@ -56,15 +56,15 @@ def test_stochastic_rounding_is_as_defined(dtype):
         for f in FORMATS[1::2]:
             x = hard_inputs(f, dtype)
             for seed in (0, 1 << 32, 2**64 - 1):
-                found = np.asarray(exmy.jax.round(x, f, rounding="stochastic", seed=seed))
-                assert_same_bits(found, stochastic(x, f, seed), (f, seed))
+                result = np.asarray(exmy.jax.round(x, f, rounding="stochastic", seed=seed))
+                assert_same_bits(result, stochastic(x, f, seed), (f, seed))
 
 
 def test_the_last_bit_of_the_noise_decides():
-    for seed, position, value, wanted in EDGES:
+    for seed, position, value, expected in EDGES:
         x = np.full(2000, value, np.float32)
-        found = exmy.jax.round(x, "e3m1", rounding="stochastic", seed=seed)
-        assert found[position] == stochastic(x, exmy.Format("e3m1"), seed)[position] == wanted
+        result = exmy.jax.round(x, "e3m1", rounding="stochastic", seed=seed)
+        assert result[position] == stochastic(x, exmy.Format("e3m1"), seed)[position] == expected
 
 
 def test_nan_and_infinity():
@@ -81,8 +81,8 @@ def test_shapes():
     x = np.random.default_rng(0).standard_normal((3, 5, 1, 7), np.float32)
     f = exmy.Format("e2m1")
     assert_same_bits(np.asarray(exmy.jax.round(x, f)), exmy.round(x, f))
-    found = exmy.jax.round(x, f, rounding="stochastic", seed=9)
-    assert_same_bits(np.asarray(found), stochastic(x, f, 9))
+    result = exmy.jax.round(x, f, rounding="stochastic", seed=9)
+    assert_same_bits(np.asarray(result), stochastic(x, f, 9))
     assert exmy.jax.round(jnp.float32(5.3), f, rounding="stochastic").shape == ()
     assert exmy.jax.round(jnp.zeros((0, 3)), f, rounding="stochastic").shape == (0, 3)
     assert exmy.jax.round(0.3, "e4m3") == 0.3125

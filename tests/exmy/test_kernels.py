@@ -1,4 +1,4 @@
-"""Which kernels run: choice, override, and life without a compiler."""
+"""Selection of the kernels: automatic, by override, and without a compiler."""
 
 import os
 import subprocess
@@ -134,15 +134,15 @@ def test_the_extension_checks_what_could_touch_other_memory(native):
         _kernels.squared_errors(level, 2, 4, 3, 7, False, x, sums)
     with pytest.raises(ValueError, match="format"):
         _kernels.squared_errors(level, 2, 4, 3, 500, False, x, sums[:20])
-    scales, factors, tries, found = np.ones(2, np.float32), np.ones(3), np.full(2, 3), np.zeros(2, np.int64)
-    right = (level, 2, 4, 3, 7, False, True, 150, scales, factors, tries, x, found, np.zeros(2))
+    scales, factors, tries, best = np.ones(2, np.float32), np.ones(3), np.full(2, 3), np.zeros(2, np.int64)
+    right = (level, 2, 4, 3, 7, False, True, 150, scales, factors, tries, x, best, np.zeros(2))
     assert _kernels.least(*right) is None
     for at, wrong in [
         (7, 151),
         (8, scales[:1]),
         (9, factors[:2]),
         (10, tries[:1]),
-        (12, found[:1]),
+        (12, best[:1]),
         (13, sums[:1]),
     ]:
         arguments = list(right)

@@ -29,7 +29,7 @@ def test_the_readme_shows_what_the_command_prints():
     ("choice", "widths"), [((), range(2, 9)), (("--bits", "16"), [16]), (("--bits", "all"), range(2, 17))]
 )
 def test_json_holds_every_format_exactly(choice, widths):
-    wanted = [
+    expected = [
         {
             "name": f.name,
             "bits": f.bits,
@@ -42,7 +42,7 @@ def test_json_holds_every_format_exactly(choice, widths):
         for bits in widths
         for f in exmy.formats(bits)
     ]
-    assert json.loads(run("formats", "--json", *choice).stdout) == wanted
+    assert json.loads(run("formats", "--json", *choice).stdout) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Measures: the histogram of exponents, the difference of two arrays, and what a quantized array clips."""
+"""Measurements: the histogram of exponents, the difference of two arrays, and clipped elements."""
 
 import math
 
@@ -11,7 +11,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 def spread(dtype, count=20_000, seed=0):
-    """Values of all magnitudes of a dtype: subnormals, zeros of both signs, the largest."""
+    """Return values of all magnitudes of a dtype: subnormals, zeros of both signs, the largest."""
     rng = np.random.default_rng(seed)
     info = ml_dtypes.finfo(exmy.elements.output_dtype(dtype))
     low, high = math.log2(float(info.smallest_subnormal)), math.log2(float(info.max))
@@ -24,15 +24,15 @@ def spread(dtype, count=20_000, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exponents_are_the_true_ones(level, dtype):
     x = spread(dtype).reshape(100, 200)
-    found = exmy.exponents(x)
+    result = exmy.exponents(x)
     wide = x.astype(np.float64)
     exponent = np.frexp(wide[wide != 0])[1] - 1
-    assert (found.lowest, found.highest) == (exponent.min(), exponent.max())
-    np.testing.assert_array_equal(found.counts, np.bincount(exponent - exponent.min()))
-    assert (found.zeros, found.count) == ((x == 0).sum(), x.size)
+    assert (result.lowest, result.highest) == (exponent.min(), exponent.max())
+    np.testing.assert_array_equal(result.counts, np.bincount(exponent - exponent.min()))
+    assert (result.zeros, result.count) == ((x == 0).sum(), x.size)
 
 
-def test_what_a_histogram_says():
+def test_properties_of_a_histogram():
     h = exmy.exponents(np.array([0, 1, 1.5, -1.75, 4, 0.5, 0.25, -0.0]))
     assert (h.lowest, h.counts.tolist(), h.zeros, h.count) == (-2, [1, 1, 3, 0, 1], 2, 8)
     assert h.entropy == pytest.approx(-(3 * math.log2(1 / 6) / 6 + 0.5 * math.log2(0.5)))
@@ -69,12 +69,12 @@ def test_compare_is_the_same_at_every_level(dtype):
     x = spread(dtype, 70_013)
     x = np.where(np.abs(x.astype(np.float64)) < 1e100, x, np.float64(1)).astype(x.dtype)
     y = exmy.round(x, "e5m1b16")
-    found = set()
+    results = set()
     for level in exmy.kernels.levels():
         with exmy.kernels.use(level):
-            found.add(exmy.compare(x, y))
-    assert len(found) == 1
-    d = found.pop()
+            results.add(exmy.compare(x, y))
+    assert len(results) == 1
+    d = results.pop()
     a, b = x.astype(np.float64), y.astype(np.float64)
     assert d.count == x.size
     assert d.signal == pytest.approx(math.fsum(a * a), rel=1e-12)
@@ -87,12 +87,12 @@ def test_compare_is_the_same_at_every_level(dtype):
 def test_compare_of_any_real_dtypes(level):
     x = np.arange(-500, 1500)
     y = exmy.round(x.astype(np.float32), "e4m3b3")
-    wanted = exmy.compare(x.astype(np.float64), y.astype(np.float64))
+    expected = exmy.compare(x.astype(np.float64), y.astype(np.float64))
     for a, b in [(x, y), (x.astype(">f4"), y.astype(">f4")), (x[::-1], y[::-1].astype(np.float64))]:
         d = exmy.compare(a, b)
-        assert (d.count, d.signal, d.largest_error) == (2000, wanted.signal, wanted.largest_error)
-        assert d.noise == pytest.approx(wanted.noise)
-        assert d.largest_relative == wanted.largest_relative
+        assert (d.count, d.signal, d.largest_error) == (2000, expected.signal, expected.largest_error)
+        assert d.noise == pytest.approx(expected.noise)
+        assert d.largest_relative == expected.largest_relative
 
 
 def test_differences_of_parts_add_up_and_threads_change_nothing():

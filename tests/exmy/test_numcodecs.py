@@ -1,4 +1,4 @@
-"""The codec of numcodecs: round trips, Zarr v2 arrays, configurations, refusals."""
+"""The numcodecs codec: round trips, Zarr v2 arrays, configurations, invalid input."""
 
 import json
 
@@ -28,22 +28,22 @@ def test_a_codec_by_its_configuration(dtype, configuration):
     assert codec.get_config() == json.loads(json.dumps({"id": "exmy", **configuration}))
     assert numcodecs.get_codec(codec.get_config()) == codec
     x = weights((32, 5), dtype)
-    wanted = exmy.quantize(x, **{"f" if k == "format" else k: v for k, v in configuration.items()})
+    expected = exmy.quantize(x, **{"f" if k == "format" else k: v for k, v in configuration.items()})
     data = codec.encode(x)
-    assert data == wanted.to_bytes()
-    found = codec.decode(data)
-    assert (found.dtype, found.shape) == (x.dtype, x.shape)
-    assert found.tobytes() == wanted.dequantize(dtype).tobytes()
+    assert data == expected.to_bytes()
+    result = codec.decode(data)
+    assert (result.dtype, result.shape) == (x.dtype, x.shape)
+    assert result.tobytes() == expected.dequantize(dtype).tobytes()
     out = np.empty(x.shape, x.dtype)
     assert codec.decode(data, out=out) is out
-    assert out.tobytes() == found.tobytes()
+    assert out.tobytes() == result.tobytes()
     memory = bytearray(x.nbytes)
     codec.decode(memoryview(data), out=memory)
-    assert memory == found.tobytes()
+    assert memory == result.tobytes()
 
 
 @pytest.mark.parametrize(
-    "where",
+    "codecs",
     [
         {"compressors": Exmy("e3m2", axis=-1)},
         {"filters": [Exmy("e3m2", axis=-1)], "compressors": None},
@@ -51,23 +51,23 @@ def test_a_codec_by_its_configuration(dtype, configuration):
     ],
     ids=["compressor", "filter", "filter and compressor"],
 )
-def test_arrays_of_zarr_v2(where):
+def test_arrays_of_zarr_v2(codecs):
     x = weights((40, 30))
     store = MemoryStore()
     array = zarr.create_array(
-        store, shape=x.shape, dtype=x.dtype, chunks=(20, 30), zarr_format=2, **{"filters": None, **where}
+        store, shape=x.shape, dtype=x.dtype, chunks=(20, 30), zarr_format=2, **{"filters": None, **codecs}
     )
     array[...] = x
-    found = zarr.open_array(store, mode="r")
-    wanted = [exmy.quantize(part, "e3m2", axis=-1).dequantize() for part in (x[:20], x[20:])]
-    np.testing.assert_array_equal(found[...], np.concatenate(wanted))
-    np.testing.assert_array_equal(found[15:25, 7], np.concatenate(wanted)[15:25, 7])
+    result = zarr.open_array(store, mode="r")
+    expected = [exmy.quantize(part, "e3m2", axis=-1).dequantize() for part in (x[:20], x[20:])]
+    np.testing.assert_array_equal(result[...], np.concatenate(expected))
+    np.testing.assert_array_equal(result[15:25, 7], np.concatenate(expected)[15:25, 7])
 
 
 @pytest.mark.parametrize(
     "bad", [np.arange(4), np.zeros(3, bool), np.array(["a", None], object), b"bytes"], ids=str
 )
-def test_what_is_no_float_is_refused(bad):
+def test_arrays_of_other_dtypes_are_refused(bad):
     with pytest.raises(exmy.DtypeError, match="float32"):
         Exmy("e4m3").encode(bad)
 
@@ -85,7 +85,7 @@ def test_nan_and_blocks_that_do_not_fit_are_refused():
     ("config", "says"),
     [
         ({"format": "e4m3", "level": 2}, "'level'"),
-        ({}, "names no format"),
+        ({}, "has no format"),
         ({"format": "float8"}, "float8"),
         ({"format": "e4m3", "scale": "maximum"}, "'maximum'"),
     ],

@@ -1,4 +1,4 @@
-"""Packing: the layout of FORMAT.md spelled out element by element, slices, and bad input."""
+"""Packing: the layout of FORMAT.md element by element, slices, and invalid input."""
 
 import exmy
 import numpy as np
@@ -8,7 +8,7 @@ COUNTS = [0, 1, 3, 8, 9, 64, 255, 256, 257, 511, 512, 1000, 2048, 2049, 4500]
 
 
 def code_at(packed: bytes, bits: int, count: int, i: int) -> int:
-    """Section 5 of FORMAT.md: decoding one element."""
+    """Decode one element as in section 5 of FORMAT.md."""
     start, r = 32 * bits * (i // 256), i % 256
     length = min(256, (count - i // 256 * 256 + 7) // 8 * 8)
     code, shift, rest = 0, 0, bits
@@ -45,8 +45,8 @@ def test_kernels_pack_as_the_reference(native, bits):
     for count in COUNTS:
         codes = codes_of(bits, count)
         with exmy.kernels.use("reference"):
-            wanted = exmy.pack(codes, bits)
-        np.testing.assert_array_equal(exmy.pack(codes, bits), wanted)
+            expected = exmy.pack(codes, bits)
+        np.testing.assert_array_equal(exmy.pack(codes, bits), expected)
 
 
 def test_golden(level):

@@ -1,4 +1,4 @@
-"""Quantized arrays: each granularity against plain NumPy, levels and threads alike, bytes, bad input."""
+"""Quantized arrays: every granularity against NumPy, equality of levels and threads, bytes, invalid input."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ GOLDEN_FLOAT = "65586d590102030203000201000000000000000000000000" + (
 
 
 def weights(shape, dtype="float32", seed=0):
-    """Rows of different size, heavy tails, a row of zeros."""
+    """Return rows of different magnitude, with heavy tails and a row of zeros."""
     rng = np.random.default_rng(seed)
     x = rng.standard_t(3, shape) * np.exp2(rng.integers(-6, 6, (shape[0], *[1] * (len(shape) - 1))))
     x[shape[0] // 2] = 0
@@ -31,7 +31,7 @@ def weights(shape, dtype="float32", seed=0):
 
 
 def groups_of(x, sharing):
-    """The groups as rows, by NumPy alone, and how to put such rows back."""
+    """Return the groups as rows, computed with NumPy alone, and the inverse function."""
     if not sharing:
         return x.reshape(1, -1), lambda rows: rows.reshape(x.shape)
     axis = sharing.get("axis", -1)
@@ -48,10 +48,10 @@ def test_each_group_is_encoded_with_its_own_bias(level, dtype, sharing, name):
     q = exmy.quantize(x, name, scale="max", **sharing)
     rows, back = groups_of(x, sharing)
     fits = [exmy.Format(name).fit(row) for row in rows]
-    wanted = np.stack([exmy.round(row.astype(np.float64), f) for row, f in zip(rows, fits, strict=True)])
-    np.testing.assert_array_equal(q.dequantize("float64"), back(wanted))
+    expected = np.stack([exmy.round(row.astype(np.float64), f) for row, f in zip(rows, fits, strict=True)])
+    np.testing.assert_array_equal(q.dequantize("float64"), back(expected))
     for target in DTYPES:
-        narrow = back(wanted).astype(exmy.elements.output_dtype(target))
+        narrow = back(expected).astype(exmy.elements.output_dtype(target))
         assert q.dequantize(target).tobytes() == narrow.tobytes()
     assert q.codes().shape == x.shape
     assert q.dtype == dtype
@@ -84,8 +84,8 @@ def test_float_scales_beat_offsets(sharing, name):
     values = exmy.decode(float_.codes(), float_.format, "float64")
     rows, back = groups_of(values, sharing)
     scales = np.moveaxis(float_.scales, sharing.get("axis", -1), -1) if "block" in sharing else float_.scales
-    wanted = back(rows * scales.reshape(-1, 1).astype(np.float64))
-    assert float_.dequantize("float64").tobytes() == wanted.tobytes()
+    expected = back(rows * scales.reshape(-1, 1).astype(np.float64))
+    assert float_.dequantize("float64").tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,13 +93,13 @@ def test_float_scales_beat_offsets(sharing, name):
 def test_levels_and_threads_give_the_same_bytes(dtype, scale):
     for name, sharing in itertools.product(["e2m1", "e3m2", "e8m2"], SHARINGS):
         x = weights((32, 48), dtype, seed=3)
-        found, decoded = set(), set()
+        results, decoded = set(), set()
         for level in exmy.kernels.levels():
             with exmy.kernels.use(level):
                 q = exmy.quantize(x, name, scale=scale, **sharing)
-                found.add(q.to_bytes())
+                results.add(q.to_bytes())
                 decoded |= {(d, q.dequantize(d).tobytes()) for d in DTYPES}
-        assert (len(found), len(decoded)) == (1, 4), (name, sharing)
+        assert (len(results), len(decoded)) == (1, 4), (name, sharing)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -201,11 +201,11 @@ def test_nonfinite(level):
 
 def test_any_memory_order(level):
     x = weights((32, 48))
-    wanted = exmy.quantize(x, "e3m2", axis=0).to_bytes()
+    expected = exmy.quantize(x, "e3m2", axis=0).to_bytes()
     frozen = x.copy()
     frozen.flags.writeable = False
     for y in (np.asfortranarray(x), x.astype(">f4"), np.repeat(x, 2, axis=1)[:, ::2], frozen):
-        assert exmy.quantize(y, "e3m2", axis=0).to_bytes() == wanted
+        assert exmy.quantize(y, "e3m2", axis=0).to_bytes() == expected
     assert exmy.quantize(x.astype(">f4"), "e3m2").to_bytes() == exmy.quantize(x, "e3m2").to_bytes()
 
 
@@ -215,9 +215,9 @@ def test_any_memory_order(level):
         ({"axis": 2}, exmy.SizeError, "axis 2 does not fit an array of 2 dimensions"),
         ({"axis": 1.5}, exmy.SizeError, "expected an integer"),
         ({"block": 20}, exmy.FormatError, "expected one of 16, 32, 64, 128"),
-        ({"block": 32}, exmy.SizeError, "blocks of 32 do not fit axis 1 of length 40; pad"),
+        ({"block": 32}, exmy.SizeError, "blocks of 32 do not divide axis 1 of length 40; pad"),
         ({"scale": "best"}, exmy.FormatError, "expected 'search'"),
-        ({"scale": "none", "axis": 1}, exmy.FormatError, "shares nothing"),
+        ({"scale": "none", "axis": 1}, exmy.FormatError, "no offsets to share"),
         ({"threads": 0}, exmy.SizeError, "at least 1"),
         ({"nonfinite": "ignore"}, exmy.FormatError, "expected 'error'"),
     ],
@@ -237,7 +237,7 @@ def test_wrong_bytes():
         read(data + b"\0")
     with pytest.raises(exmy.FormatError, match=r"version 2.*newer"):
         read(data[:4] + b"\2" + data[5:])
-    with pytest.raises(exmy.FormatError, match="no quantized array"):
+    with pytest.raises(exmy.FormatError, match="not a quantized array"):
         read(b"PNG" + data[3:])
     with pytest.raises(exmy.DtypeError, match="from str"):
         read("text")

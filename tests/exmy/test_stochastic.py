@@ -1,4 +1,4 @@
-"""Stochastic rounding: the right mean, and the same bits from a seed and a position alone."""
+"""Stochastic rounding: the mean is exact, and the bits depend only on seed and position."""
 
 import re
 from importlib import resources
@@ -24,7 +24,7 @@ def mix(h):
 
 
 def random_bits(seed, i):
-    """FORMAT.md's definition in plain integers."""
+    """Return the random bits as FORMAT.md defines them, in Python integers."""
     inner = mix(seed >> 32 ^ mix((i >> 32) + 0x9E3779B9 & 0xFFFFFFFF))
     k0 = mix((seed & 0xFFFFFFFF) ^ inner)
     k1 = mix(k0 + 0x85EBCA6B & 0xFFFFFFFF)
@@ -168,13 +168,13 @@ def test_the_quantized_mean_is_unbiased():
 def test_in_place(level):
     x = np.random.default_rng(3).standard_normal(5000).astype(np.float32)
     for kwargs in ({}, {"rounding": "stochastic", "seed": 8}):
-        wanted = exmy.round(x, "e2m1", **kwargs)
+        expected = exmy.round(x, "e2m1", **kwargs)
         y = x.copy()
         assert exmy.round(y, "e2m1", out=y, **kwargs) is y
-        assert y.tobytes() == wanted.tobytes()
+        assert y.tobytes() == expected.tobytes()
         shifted = np.concatenate([x, np.zeros(3, np.float32)])
         exmy.round(shifted[:-3], "e2m1", out=shifted[3:], **kwargs)  # overlapping memory
-        assert shifted[3:].tobytes() == wanted.tobytes()
+        assert shifted[3:].tobytes() == expected.tobytes()
     x[4500] = np.nan
     with pytest.raises(exmy.NonFiniteError, match=r"1 of 5000 .* \[4500\]"):
         exmy.round(x, "e2m1", out=x)

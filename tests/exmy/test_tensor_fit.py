@@ -1,4 +1,4 @@
-"""Fitting a tensor slab by slab: the same to the last bit as in one piece, however it is cut."""
+"""Fitting a tensor slab by slab: bit for bit the same result as in one piece, for any slabs."""
 
 import exmy
 import ml_dtypes
@@ -12,7 +12,7 @@ PART = 1 << 18  # elements whose errors are summed together
 
 
 def fitted(x, name, scale, cuts, **options):
-    """Fit with other cuts in each pass; cuts(n) are positions between 0 and n."""
+    """Fit with different slabs in each pass; cuts(n) returns their bounds between 0 and n."""
     fit = exmy.TensorFit(name, x.size, scale, **options)
     for _ in range(PASSES):
         for slab in np.split(x.reshape(-1), sorted(cuts(x.size))):
@@ -64,10 +64,10 @@ def test_noise_and_signal_are_those_of_the_format_found(dtype, count, scale):
 def test_neither_cuts_nor_threads_nor_levels_matter(cuts, seed):
     x = heavy(600_000, seed=seed)
     x[300_000] = 1e4  # the sample misses it, so that a third pass is needed
-    wanted = whole(x, "e2m1", "search")
+    expected = whole(x, "e2m1", "search")
     passes = iter(cuts)
     fit = fitted(x, "e2m1", "search", lambda n: next(passes), threads=1 + seed)
-    assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+    assert (fit.format, fit.noise, fit.signal) == (expected.format, expected.noise, expected.signal)
 
 
 def test_the_memory_of_a_slab_may_be_used_again():
@@ -78,18 +78,18 @@ def test_the_memory_of_a_slab_may_be_used_again():
             slab[:] = x[start : start + 1000]
             fit.add(slab)
         fit.end_pass()
-    wanted = whole(x, "e3m2", "search")
-    assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+    expected = whole(x, "e3m2", "search")
+    assert (fit.format, fit.noise, fit.signal) == (expected.format, expected.noise, expected.signal)
 
 
 def test_levels_agree():
     x = heavy(70_001)
-    found = set()
+    results = set()
     for level in exmy.kernels.levels():
         with exmy.kernels.use(level):
             fit = whole(x, "e3m2", "search")
-            found.add((fit.format, fit.noise, fit.signal))
-    assert len(found) == 1
+            results.add((fit.format, fit.noise, fit.signal))
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize(("outlier", "scale"), [(1.0, 1), (1e6, 1), (1e3, 1e-3)])
@@ -140,8 +140,8 @@ def test_nonfinite(dtype, count):
     finite = np.where(np.isfinite(x), x, x.dtype.type(0))
     for scale in ("search", "max", "none"):
         fit = fitted(x, "e3m2", scale, lambda n: [10, 100], nonfinite="saturate")
-        wanted = whole(finite, "e3m2", scale)
-        assert (fit.format, fit.noise, fit.signal) == (wanted.format, wanted.noise, wanted.signal)
+        expected = whole(finite, "e3m2", scale)
+        assert (fit.format, fit.noise, fit.signal) == (expected.format, expected.noise, expected.signal)
 
 
 def test_wrong_use():
@@ -151,11 +151,11 @@ def test_wrong_use():
         exmy.TensorFit("e3m2", -1)
     fit = exmy.TensorFit("e3m2", 5)
     fit.add(np.ones(3, np.float32))
-    with pytest.raises(exmy.SizeError, match="brings 6 elements, expected 5"):
+    with pytest.raises(exmy.SizeError, match="adds 6 elements; expected 5"):
         fit.add(np.ones(3, np.float32))
-    with pytest.raises(exmy.SizeError, match="brought 3 elements, expected 5"):
+    with pytest.raises(exmy.SizeError, match="added 3 elements; expected 5"):
         fit.end_pass()
-    with pytest.raises(exmy.DtypeError, match="float64, and those before are float32"):
+    with pytest.raises(exmy.DtypeError, match="float64; expected float32"):
         fit.add(np.ones(2))
     for name in ("format", "signal"):
         with pytest.raises(exmy.SizeError, match="not known yet"):

@@ -1,4 +1,4 @@
-"""Emulation in PyTorch: the bits of `exmy.round`, with straight-through gradients, vmap and torch.compile."""
+"""Emulation in PyTorch: equality with `exmy.round`, straight-through gradients, vmap and torch.compile."""
 
 import exmy
 import exmy.torch
@@ -25,7 +25,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small tensors on two threads of a busy machine wait for each other most of the time."""
+    """Use one thread: on a busy machine, two threads spend most time on small tensors waiting for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,13 +33,13 @@ def one_thread():
 
 
 def tensor(array):
-    """The same memory; NumPy's bfloat16 is none of PyTorch's types."""
+    """Return a tensor that shares memory with x; PyTorch does not accept NumPy's bfloat16."""
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
 def rounded(array, f, **choices):
-    found = exmy.torch.round(tensor(array), f, **choices)
-    return found.view(INTEGERS[found.itemsize]).numpy().view(array.dtype)
+    result = exmy.torch.round(tensor(array), f, **choices)
+    return result.view(INTEGERS[result.itemsize]).numpy().view(array.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -47,10 +47,10 @@ def test_all_16_bit_inputs_in_all_formats(dtype, all_formats):
     x = every_16_bit(dtype)
     finite = is_finite(x)
     for f in all_formats + FORMATS:
-        wanted = exmy.round(x, f, nonfinite="saturate")
-        assert_same_bits(rounded(x, f, nonfinite="saturate"), wanted, f)
+        expected = exmy.round(x, f, nonfinite="saturate")
+        assert_same_bits(rounded(x, f, nonfinite="saturate"), expected, f)
         kept = rounded(x, f)
-        assert_same_bits(kept[finite], wanted[finite], f)
+        assert_same_bits(kept[finite], expected[finite], f)
         assert_same_bits(kept[~finite], x[~finite], f)
 
 
@@ -96,20 +96,20 @@ def test_seeds_as_tensors():
 
 
 def test_the_last_bit_of_the_noise_decides():
-    for seed, position, value, wanted in EDGES:
+    for seed, position, value, expected in EDGES:
         x = np.full(2000, value, np.float32)
-        found = rounded(x, "e3m1", rounding="stochastic", seed=seed)
-        assert found[position] == stochastic(x, exmy.Format("e3m1"), seed)[position] == wanted
+        result = rounded(x, "e3m1", rounding="stochastic", seed=seed)
+        assert result[position] == stochastic(x, exmy.Format("e3m1"), seed)[position] == expected
 
 
 def test_nan_and_infinity():
     x = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e30, -0.0], np.float32)
     bits_of(x)[0] |= 5  # a payload
     for rounding in ("nearest", "stochastic"):
-        wanted = np.concatenate([x[:4], np.array([480, -0.0], np.float32)])
-        assert_same_bits(rounded(x, "e4m3", rounding=rounding), wanted)
-        wanted = np.array([0, 0, 480, -480, 480, -0.0], np.float32)
-        assert_same_bits(rounded(x, "e4m3", rounding=rounding, nonfinite="saturate"), wanted)
+        expected = np.concatenate([x[:4], np.array([480, -0.0], np.float32)])
+        assert_same_bits(rounded(x, "e4m3", rounding=rounding), expected)
+        expected = np.array([0, 0, 480, -480, 480, -0.0], np.float32)
+        assert_same_bits(rounded(x, "e4m3", rounding=rounding, nonfinite="saturate"), expected)
 
 
 def test_shapes_and_strides():
@@ -122,22 +122,22 @@ def test_shapes_and_strides():
         lambda a: a[0, 0, 0],
         lambda a: a[:0],
     ):
-        view, wanted = cut(torch.from_numpy(x)), np.ascontiguousarray(cut(x)).reshape(cut(x).shape)
-        assert_same_bits(exmy.torch.round(view, f).contiguous().numpy(), exmy.round(wanted, f))
+        view, expected = cut(torch.from_numpy(x)), np.ascontiguousarray(cut(x)).reshape(cut(x).shape)
+        assert_same_bits(exmy.torch.round(view, f).contiguous().numpy(), exmy.round(expected, f))
         drawn = exmy.torch.round(view, f, rounding="stochastic", seed=3)
-        assert_same_bits(drawn.contiguous().numpy(), stochastic(wanted, f, 3))
+        assert_same_bits(drawn.contiguous().numpy(), stochastic(expected, f, 3))
 
 
 def test_gradients_pass_straight_through():
     x = torch.tensor([0.3, -7.0, 6.0, 6.1, torch.nan, torch.inf, 0.0], requires_grad=True)
     weight = torch.arange(1.0, 8.0)
-    for choices, wanted in [
+    for choices, expected in [
         ({}, [1, 2, 3, 4, 5, 6, 7]),
         ({"rounding": "stochastic", "seed": torch.tensor(3)}, [1, 2, 3, 4, 5, 6, 7]),
         ({"gradient": "clipped"}, [1, 0, 3, 0, 0, 0, 7]),
     ]:
         [gradient] = torch.autograd.grad((exmy.torch.round(x, "e2m1", **choices) * weight).sum(), x)
-        assert gradient.tolist() == wanted
+        assert gradient.tolist() == expected
     y = exmy.torch.round(x[:2], "e2m1")
     [first] = torch.autograd.grad((y**2).sum(), x, create_graph=True)
     [second] = torch.autograd.grad(first.sum(), x)

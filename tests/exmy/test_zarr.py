@@ -1,4 +1,4 @@
-"""The codec of Zarr v3: round trips alone and among others, partial reads, metadata, refusals."""
+"""The Zarr v3 codec: round trips alone and with other codecs, partial reads, metadata, invalid input."""
 
 import asyncio
 import json
@@ -23,22 +23,22 @@ CONFIGURATIONS = [
 
 
 class CountingStore(MemoryStore):
-    """A store that knows how many bytes of chunks were read, and in how many requests."""
+    """A store that counts the bytes of chunks read and the requests."""
 
     read = requests = 0
 
     async def get(self, key, prototype, byte_range=None):
-        found = await super().get(key, prototype, byte_range)
-        return self._counted(key, found)
+        result = await super().get(key, prototype, byte_range)
+        return self._counted(key, result)
 
     def get_sync(self, key, *, prototype=None, byte_range=None):
         return self._counted(key, super().get_sync(key, prototype=prototype, byte_range=byte_range))
 
-    def _counted(self, key, found):
-        if found is not None and not key.endswith("zarr.json"):
-            self.read += len(found)
+    def _counted(self, key, result):
+        if result is not None and not key.endswith("zarr.json"):
+            self.read += len(result)
             self.requests += 1
-        return found
+        return result
 
 
 def weights(shape, dtype="float32"):
@@ -63,7 +63,7 @@ def stored(x, chunks, serializer, **more):
 
 
 def expected(x, chunks, codec):
-    """Chunk by chunk, edge chunks filled with zeros, as `exmy.quantize` rounds."""
+    """Round each chunk with `exmy.quantize`, with edge chunks padded with zeros."""
     padded = np.zeros([-(-n // c) * c for n, c in zip(x.shape, chunks, strict=True)], x.dtype)
     padded[tuple(slice(n) for n in x.shape)] = x
     for corner in np.ndindex(*[n // c for n, c in zip(padded.shape, chunks, strict=True)]):
@@ -82,9 +82,9 @@ def bytes_of(store, key):
 def test_an_array_is_rounded_chunk_by_chunk(dtype, configuration):
     x = weights((40, 33), dtype)
     codec = ExmyCodec(**configuration)
-    store, found = stored(x, (16, 16), codec)
-    assert found.dtype.newbyteorder("=") == x.dtype.newbyteorder("=")
-    np.testing.assert_array_equal(found[...], expected(x, (16, 16), codec.chunk))
+    store, result = stored(x, (16, 16), codec)
+    assert result.dtype.newbyteorder("=") == x.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(result[...], expected(x, (16, 16), codec.chunk))
     assert bytes_of(store, "c/1/0") == codec.chunk.encode(x[16:32, :16]).tobytes()
     document = json.loads(bytes_of(store, "zarr.json"))
     assert document["codecs"] == [{"name": "exmy", "configuration": configuration}]
@@ -95,32 +95,32 @@ def test_among_other_codecs(compressors):
     x = weights((32, 48))
     for configuration in CONFIGURATIONS:
         codec = ExmyCodec(**configuration)
-        _, found = stored(x, (16, 32), codec, compressors=compressors)
-        np.testing.assert_array_equal(found[...], expected(x, (16, 32), codec.chunk))
-        np.testing.assert_array_equal(found[3:20, 40], expected(x, (16, 32), codec.chunk)[3:20, 40])
+        _, result = stored(x, (16, 32), codec, compressors=compressors)
+        np.testing.assert_array_equal(result[...], expected(x, (16, 32), codec.chunk))
+        np.testing.assert_array_equal(result[3:20, 40], expected(x, (16, 32), codec.chunk)[3:20, 40])
 
 
-def test_after_transpose_the_axis_is_of_what_it_gets():
+def test_after_transpose_the_axis_is_that_of_the_transposed_chunk():
     x = weights((32, 48))
     codec = ExmyCodec("e3m2", block=32)
-    _, found = stored(x, (32, 24), codec, filters=[TransposeCodec(order=(1, 0))])
+    _, result = stored(x, (32, 24), codec, filters=[TransposeCodec(order=(1, 0))])
     wanted = expected(np.ascontiguousarray(x.T), (24, 32), codec.chunk).T
-    np.testing.assert_array_equal(found[...], wanted)
+    np.testing.assert_array_equal(result[...], wanted)
 
 
 @pytest.mark.parametrize("inner", [[], [ZstdCodec()]], ids=["alone", "zstd"])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_inside_of_shards(inner, configuration):
+def test_inside_shards(inner, configuration):
     x = weights((64, 64))
     codec = ExmyCodec(**configuration)
     sharding = ShardingCodec(
         chunk_shape=(16, 32), codecs=[codec, *inner], index_codecs=[BytesCodec(), Crc32cCodec()]
     )
-    store, found = stored(x, (32, 64), sharding)
+    store, result = stored(x, (32, 64), sharding)
     wanted = expected(x, (16, 32), codec.chunk)
-    np.testing.assert_array_equal(found[...], wanted)
+    np.testing.assert_array_equal(result[...], wanted)
     store.read = 0
-    np.testing.assert_array_equal(found[17:19, 5], wanted[17:19, 5])
+    np.testing.assert_array_equal(result[17:19, 5], wanted[17:19, 5])
     assert 0 < store.read < len(bytes_of(store, "c/0/0")) / 2
 
 
@@ -141,37 +141,37 @@ SELECTIONS = [
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_a_part_is_the_part_of_the_whole(selection, configuration):
+def test_a_partial_read_equals_the_part_of_a_full_read(selection, configuration):
     x = weights((300, 1000))
     codec = ExmyCodec(**{**configuration, **({"block": 16} if "block" in configuration else {})})
-    _, found = stored(x, (200, 512), codec)
+    _, result = stored(x, (200, 512), codec)
     wanted = expected(x, (200, 512), codec.chunk)
     try:
-        part = found[selection]
+        part = result[selection]
     except IndexError:  # zarr-python takes no negative steps
         return
     np.testing.assert_array_equal(part, wanted[selection])
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (17, 18), (100, 104), (255, 256)])
-def test_a_part_fetches_its_tiles_and_the_head_alone(rows):
+def test_a_partial_read_fetches_only_its_tiles_and_the_header(rows):
     x = weights((256, 4096))
     for configuration, head in (({"format": "e3m2"}, 8), ({"format": "e3m2", "block": 32}, 8 + x.size // 32)):
-        store, found = stored(x, x.shape, ExmyCodec(**configuration))
-        whole = found[...]
+        store, result = stored(x, x.shape, ExmyCodec(**configuration))
+        whole = result[...]
         store.read = store.requests = 0
-        np.testing.assert_array_equal(found[slice(*rows)], whole[slice(*rows)])
+        np.testing.assert_array_equal(result[slice(*rows)], whole[slice(*rows)])
         codes = (rows[1] - rows[0]) * 4096 * 6 // 8
         assert head + codes <= store.read <= head + codes + 4096
         assert store.requests <= 2
     store.read = store.requests = 0
-    np.testing.assert_array_equal(found[[3, 90, 91], 0:10], whole[[3, 90, 91], 0:10])
+    np.testing.assert_array_equal(result[[3, 90, 91], 0:10], whole[[3, 90, 91], 0:10])
     assert store.read <= head + 3 * 192 + 2 * 4096
     store.read = store.requests = 0
-    np.testing.assert_array_equal(found[20:250], whole[20:250])  # nearly all: the chunk in one request
+    np.testing.assert_array_equal(result[20:250], whole[20:250])  # nearly all: the chunk in one request
     assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
     store.read = store.requests = 0
-    np.testing.assert_array_equal(found[:, 7], whole[:, 7])  # every row: the chunk in one request
+    np.testing.assert_array_equal(result[:, 7], whole[:, 7])  # every row: the chunk in one request
     assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
 
 
@@ -182,13 +182,13 @@ def test_a_missing_chunk_is_the_fill_value():
     np.testing.assert_array_equal(array[255:257, 4], [1, 3])
 
 
-def test_a_chunk_that_was_cut_is_refused():
-    store, found = stored(weights((256, 4096)), (256, 4096), ExmyCodec("e4m3"))
+def test_a_truncated_chunk_is_refused():
+    store, result = stored(weights((256, 4096)), (256, 4096), ExmyCodec("e4m3"))
     data = bytes_of(store, "c/0/0")[:-1]
     asyncio.run(store.set("c/0/0", default_buffer_prototype().buffer.from_bytes(data)))
     for part in (np.s_[255], np.s_[...]):
         with pytest.raises(exmy.SizeError):
-            found[part]
+            result[part]
 
 
 def test_the_encoded_size_is_known():
@@ -231,12 +231,12 @@ def test_a_block_that_does_not_fit_and_nan_are_refused_when_written():
         ({"format": "e4m3", "level": 3}, "'level'.*newer exmy"),
         ({"format": "e4m3", "scale": "best"}, "'best'"),
         ({"format": "e12m3"}, "e12m3"),
-        ({}, "names no format"),
+        ({}, "has no format"),
         (None, "configuration"),
     ],
     ids=str,
 )
-def test_metadata_that_it_does_not_know_is_refused(configuration, says):
+def test_unknown_metadata_is_refused(configuration, says):
     store, _ = stored(weights((4, 4)), (4, 4), ExmyCodec("e4m3"))
     document = json.loads(bytes_of(store, "zarr.json"))
     document["codecs"] = [

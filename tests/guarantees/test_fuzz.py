@@ -13,7 +13,7 @@ from tests.support.mutation import Edit
 from tstore.fuzz import __main__ as fuzz
 from tstore.fuzz.journal import Acknowledged, Attempt, Create, Write
 from tstore.fuzz.odd import CALLS, VALUES, odd_call
-from tstore.fuzz.timeline import Differs, Timeline
+from tstore.fuzz.timeline import Mismatch, Timeline
 
 FOUND: dict[str, Edit] = {
     "a tag keeps nothing": Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass"),
@@ -75,11 +75,11 @@ async def test_the_model_tells_what_differs(tmp_path: Path) -> None:
         create = Create("a", (4,), (4,), "int64", False)
         timeline = Timeline()
         await timeline.learn(store, [Attempt("m1", (create, written)), Acknowledged("m1", 1, 0.0)])
-        with pytest.raises(Differs, match="the values of a"):
+        with pytest.raises(Mismatch, match="the values of a"):
             await timeline.check(store, random.Random(0), thorough=True)
-        with pytest.raises(Differs, match="nobody began"):
+        with pytest.raises(Mismatch, match="no worker began"):
             await Timeline().learn(store, [])
-        with pytest.raises(Differs, match="was told to be version 2"):
+        with pytest.raises(Mismatch, match="was acknowledged as version 2"):
             await Timeline().learn(store, [Attempt("m1", (create,)), Acknowledged("m1", 2, 0.0)])
 
 

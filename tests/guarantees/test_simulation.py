@@ -68,7 +68,7 @@ from tstore.runtime import pool
 from tstore.simulation.__main__ import main
 from tstore.simulation.miniature import reduced
 from tstore.simulation.runs import simulate, simulate_many
-from tstore.simulation.scenario import make_beginnings
+from tstore.simulation.scenario import prepare_initial_stores
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.weather import CALM, Host
@@ -278,7 +278,7 @@ QUICK = {
 @pytest.fixture(scope="module", autouse=True)
 def beginnings() -> None:
     """What runs begin with is made by the sound protocol, before any fault is put into it."""
-    make_beginnings()
+    prepare_initial_stores()
 
 
 @pytest.mark.timeout(600)
@@ -363,7 +363,7 @@ def test_the_command_names_the_seeds_that_broke_a_promise(
 
 
 def test_the_runs_meet_all_that_may_go_wrong() -> None:
-    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "stands still"}
+    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "pauses for"}
     ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
     places = {
         "roots='missing'",

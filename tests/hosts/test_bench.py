@@ -40,7 +40,7 @@ async def test_a_place_where_something_lies_is_refused_and_left(tmp_path: Path) 
     with pytest.raises(NotAStore):
         await bench(str(tmp_path), hosts=2, size=1)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-    with pytest.raises(InvalidArgument, match="one process alone"):
+    with pytest.raises(InvalidArgument, match="not shared between processes"):
         await bench("memory://bench", hosts=2, size=1)
 
 

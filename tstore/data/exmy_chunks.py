@@ -86,7 +86,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
     if axis is None and block is None:
         offsets = np.array([int(q.offsets) for q in parts], np.int16)
         if parts and np.all(offsets == offsets[0]):
-            groups = exmy.Groups.of(shape, None, None)
+            groups = exmy.Groups.from_shape(shape, None, None)
             return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
@@ -100,7 +100,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
                 "gives an array one offset"
             )
         block = fits[-1]
-    groups = exmy.Groups.of(shape, axis, block)
+    groups = exmy.Groups.from_shape(shape, axis, block)
     offsets = np.zeros(groups.counts, np.int16)
     scales = None if not parts or parts[0].scales is None else np.ones(groups.counts, np.float32)
     for region, part in zip(_group_regions(meta, groups), parts, strict=True):

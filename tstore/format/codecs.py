@@ -87,7 +87,7 @@ class _Exmy:
                 "store such an array without it"
             )
         try:
-            self.codec = exmy.ChunkCodec.of(settings)
+            self.codec = exmy.ChunkCodec.from_configuration(settings)
             self.size = self.codec.size(chunk_shape)
         except exmy.SizeError as error:
             raise InvalidArgument(
@@ -230,7 +230,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
         codecs = {"format": codecs}
     if isinstance(codecs, Mapping):
         try:
-            return [{"name": "exmy", "configuration": exmy.ChunkCodec.of(codecs).configuration}]
+            return [{"name": "exmy", "configuration": exmy.ChunkCodec.from_configuration(codecs).configuration}]
         except exmy.ExmyError as error:
             raise InvalidArgument(f"codecs: {error}; or pass {LOSSLESS!r}, or None for no codec") from None
     return [dict(c) for c in codecs]

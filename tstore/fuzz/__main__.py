@@ -1,4 +1,4 @@
-"""The command `python -m tstore.fuzz`."""
+"""Apply random operations to real stores and compare them with a model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from tstore.fuzz.places import BACKENDS, place
 
 __all__ = ["main"]
 
-_HANGS = 300.0  # seconds of one episode after which the stacks are printed and the process ends
+_HANGS = 300.0  # seconds per episode, after which the process prints all stacks and exits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run episodes for some time; return 1 where a store was not as the model has it."""
+    """Run episodes for some time and return the exit status: 1 if a store differed from the model."""
     parser = argparse.ArgumentParser("python -m tstore.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--episode", type=int, help="only the episode of this number")
-    parser.add_argument("--processes", type=int, default=0, help="processes that work at once, beside this one's")
-    parser.add_argument("--tasks", type=int, default=3, help="at once in this process; of 1 a seed tells all")
-    parser.add_argument("--backend", choices=BACKENDS, default="local")
-    parser.add_argument("--rounds", type=int, default=8, help="of each episode")
-    parser.add_argument("--operations", type=int, default=40, help="of each worker in a round")
+    parser.add_argument("--seconds", type=float, default=60.0, help="total duration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all episodes")
+    parser.add_argument("--episode", type=int, help="run only the episode of this number")
+    parser.add_argument("--processes", type=int, default=0, help="worker processes, besides this process")
+    parser.add_argument(
+        "--tasks", type=int, default=3, help="concurrent workers in this process; runs with 1 are reproducible"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="local", help="kind of storage")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds per episode")
+    parser.add_argument("--operations", type=int, default=40, help="operations per worker and round")
     parser.add_argument("--odd", type=int, default=6, help="calls with odd arguments after each round")
-    parser.add_argument("--go-on", action="store_true", help="after a fault, with the next episode")
+    parser.add_argument("--go-on", action="store_true", help="continue with the next episode after a fault")
     options = parser.parse_args(arguments)
     if options.processes and options.backend == "memory":
-        parser.error("processes have no memory in common; choose another backend")
-    counted: Counter[str] = Counter()
+        parser.error("memory:// is not shared between processes; choose another --backend")
+    counts: Counter[str] = Counter()
     faults: dict[tuple[str, str], list[str]] = {}
     started, episodes = time.monotonic(), 0
     for number in itertools.count() if options.episode is None else (options.episode,):
@@ -44,26 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         episode = _run(options, number)
         episodes += 1
-        counted.update(episode.counted)
-        for fault in (*episode.faults, *episode.refused):
+        counts.update(episode.counts)
+        for fault in (*episode.faults, *episode.odd_faults):
             _tell(options, number, episode, fault, faults.setdefault((fault.verb, fault.kind), []))
         if sys.stderr.isatty():
-            print(f"\r{sum(counted.values())} operations, {len(faults)} faults", end="", file=sys.stderr)
+            print(f"\r{sum(counts.values())} operations, {len(faults)} faults", end="", file=sys.stderr)
         if faults and not options.go_on:
             break
-    summary = ", ".join(f"{verb} {count}" for verb, count in sorted(counted.items()))
-    print(f"{episodes} episodes with {sum(counted.values())} operations: {summary}")
+    summary = ", ".join(f"{verb} {count}" for verb, count in sorted(counts.items()))
+    print(f"{episodes} episodes with {sum(counts.values())} operations: {summary}")
     for (verb, kind), seen in sorted(faults.items(), key=lambda item: -len(item[1])):
         print(f"fault: {verb}: {kind}, {len(seen)} times, first in episode {seen[0]}")
     return 1 if faults else 0
 
 
 def _run(options: argparse.Namespace, number: int) -> Episode:
-    with place(options.backend) as (where, quiesce):
+    with place(options.backend) as (location, quiesce):
         seed = f"{options.seed} {number}"
         replaceable = options.backend == "local"
         episode = Episode(
-            seed, where, options.processes, tasks=options.tasks, replaceable=replaceable, quiesce=quiesce
+            seed, location, options.processes, tasks=options.tasks, replaceable=replaceable, quiesce=quiesce
         )
         faulthandler.dump_traceback_later(_HANGS, exit=True, file=2)
         try:
@@ -77,7 +79,7 @@ def _run(options: argparse.Namespace, number: int) -> Episode:
 
 
 def _tell(options: argparse.Namespace, number: int, episode: Episode, fault: Fault, seen: list[str]) -> None:
-    """Print a fault in full when it is met for the first time."""
+    """Count a fault, and print its first occurrence in full."""
     seen.append(str(number))
     if len(seen) > 1:
         return

@@ -1,4 +1,4 @@
-"""Checkpoints and the upkeep of a store, as the workers of a fuzzing run call them."""
+"""The fuzzer's operations on checkpoints and on whole stores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _DTYPES = ("int64", "float32", "float32", "float16", "uint8", "bool")
 
 
 async def save(worker: Worker) -> None:
-    """Save a tree as a step, by one host or by some that share it."""
+    """Save a tree as a step, from one host or cooperatively from several."""
     choice, store = worker.choice, await worker.store()
     step, hosts, message = choice.randrange(_STEPS), choice.choice((1, 1, 1, 2, 3)), worker.message()
     leaves = {path: _leaf(worker) for path in ("w", "p/a", "p/b/c", "s")[: choice.randint(1, 4)]}
@@ -59,12 +59,12 @@ async def save(worker: Worker) -> None:
         leaves["frozen"] = Write("frozen", ((0, 500, 1),), (500,), "float32", 1)
     ops: list[Op] = [Replace()]
     for path, leaf in leaves.items():
-        ops += [_created(path, leaf.shape, leaf.dtype), leaf._replace(path=path)]
+        ops += [_create_op(path, leaf.shape, leaf.dtype), leaf._replace(path=path)]
     losses = (1.0, 0.25, 3) if choice.random() < 0.9 else (np.float32(0.5), np.float64(2.0), np.int64(4))
     loss = choice.choice(losses)
     metrics = {"loss": loss, "accuracy": choice.random()} if choice.random() < 0.7 else None
-    told = None if metrics is None else {k: float(v) for k, v in metrics.items()}
-    attempt = Attempt(message, tuple(ops), (f"step/{step}",), metrics=told)
+    expected = None if metrics is None else {k: float(v) for k, v in metrics.items()}
+    attempt = Attempt(message, tuple(ops), (f"step/{step}",), metrics=expected)
     options: dict[str, Any] = {"message": message, "metrics": metrics, "attributes": {"note": [1, None, "é"]}}
     options["codecs"] = choice.choice((None, None, "lossless", "e4m3", {"w": "e4m3", "**": None}))
     options["durability"] = choice.choice(("fsync", "fsync", "none"))
@@ -80,7 +80,7 @@ async def save(worker: Worker) -> None:
     tree["sharded"] = None
     shape = (4 * hosts, 50)
     whole = sample(worker.seed(), shape, "float32")
-    ops += [_created("sharded", shape, "float32"), Known("sharded", whole)]
+    ops += [_create_op("sharded", shape, "float32"), Known("sharded", whole)]
     async with worker.committing(attempt._replace(ops=tuple(ops))) as acknowledge:
         calls = []
         for host in range(hosts - absent):
@@ -98,7 +98,7 @@ async def save(worker: Worker) -> None:
 
 
 async def save_with_gaps(worker: Worker) -> None:
-    """Shards of one host that leave a part of the array out must be refused."""
+    """Try to save shards that do not cover their array, which must be refused."""
     store, message = await worker.store(), worker.message()
     part = Shards((8, 50), "int64", [((slice(0, 4), slice(0, 50)), np.ones((4, 50), np.int64))])
     try:
@@ -109,9 +109,9 @@ async def save_with_gaps(worker: Worker) -> None:
 
 
 async def save_while_changing(worker: Worker) -> None:
-    """The arrays change while they are saved: the save may be torn between old and new values, but is readable."""
+    """Change arrays while they are saved: the checkpoint may mix old and new values, but must be readable."""
     if not worker.alone:
-        return  # what was saved is known only once it is read, which a kill would prevent
+        return  # the saved values are known only after reading them back, which a kill would prevent
     store, message, step = await worker.store(), worker.message(), 500 + worker.choice.randrange(400)
     values = np.zeros(worker.choice.choice((100, 50_000, 3_000_000)), np.int32)
     task = asyncio.ensure_future(tstore.save(store, {"w": values}, step, message=message))
@@ -124,15 +124,15 @@ async def save_while_changing(worker: Worker) -> None:
     except Corrupt as error:
         worker.fault("save_while_changing", error)
         raise
-    ops: list[Op] = [Replace(), _created("w", values.shape, "int32"), Known("w", saved)]
+    ops: list[Op] = [Replace(), _create_op("w", values.shape, "int32"), Known("w", saved)]
     worker.journal.note(Attempt(message, tuple(ops), (f"step/{step}",)))
     worker.journal.note(Acknowledged(message, version, time.monotonic()))
     if saved.min() < 0 or saved.max() > values.max():
-        worker.fault("save_while_changing", "values that never were")
+        worker.fault("save_while_changing", "the checkpoint has values that the array never had")
 
 
 async def restore(worker: Worker) -> None:
-    """Restore a step: all of it, some paths, or into a target."""
+    """Restore a step: completely, by paths, or into a target."""
     choice, store = worker.choice, await worker.store()
     steps = await tstore.steps(store)
     if not steps:
@@ -144,14 +144,14 @@ async def restore(worker: Worker) -> None:
     else:
         tree = await tstore.restore(store, at=version)
     if how == "target":
-        target = _like(tree)
+        target = _empty_like(tree)
         tree = await tstore.restore(store, at=version, target=target)
-    for path, values in _flat(tree).items():
+    for path, values in _flatten(tree).items():
         worker.journal.note(Read(version, path, None, values))
 
 
 async def collect(worker: Worker) -> None:
-    """Garbage collection by one of the rules, or by several."""
+    """Collect garbage by a random combination of retention rules."""
     choice, store = worker.choice, await worker.store()
     rules: dict[str, Any] = {}
     for name, rule in (
@@ -168,14 +168,14 @@ async def collect(worker: Worker) -> None:
     if choice.random() < 0.3:
         await store.collect(keep, abandoned=abandoned, dry_run=True)
     if worker.open and abandoned == timedelta(0):
-        abandoned = timedelta(days=7)  # those it has open itself
+        abandoned = timedelta(days=7)  # or its own open transactions would be condemned
     worker.journal.note(Collecting(keep, abandoned))
     report = await store.collect(keep, abandoned=abandoned)
     worker.journal.note(Collected(keep, report.version, tuple(report.versions)))
 
 
 async def quantize(worker: Worker) -> None:
-    """A quantized copy of a step, whose values every format here has."""
+    """Make a quantized copy of a step, whose values the format represents exactly."""
     choice, store, message = worker.choice, await worker.store(), worker.message()
     steps = await tstore.steps(store)
     if not steps:
@@ -188,7 +188,7 @@ async def quantize(worker: Worker) -> None:
 
 
 async def copy(worker: Worker) -> None:
-    """Copy the store to one of some places, or go on with a copy."""
+    """Copy the store to one of several places, or update an existing copy."""
     if not worker.place.copies:
         return
     url = worker.choice.choice(worker.place.copies)
@@ -196,13 +196,13 @@ async def copy(worker: Worker) -> None:
         report = await tstore.copy(await worker.store(), url)
     except Conflict:
         if worker.rewound:
-            return  # the copy has versions that the store lost when it was put back
+            return  # the copy has versions that the store lost when a backup replaced it
         raise
     worker.journal.note(CopyMade(url, report.version))
 
 
 async def export_and_import(worker: Worker) -> None:
-    """Export a step to a file, and import that as another step."""
+    """Export a step to a file, and import the file as another step."""
     store, message = await worker.store(), worker.message()
     steps = await tstore.steps(store)
     if not steps:
@@ -214,7 +214,7 @@ async def export_and_import(worker: Worker) -> None:
         step = worker.choice.randrange(_STEPS)
         ops: list[Op] = [Replace()]
         for path, values in tensors.items():
-            ops += [_created(path, values.shape, str(values.dtype)), Known(path, np.array(values))]
+            ops += [_create_op(path, values.shape, str(values.dtype)), Known(path, np.array(values))]
         attempt = Attempt(f"imported from {file.name}", tuple(ops), (f"step/{step}",))
         async with worker.committing(attempt) as acknowledge:
             acknowledge(await import_safetensors(file, store, step))
@@ -223,30 +223,30 @@ async def export_and_import(worker: Worker) -> None:
 
 
 async def finish(worker: Worker) -> None:
-    """Commit a transaction of several hosts, all of which have delivered."""
+    """Finish a pending cooperative transaction."""
     store = await worker.store()
-    under_way = await store.pending()
-    if under_way:
+    pending = await store.pending()
+    if pending:
         with contextlib.suppress(Conflict):  # a later attempt may have saved the step
-            await store.finish(worker.choice.choice(under_way).transaction)
+            await store.finish(worker.choice.choice(pending).transaction)
 
 
 async def verify(worker: Worker) -> None:
-    """Verify the store, in which nothing may be amiss at any time."""
+    """Verify the store, which must be valid at any time."""
     report = await (await worker.store()).verify()
     if not report.ok:
         worker.fault("verify", "finds faults", report.faults[0])
 
 
 async def inspect(worker: Worker) -> None:
-    """Ask for all that a store tells of itself: history, tags, transactions, differences, outcomes."""
+    """Query the store's history, tags, pending transactions, differences and outcomes."""
     store = await worker.store()
-    told = [c async for c in store.history()]
-    if told:
-        some = worker.choice.choice(told)
-        if await store.outcome(some.transaction) != some.version:
-            worker.fault("inspect", "another outcome", f"that of {some.transaction} is not {some.version}")
-        await store.diff(some.version, told[0].version)
+    commits = [c async for c in store.history()]
+    if commits:
+        commit = worker.choice.choice(commits)
+        if await store.outcome(commit.transaction) != commit.version:
+            worker.fault("inspect", "wrong outcome", f"that of {commit.transaction} is not {commit.version}")
+        await store.diff(commit.version, commits[0].version)
     await store.tags()
     await store.pending()
 
@@ -257,7 +257,7 @@ def _leaf(worker: Worker) -> Write:
     return Write("", tuple((0, n, 1) for n in shape), shape, choice.choice(_DTYPES), worker.seed())
 
 
-def _created(path: str, shape: tuple[int, ...], dtype: str) -> Create:
+def _create_op(path: str, shape: tuple[int, ...], dtype: str) -> Create:
     return Create(path, shape, tuple(max(1, n) for n in shape), dtype, sparse=False)
 
 
@@ -272,12 +272,12 @@ def _tree(leaves: dict[str, Write]) -> dict[str, Any]:
     return tree
 
 
-def _flat(tree: Any, head: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(tree: Any, head: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{head}{key}/") if isinstance(value, dict) else {f"{head}{key}": value}
-    return found
+        flat |= _flatten(value, f"{head}{key}/") if isinstance(value, dict) else {f"{head}{key}": value}
+    return flat
 
 
-def _like(tree: Any) -> Any:
-    return {k: _like(v) if isinstance(v, dict) else np.empty(v.shape, v.dtype) for k, v in tree.items()}
+def _empty_like(tree: Any) -> Any:
+    return {k: _empty_like(v) if isinstance(v, dict) else np.empty(v.shape, v.dtype) for k, v in tree.items()}

@@ -1,11 +1,11 @@
-"""One episode of a fuzzing run: a new store, rounds of work on it, and after each a comparison with the model.
+"""One episode of a fuzzing run: a new store and rounds of random operations, each followed by a check.
 
-1. In a round workers work at once: one alone, some in one event loop, or some processes, of which some are killed.
-2. Then the model takes in what they noted, and the store must be as the model has it; so must its copies.
-3. Between two rounds the store may be replaced by one of its copies, as after a disaster; whoever has it open then
-   goes on with its old handles and caches.
+1. A round has one worker, several workers in one event loop, or worker processes, one of which may be killed.
+2. Then the model replays the journals of the workers, and the store and its copies must equal the model.
+3. Between two rounds, one of its copies may replace the store, as after a disaster; open handles and caches of the
+   old store stay in use.
 
-Everything an episode does follows from its seed, apart from the order of what is done at once.
+The seed determines everything in an episode except the order of concurrent operations.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import tstore
 from tstore.errors import TStoreError
-from tstore.fuzz.crew import Crew
 from tstore.fuzz.journal import CopyMade, Fault, Journal
 from tstore.fuzz.odd import odd_call
-from tstore.fuzz.timeline import Differs, Timeline
+from tstore.fuzz.processes import WorkerProcesses
+from tstore.fuzz.timeline import Mismatch, Timeline
 from tstore.fuzz.verbs import VERBS
 from tstore.fuzz.worker import Place, Worker
 
@@ -32,7 +32,7 @@ __all__ = ["Episode"]
 
 
 class Episode:
-    """One store and all that is done to it; `counted` tells the operations by verb, `faults` what was found."""
+    """One store and its random operations; `counts` has the number of operations by name, `faults` the faults."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class Episode:
         self.tasks = tasks
         self.choice = random.Random(seed)
         self.place = place
-        self.crew = Crew(processes) if processes else None
+        self.processes = WorkerProcesses(processes) if processes else None
         self.replaceable = replaceable
-        self._quiesce = quiesce  # ends what killed or impatient clients have asked for
-        self.counted: Counter[str] = Counter()
+        self._quiesce = quiesce  # ends requests of clients that were killed or gave up
+        self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
-        self.refused: list[Fault] = []
-        """What odd calls did to stores of their own."""
+        self.odd_faults: list[Fault] = []
+        """The faults of calls with odd arguments."""
         self.last: list[str] = []
         self._timeline = Timeline()
         self._copies: dict[str, Timeline] = {}
-        self._handles: list[tstore.Store] = []  # of workers alone, which keep them from round to round
+        self._handles: list[tstore.Store] = []  # of single workers, kept from round to round
         self._disturbed = False
         self._replaced = 0
 
     async def run(self, rounds: int, operations: int, odd: int) -> None:
-        """Work until a fault is found or all rounds are done; the store and its copies stay where they are.
+        """Run all rounds, or until a fault occurs. The store and its copies are not removed.
 
-        `operations` are those of a worker in a round, after which come so many `odd` calls.
+        Each worker runs `operations` operations per round; `odd` calls with odd arguments follow.
         """
         try:
             async with await tstore.open(self.place.url, storage_options=dict(self.place.options) or None):
@@ -79,27 +79,27 @@ class Episode:
                 if self.replaceable and self._copies and self.choice.random() < 0.15:
                     self._restore_from_backup()
             await self._compare(thorough=True)
-        except Differs as error:
-            self._found("model", *error.args)
+        except Mismatch as error:
+            self._add_fault("model", *error.args)
         except TStoreError as error:
-            self._found("check", type(error).__name__, str(error))
+            self._add_fault("check", type(error).__name__, str(error))
         finally:
             for store in self._handles:
                 with contextlib.suppress(TStoreError):
                     await store.close()
-            if self.crew is not None:
-                self.crew.close()
+            if self.processes is not None:
+                self.processes.close()
 
-    def _found(self, verb: str, kind: str, text: str = "") -> None:
-        since = f" (since a backup took the store's place {self._replaced} times)" if self._replaced else ""
+    def _add_fault(self, verb: str, kind: str, text: str = "") -> None:
+        since = f" (after replacing the store by a backup {self._replaced} times)" if self._replaced else ""
         self.faults.append(Fault(verb, kind, text + since))
 
     async def _round(self, number: int, operations: int) -> None:
         name = f"r{number}"
-        if self.crew is not None and self.choice.random() < 0.7:
-            events = await self.crew.round(name, self.place, self.choice, operations)
+        if self.processes is not None and self.choice.random() < 0.7:
+            events = await self.processes.round(name, self.place, self.choice, operations)
             await asyncio.to_thread(self._quiesce)
-            self.counted.update(self.crew.counted)
+            self.counts.update(self.processes.counts)
         elif self.tasks > 1 and self.choice.random() < 0.4:
             workers = [self._worker(f"{name}.{i}", alone=False) for i in range(self.tasks)]
             for each in workers:
@@ -116,11 +116,11 @@ class Episode:
             self._handles, self._disturbed = alone.stores, False
             events = self._ended([alone])
         for fault in (e for e in events if isinstance(e, Fault)):
-            self._found(*fault)
+            self._add_fault(*fault)
         if self.faults:
             return
         async with await tstore.open(self.place.url, storage_options=dict(self.place.options) or None) as store:
-            await self._take_in(store, events)
+            await self._synchronize(store, events)
         for event in events:
             known = self._copies.get(event.url) if isinstance(event, CopyMade) else None
             if isinstance(event, CopyMade) and (known is None or known.newest < event.version):
@@ -129,13 +129,13 @@ class Episode:
             async with await tstore.open(url, "r") as store:
                 await timeline.check(store, self.choice, thorough=True)
 
-    async def _take_in(self, store: tstore.Store, events: Sequence[Any]) -> None:
-        """Bring the model up to date and compare; a commit of unknown outcome may land between the two."""
+    async def _synchronize(self, store: tstore.Store, events: Sequence[Any]) -> None:
+        """Update the model and compare. A commit of unknown outcome may land in between, so retry then."""
         while True:
             await self._timeline.learn(store, events)
             try:
                 return await self._timeline.check(store, self.choice, thorough=False)
-            except Differs as error:
+            except Mismatch as error:
                 landed = (await store.snapshot()).version > self._timeline.newest
                 if error.args[0] != "newest" or not landed:
                     raise
@@ -145,33 +145,33 @@ class Episode:
 
     def _ended(self, workers: Sequence[Worker]) -> list[Any]:
         for each in workers:
-            self.counted.update(each.counted)
-            self.last += each.told
+            self.counts.update(each.counts)
+            self.last += each.log
         return workers[0].journal.events
 
     async def _odd(self, number: int, count: int) -> None:
-        """Some odd calls, each on a store of its own."""
+        """Make calls with odd arguments, each on a new store."""
         for i in range(count):
             folder = self.place.scratch / f"odd-{number}-{i}"
             local = self.choice.random() < 0.2
             url = str(folder) if local else f"memory://{folder}"
             _, fault = await odd_call(url, self.choice)
-            self.counted["odd"] += 1
+            self.counts["odd"] += 1
             shutil.rmtree(folder, ignore_errors=True)
             if fault is not None:
-                self.refused.append(fault)
+                self.odd_faults.append(fault)
 
     async def _compare(self, *, thorough: bool) -> None:
         async with await tstore.open(self.place.url, storage_options=dict(self.place.options) or None) as store:
             await self._timeline.check(store, self.choice, thorough=thorough)
 
     def _restore_from_backup(self) -> None:
-        """Put a copy in the place of the store, as after a disaster; open handles and caches are not told."""
+        """Replace the store by a copy, as after a disaster; open handles and caches are not notified."""
         url = self.choice.choice(sorted(self._copies))
         shutil.rmtree(self.place.url)
         shutil.copytree(url, self.place.url)
         self._timeline = self._copies[url].fork(self._copies[url].newest)
-        self.counted["restore_from_backup"] += 1
+        self.counts["restore_from_backup"] += 1
         self._disturbed = True
         self._replaced += 1
         self.last.append(f"restored from {Path(url).name} at version {self._timeline.newest}")

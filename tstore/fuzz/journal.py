@@ -1,4 +1,4 @@
-"""What the workers of a fuzzing run did, were told and saw, as plain data that also reaches another process."""
+"""The events that fuzzing workers record: operations, outcomes and reads, as picklable data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNWRITTEN = "a chunk that was never written"
 
 
 class Create(NamedTuple):
-    """A new array."""
+    """Create an array."""
 
     path: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Create(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The values of a region, which `sample` draws from the seed; `kinds` of them differ in size alone."""
+    """Write the values that `sample` draws from the seed to a region."""
 
     path: str
     region: tuple[tuple[int, int, int], ...]
@@ -59,47 +59,47 @@ class Write(NamedTuple):
 
     @property
     def slices(self) -> Region:
-        """The region as NumPy takes it."""
+        """The region as a NumPy index."""
         return tuple(slice(*part) for part in self.region)
 
     @property
     def values(self) -> NDArray[Any]:
-        """What is written."""
+        """The written values."""
         return sample(self.seed, self.shape, self.dtype)
 
 
 class Resize(NamedTuple):
-    """Another shape of an array."""
+    """Resize an array."""
 
     path: str
     shape: tuple[int, ...]
 
 
 class Delete(NamedTuple):
-    """An array goes that was there before."""
+    """Delete an existing array."""
 
     path: str
 
 
 class Group(NamedTuple):
-    """A group gets attributes."""
+    """Create a group with attributes."""
 
     path: str
     attributes: dict[str, Any]
 
 
 class Replace(NamedTuple):
-    """Nothing stays of what was there."""
+    """Delete everything."""
 
 
 class Replay(NamedTuple):
-    """Everything becomes as it was in another version."""
+    """Replace everything by the state of another version."""
 
     version: int
 
 
 class Known(NamedTuple):
-    """An array gets values that are known by themselves."""
+    """Write given values to an entire array."""
 
     path: str
     values: NDArray[Any]
@@ -109,10 +109,10 @@ Op = Create | Write | Resize | Delete | Group | Replace | Replay | Known
 
 
 class Attempt(NamedTuple):
-    """A commit that a worker is about to ask for; its message is unique.
+    """A commit that a worker is about to attempt, identified by its unique message.
 
-    Of its `tags` those in `moved` may have named another version before, the others named none.
-    The ops up to `sure` belong to it if it is committed, those behind them perhaps.
+    The tags in `moved` may have named another version before; other `tags` must have been free. If the attempt
+    commits, it includes the first `sure` operations, and may include the others.
     """
 
     message: str
@@ -125,11 +125,11 @@ class Attempt(NamedTuple):
     sure: int | None = None
     base: int | None = None
     reads: tuple[tuple[tuple[Op, ...], str, NDArray[Any] | None], ...] = ()
-    """What a serializable transaction read: after some ops, an array; None if a chunk was never written."""
+    """The reads of a serializable transaction: operations before it, path, values (None if unwritten)."""
 
 
 class Acknowledged(NamedTuple):
-    """The attempt of this message became a version, as somebody was told at this time."""
+    """The attempt with this message was acknowledged as a version, at this time."""
 
     message: str
     version: int
@@ -137,32 +137,32 @@ class Acknowledged(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The attempt of this message is not committed, and will not be."""
+    """The attempt with this message failed for good."""
 
     message: str
     error: str
 
 
 class Read(NamedTuple):
-    """An array of a version, or one of its regions, as it was read; None where a chunk was never written."""
+    """A read of an array, or of a region of it, at a version; values are None if a chunk was never written."""
 
     version: int
     path: str
     region: tuple[tuple[int, int, int], ...] | None
     values: NDArray[Any] | None
     newest_since: float | None = None
-    """When the reader asked for the newest version, if it did."""
+    """The time when the reader queried the newest version, if it did."""
 
 
 class Collecting(NamedTuple):
-    """A gc was begun with a rule."""
+    """A gc began, with this rule."""
 
     keep: Keep | None
     abandoned: timedelta
 
 
 class Collected(NamedTuple):
-    """A gc ended; `version` is its commit, if it made one."""
+    """A gc ended; `version` is its commit, if it made one, and `versions` those it expired."""
 
     keep: Keep | None
     version: int | None
@@ -170,14 +170,14 @@ class Collected(NamedTuple):
 
 
 class CopyMade(NamedTuple):
-    """The store was copied to a place, up to a version."""
+    """The store was copied to a URL, up to a version."""
 
     url: str
     version: int
 
 
 class Fault(NamedTuple):
-    """Something happened that never may; `verb` and `kind` tell faults apart."""
+    """A violation of a promise; `verb` and `kind` classify it."""
 
     verb: str
     kind: str
@@ -185,7 +185,7 @@ class Fault(NamedTuple):
 
 
 class Journal:
-    """The events of one worker, in order; in a file, they also survive a kill."""
+    """The events of one worker, in order; in a file, they survive a kill."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.events: list[Any] = []
@@ -200,7 +200,7 @@ class Journal:
 
     @staticmethod
     def read(file: Path) -> Iterator[Any]:
-        """The events in a file, up to one that a kill cut short."""
+        """Yield the events in a file, up to one that a kill truncated."""
         with file.open("rb") as opened:
             while True:
                 try:
@@ -210,7 +210,7 @@ class Journal:
 
 
 def sample(seed: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Random values of a seed; of floats such as every format with three mantissa bits holds."""
+    """Return random values; floats are ones that every format with three mantissa bits represents exactly."""
     source = np.random.default_rng(seed)
     if np.dtype(dtype).kind == "f":
         return source.choice(np.array([0, 0.5, 1, -1.5, 2, 3, -4, 6], dtype), shape)

@@ -1,5 +1,7 @@
-"""Calls with odd arguments, each of a small store of its own: they are refused by an error of tstore's, or do
-something harmless; afterwards the store is as readable and writable as before.
+"""Calls with odd arguments on a small store.
+
+A call must either raise a `TStoreError` or succeed; afterwards the store must be as readable and writable as
+before.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _TREE = {"w": np.arange(6.0)}
 Call = Callable[[tstore.Store, Any], Awaitable[object]]
 
 
-def _begun(name: str) -> Call:
+def _begin_with(name: str) -> Call:
     async def call(store: tstore.Store, value: Any) -> None:
         async with store.transaction(**{name: value}) as tx:
             await tx.create_array("odd", (2,), "int64", sparse=True)
@@ -67,16 +69,18 @@ def _begun(name: str) -> Call:
     return call
 
 
-def _created(name: str) -> Call:
+def _create_with(name: str) -> Call:
     async def call(store: tstore.Store, value: Any) -> None:
-        given: dict[str, Any] = {"path": "odd", "shape": (4,), "dtype": "int64", "sparse": True} | {name: value}
+        arguments: dict[str, Any] = {"path": "odd", "shape": (4,), "dtype": "int64", "sparse": True} | {
+            name: value
+        }
         async with store.transaction() as tx:
-            await tx.create_array(**given)
+            await tx.create_array(**arguments)
 
     return call
 
 
-def _staged(work: Callable[[tstore.Transaction, Any], Awaitable[object]]) -> Call:
+def _in_transaction(work: Callable[[tstore.Transaction, Any], Awaitable[object]]) -> Call:
     async def call(store: tstore.Store, value: Any) -> None:
         async with store.transaction() as tx:
             await tx.create_array("odd", (4,), "float64", sparse=True)
@@ -85,31 +89,31 @@ def _staged(work: Callable[[tstore.Transaction, Any], Awaitable[object]]) -> Cal
     return call
 
 
-def _saved(name: str) -> Call:
+def _save_with(name: str) -> Call:
     async def call(store: tstore.Store, value: Any) -> None:
-        given: dict[str, Any] = {"tree": _TREE, "step": 7} | {name: value}
-        await tstore.save(store, **given)
+        arguments: dict[str, Any] = {"tree": _TREE, "step": 7} | {name: value}
+        await tstore.save(store, **arguments)
 
     return call
 
 
-def _restored(name: str) -> Call:
+def _restore_with(name: str) -> Call:
     return lambda store, value: tstore.restore(store, **{name: value})
 
 
-def _quantized(name: str) -> Call:
+def _quantize_with(name: str) -> Call:
     return lambda store, value: tstore.quantize(store, **{name: value})
 
 
-async def _written(tx: tstore.Transaction, value: Any) -> None:
+async def _write(tx: tstore.Transaction, value: Any) -> None:
     await (await tx.array("odd")).write(value)
 
 
-async def _resized(tx: tstore.Transaction, value: Any) -> None:
+async def _resize(tx: tstore.Transaction, value: Any) -> None:
     await (await tx.array("odd")).resize(value)
 
 
-async def _indexed(tx: tstore.Transaction, value: Any) -> None:
+async def _index(tx: tstore.Transaction, value: Any) -> None:
     await (await tx.array("odd"))[value].read()
 
 
@@ -117,17 +121,17 @@ async def _read_into(store: tstore.Store, value: Any) -> None:
     await (await (await store.snapshot()).array("w")).read(value)
 
 
-async def _kept(store: tstore.Store, value: Any, name: str) -> None:
+async def _collect(store: tstore.Store, value: Any, name: str) -> None:
     await store.collect(Keep(**{name: value}))
 
 
-def _keep(name: str) -> Call:
-    return lambda store, value: _kept(store, value, name)
+def _collect_with(name: str) -> Call:
+    return lambda store, value: _collect(store, value, name)
 
 
 CALLS: dict[str, Call] = {
     **{
-        f"transaction({n})": _begun(n)
+        f"transaction({n})": _begin_with(n)
         for n in (
             "message",
             "tag",
@@ -141,7 +145,7 @@ CALLS: dict[str, Call] = {
         )
     },
     **{
-        f"create_array({n})": _created(n)
+        f"create_array({n})": _create_with(n)
         for n in (
             "path",
             "shape",
@@ -153,17 +157,17 @@ CALLS: dict[str, Call] = {
             "dimension_names",
         )
     },
-    "metadata[key]": lambda store, value: _begun("metadata")(store, {"k": value}),
-    "create_group": _staged(lambda tx, value: tx.create_group(value)),
-    "create_group(attributes)": _staged(lambda tx, value: tx.create_group("g", value)),
-    "delete": _staged(lambda tx, value: tx.delete(value)),
-    "array": _staged(lambda tx, value: tx.array(value)),
-    "write": _staged(_written),
-    "resize": _staged(_resized),
-    "index": _staged(_indexed),
+    "metadata[key]": lambda store, value: _begin_with("metadata")(store, {"k": value}),
+    "create_group": _in_transaction(lambda tx, value: tx.create_group(value)),
+    "create_group(attributes)": _in_transaction(lambda tx, value: tx.create_group("g", value)),
+    "delete": _in_transaction(lambda tx, value: tx.delete(value)),
+    "array": _in_transaction(lambda tx, value: tx.array(value)),
+    "write": _in_transaction(_write),
+    "resize": _in_transaction(_resize),
+    "index": _in_transaction(_index),
     "read(out)": _read_into,
     **{
-        f"save({n})": _saved(n)
+        f"save({n})": _save_with(n)
         for n in (
             "tree",
             "step",
@@ -180,12 +184,12 @@ CALLS: dict[str, Call] = {
     },
     "save(metrics[loss])": lambda store, value: tstore.save(store, _TREE, 7, metrics={"loss": value}),
     "save(leaf)": lambda store, value: tstore.save(store, {"w": value}, 7),
-    **{f"restore({n})": _restored(n) for n in ("step", "at", "target", "only")},
+    **{f"restore({n})": _restore_with(n) for n in ("step", "at", "target", "only")},
     **{
-        f"quantize({n})": _quantized(n)
+        f"quantize({n})": _quantize_with(n)
         for n in ("formats", "min_sqnr", "bits", "at", "tag", "message", "axis", "block", "scale")
     },
-    **{f"Keep({n})": _keep(n) for n in ("last", "every", "best", "newer_than", "tags")},
+    **{f"Keep({n})": _collect_with(n) for n in ("last", "every", "best", "newer_than", "tags")},
     "collect(abandoned)": lambda store, value: store.collect(None, abandoned=value),
     "collect(keep)": lambda store, value: store.collect(value),
     "snapshot": lambda store, value: store.snapshot(value),
@@ -197,7 +201,7 @@ CALLS: dict[str, Call] = {
 
 
 async def odd_call(url: str, choice: random.Random) -> tuple[str, Fault | None]:
-    """Make one odd call on a new store at the URL; its name, and what it did that never may happen."""
+    """Make one odd call on a new store at the URL, and return its name and the fault, if any."""
     name = choice.choice(list(CALLS))
     value = choice.choice(VALUES)
     shown = f"{name} with {repr(value)[:60]}"
@@ -213,7 +217,7 @@ async def odd_call(url: str, choice: random.Random) -> tuple[str, Fault | None]:
                 f"odd {name}", type(error).__name__, f"{shown}: {type(error).__name__}: {error}"[:300]
             )
     try:
-        await _still_good(url)
+        await _check_usable(url)
     except Exception as error:
         return name, Fault(
             f"odd {name}",
@@ -223,10 +227,12 @@ async def odd_call(url: str, choice: random.Random) -> tuple[str, Fault | None]:
     return name, None
 
 
-async def _still_good(url: str) -> None:
-    """Read, commit, save and collect as before."""
+async def _check_usable(url: str) -> None:
+    """Raise unless the store can still be read, committed to, saved to and collected."""
     async with await tstore.open(url) as store:
-        if (await tstore.restore(store, 2))["w"].tolist() != _TREE["w"].tolist():  # the newest: no rule expires it
+        if (await tstore.restore(store, 2))["w"].tolist() != _TREE[
+            "w"
+        ].tolist():  # the newest step, which no rule expires
             raise AssertionError("other values")
         [c async for c in store.history()]
         async with store.transaction("after"):

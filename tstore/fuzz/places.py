@@ -1,4 +1,4 @@
-"""Where the stores of a fuzzing run lie: a folder, memory, or a folder behind a server of its own."""
+"""Storage for the stores of a fuzzing run: a folder, memory, or a folder behind an HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATIENCE = 60.0
 
 @contextlib.contextmanager
 def place(backend: str) -> Iterator[tuple[Place, Callable[[], None]]]:
-    """Make a place of that kind, and a function that ends all requests under way there; remove it in the end."""
+    """Create storage of a kind, and a function that ends all requests in flight; remove the storage at the end."""
     top = Path(tempfile.mkdtemp(prefix="tstore-fuzz-"))
     try:
         scratch = top / "scratch"
@@ -45,7 +45,7 @@ def place(backend: str) -> Iterator[tuple[Place, Callable[[], None]]]:
 
 
 def _nothing() -> None:
-    """Calls of a folder or of memory end with the process that made them."""
+    """Do nothing: requests to a folder or to memory end with the process that made them."""
 
 
 class _Server:
@@ -57,14 +57,14 @@ class _Server:
         self._process = self._start("0")
 
     def restart(self) -> None:
-        """Stop it, which waits for requests whose clients were killed, and start it again at the same port."""
+        """Stop the server, which waits for requests of killed clients, and restart it on the same port."""
         self._process.terminate()
         status = self._process.wait(_PATIENCE)
         assert status == 0, f"tstore serve ended with status {status}"
         self._process = self._start(self.url.rpartition(":")[2])
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
 

@@ -1,7 +1,7 @@
-"""The versions of a store as a plain model has them, and whether the store agrees.
+"""A model of the versions of a store, with which the store is compared.
 
-The model replays what workers noted (`journal`), in the order in which the store's own history has their commits:
-each is known by its message, which is unique.
+The model replays the recorded attempts (`journal`) in the order of the commits in the store's history, which it
+identifies by their unique messages.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tstore.fuzz.journal import (
 from tstore.simulation.retained import retained
 from tstore.simulation.store_model import Grid, State
 
-__all__ = ["Differs", "Timeline", "Version"]
+__all__ = ["Mismatch", "Timeline", "Version"]
 
 
-class Differs(Exception):
-    """The store is not as the model has it; the first argument is the kind of difference."""
+class Mismatch(Exception):
+    """The store differs from the model; the first argument is the kind of difference."""
 
 
 class Version(NamedTuple):
-    """One version in the model; `alive` are those that live as of it."""
+    """One version in the model; `alive` are the versions that have not expired as of it."""
 
     state: State
     alive: frozenset[int]
@@ -60,7 +60,7 @@ class Timeline:
         self.committed: dict[str, int] = {}
 
     def fork(self, newest: int) -> Timeline:
-        """The versions up to one, to go on from there in another way."""
+        """Return a copy of the timeline up to a version, which can diverge from there."""
         other = Timeline()
         other.versions = self.versions[: newest + 1]
         other.attempts = dict(self.attempts)
@@ -73,23 +73,23 @@ class Timeline:
         return len(self.versions) - 1
 
     async def learn(self, store: tstore.Store, events: Sequence[Any]) -> None:
-        """Take in the newer commits of a store, by what workers noted; `Differs` where that can't be."""
+        """Replay the newer commits of a store from the events. Raises `Mismatch` if they contradict the model."""
         self.attempts |= {e.message: e for e in events if isinstance(e, Attempt)}
         newest = (await store.snapshot()).version
-        told: dict[int, list[tstore.Commit]] = {}
+        commits: dict[int, list[tstore.Commit]] = {}
         async for commit in store.history():
             if commit.version <= self.newest:
                 break
-            told.setdefault(commit.version, []).insert(0, commit)
-        if newest < self.newest or (told and max(told) > newest):
-            raise Differs(
-                "newest", f"the newest version is {newest}, and {max(told, default=self.newest)} was seen"
+            commits.setdefault(commit.version, []).insert(0, commit)
+        if newest < self.newest or (commits and max(commits) > newest):
+            raise Mismatch(
+                "newest", f"the newest version is {newest}, but {max(commits, default=self.newest)} was seen"
             )
         reports = {e.version: e for e in events if isinstance(e, Collected) and e.version is not None}
         begun = [e.keep for e in events if isinstance(e, Collecting)]
         for version in range(self.newest + 1, newest + 1):
-            await self._replay(version, told.get(version, []), reports.get(version), begun, store)
-        self._check_told(events)
+            await self._replay(version, commits.get(version, []), reports.get(version), begun, store)
+        self._check_outcomes(events)
         for event in events:
             if isinstance(event, Read):
                 self._check_read(event)
@@ -111,27 +111,27 @@ class Timeline:
                 state.tags = {t: v for t, v in state.tags.items() if v in alive}
                 continue
             if commit.message not in self.attempts:
-                raise Differs("nobody's", f"version {version} is {commit.message!r}, which nobody began")
+                raise Mismatch("unknown", f"version {version} is {commit.message!r}, which no worker began")
             if commit.message in self.committed:
-                raise Differs(
+                raise Mismatch(
                     "twice", f"{commit.message} is version {self.committed[commit.message]} and {version}"
                 )
             attempt = self.attempts[commit.message]
             self._check_reads(attempt, version)
             state = await self._applied(attempt, state, version, store)
             if taken := [t for t in attempt.tags if t in state.tags and t not in attempt.moved]:
-                raise Differs("tag taken", f"version {version} has set {taken}, which named {state.tags}")
+                raise Mismatch("tag taken", f"version {version} sets existing tags {taken} of {state.tags}")
             for tag in attempt.dropped:
                 state.tags.pop(tag, None)
             state.tags.update(dict.fromkeys(attempt.tags, version))
             metrics |= attempt.metrics or {}
             for key, value in (attempt.metadata or {}).items():
                 if commit.metadata.get(key) != value:
-                    raise Differs(
-                        "metadata", f"version {version} tells {key}={commit.metadata.get(key)}, not {value}"
+                    raise Mismatch(
+                        "metadata", f"version {version} has {key}={commit.metadata.get(key)}, not {value}"
                     )
             if set(commit.tags) != set(attempt.tags):
-                raise Differs("tags told", f"version {version} tells the tags {commit.tags}, not {attempt.tags}")
+                raise Mismatch("commit tags", f"version {version} has the tags {commit.tags}, not {attempt.tags}")
             self.committed[commit.message] = version
             alive.add(version)
         made = frozenset(c.transaction for c in commits)
@@ -145,7 +145,7 @@ class Timeline:
         begun: Sequence[Any],
         store: tstore.Store,
     ) -> set[int]:
-        """The versions that a gc made expire, by its rule, or by the store where nobody was told of the gc."""
+        """Return the versions that a gc expired: by its rule, or from its record if its report was lost."""
         base = self.versions[commit.base]
         metrics = {v: self.versions[v].metrics for v in base.alive}
 
@@ -155,20 +155,20 @@ class Timeline:
             return set(base.alive) - retained(keep, set(base.alive), base.state.tags, metrics)
 
         if report is not None:
-            expected, found = gone(report.keep), set(report.versions)
+            expected, actual = gone(report.keep), set(report.versions)
             timed = report.keep is not None and report.keep.newer_than is not None
-            if found != expected and not (timed and found <= expected):
-                raise Differs(
+            if actual != expected and not (timed and actual <= expected):
+                raise Mismatch(
                     "retention",
-                    f"version {version} collected {sorted(found)}, not {sorted(expected)}: {report.keep}",
+                    f"version {version} expired {sorted(actual)}, not {sorted(expected)}: {report.keep}",
                 )
-            return found
+            return actual
         possible = [gone(keep) for keep in begun if keep is None or keep.newer_than is None]
-        said = int(commit.message.split()[1])  # "gc: 3 versions expired"
-        fitting = [each for each in possible if len(each) == said]
+        count = int(commit.message.split()[1])  # "gc: 3 versions expired"
+        fitting = [each for each in possible if len(each) == count]
         if fitting:
             return fitting[0]
-        collection = await store.log.reader.collection(version)  # not the history, which tells of later gcs too
+        collection = await store.log.reader.collection(version)  # not the history, which also includes later gcs
         return set() if collection is None else set(collection.expired) & set(base.alive)
 
     async def _applied(self, attempt: Attempt, state: State, version: int, store: tstore.Store) -> State:
@@ -177,13 +177,13 @@ class Timeline:
             self._apply(state, op)
         if sure == len(attempt.ops):
             return state
-        more = state.copy()  # what was going on as the commit was asked for: with it or without
+        more = state.copy()  # the state including operations concurrent with the commit
         for op in attempt.ops[sure:]:
             self._apply(more, op)
         try:
             await check_arrays(await store.snapshot(version), more)
-        except (Differs, SnapshotExpired):
-            return state  # where it has expired, later versions may show that it was not so
+        except (Mismatch, SnapshotExpired):
+            return state  # if it has expired, later versions may show that this is wrong
         return more
 
     def _apply(self, state: State, op: Op) -> None:
@@ -207,52 +207,54 @@ class Timeline:
                 source = self.versions[version].state.copy()
                 state.arrays, state.groups = source.arrays, source.groups
 
-    def _check_told(self, events: Iterable[Any]) -> None:
+    def _check_outcomes(self, events: Iterable[Any]) -> None:
         for event in events:
             match event:
                 case Acknowledged(message, version):
                     if self.committed.get(message) != version:
                         was = self.committed.get(message)
-                        raise Differs("acknowledged", f"{message} was told to be version {version}, and is {was}")
+                        raise Mismatch(
+                            "acknowledged", f"{message} was acknowledged as version {version}, but is {was}"
+                        )
                 case Failed(message, error) if message in self.committed:
-                    raise Differs(
-                        "failed", f"{message} failed with {error}, and is version {self.committed[message]}"
+                    raise Mismatch(
+                        "failed", f"{message} failed with {error}, but is version {self.committed[message]}"
                     )
 
     def _check_reads(self, attempt: Attempt, version: int) -> None:
-        """A serializable transaction must have read what stood just before the version that it became."""
+        """Check that what a serializable transaction read is unchanged in the version before its own."""
         for done, path, values in attempt.reads:
             view = self.versions[version - 1].state.copy()
             for op in done:
                 self._apply(view, op)
             grid = view.arrays.get(path)
             if grid is None or not _equal(values, grid.read((slice(None),) * len(grid.shape))):
-                raise Differs("serializable", f"version {version} ({attempt.message}) read another {path} before")
+                raise Mismatch(
+                    "serializable", f"version {version} ({attempt.message}) had read other values of {path}"
+                )
 
     def _check_read(self, read: Read) -> None:
         if read.version > self.newest:
-            raise Differs("read", f"version {read.version} was read, and the newest is {self.newest}")
+            raise Mismatch("read", f"version {read.version} was read, but the newest is {self.newest}")
         state = self.versions[read.version].state
         grid = state.arrays.get(read.path)
         if grid is None:
-            raise Differs("read", f"{read.path} was read at version {read.version}, which has none")
+            raise Mismatch("read", f"{read.path} was read at version {read.version}, which has no such array")
         region = (slice(None),) * len(grid.shape) if read.region is None else tuple(slice(*r) for r in read.region)
         if not _equal(read.values, grid.read(region)):
-            raise Differs(
-                "read", f"{read.path} was read otherwise at version {read.version}, region {read.region}"
-            )
+            raise Mismatch("read", f"{read.path} has other values at version {read.version}, region {read.region}")
 
     async def check(self, store: tstore.Store, choice: random.Random, *, thorough: bool) -> None:
-        """Compare the store with the model: tags, the newest versions and some others, or all of them."""
+        """Compare tags, steps and versions of the store with the model: all versions if `thorough`, else some."""
         newest = self.versions[-1]
         snapshot = await store.snapshot()
         if snapshot.version != self.newest:
-            raise Differs("newest", f"the newest version is {snapshot.version}, not {self.newest}")
+            raise Mismatch("newest", f"the newest version is {snapshot.version}, not {self.newest}")
         if snapshot.tags != newest.state.tags:
-            raise Differs("tags", f"the tags are {snapshot.tags}, not {newest.state.tags}")
+            raise Mismatch("tags", f"the tags are {snapshot.tags}, not {newest.state.tags}")
         steps = sorted(int(t[5:]) for t in newest.state.tags if t.startswith("step/"))
         if await tstore.steps(store) != steps:
-            raise Differs("steps", f"the steps are {await tstore.steps(store)}, not {steps}")
+            raise Mismatch("steps", f"the steps are {await tstore.steps(store)}, not {steps}")
         numbers = range(1, self.newest + 1)
         some = numbers if thorough else sorted({*choice.sample(numbers, min(3, len(numbers))), *numbers[-2:]})
         for version in some:
@@ -260,44 +262,44 @@ class Timeline:
         if thorough:
             report = await store.verify()
             if not report.ok:
-                raise Differs("verify", f"verify: {report.faults[0]}")
+                raise Mismatch("verify", f"verify: {report.faults[0]}")
 
     async def _check_version(self, store: tstore.Store, version: int) -> None:
         lives = self.versions[-1].alive
         made = version
         while made and made not in self.versions[made].alive:
-            made -= 1  # a gc's commit, or a void one, shows the state of the one below
+            made -= 1  # a gc's commit or a void record has the state of the version before
         try:
             snapshot = await store.snapshot(version)
             await check_arrays(snapshot, self.versions[version].state)
         except SnapshotExpired:
             if made in lives or made == 0:
-                raise Differs("expired", f"version {version} has expired, and should live") from None
+                raise Mismatch("expired", f"version {version} has expired, but should be alive") from None
             return
         if made and made not in lives:
-            raise Differs("expired", f"version {version} should have expired")
+            raise Mismatch("expired", f"version {version} should have expired")
 
 
 async def check_arrays(snapshot: tstore.Snapshot, state: State) -> None:
-    """Raise `Differs` where a snapshot has other arrays, values or attributes than the model."""
+    """Raise `Mismatch` if the arrays, values or attributes of a snapshot differ from the model."""
     version = snapshot.version
     if snapshot.paths() != sorted(state.arrays):
-        raise Differs("paths", f"version {version} has {snapshot.paths()}, not {sorted(state.arrays)}")
+        raise Mismatch("paths", f"version {version} has {snapshot.paths()}, not {sorted(state.arrays)}")
     for path, attributes in state.groups.items():
         if snapshot.attributes(path) != attributes:
-            raise Differs("attributes", f"version {version}: {path!r} has {snapshot.attributes(path)}")
+            raise Mismatch("attributes", f"version {version}: {path!r} has {snapshot.attributes(path)}")
     for path, grid in state.arrays.items():
         array = await snapshot.array(path)
         if (array.shape, array.dtype) != (grid.shape, grid.dtype):
-            raise Differs(
+            raise Mismatch(
                 "form", f"version {version}: {path} is {array.dtype}{array.shape}, not {grid.dtype}{grid.shape}"
             )
         if not _equal(await reading(array), grid.read((slice(None),) * len(grid.shape))):
-            raise Differs("values", f"version {version}: the values of {path} are others")
+            raise Mismatch("values", f"version {version}: the values of {path} differ")
 
 
 async def reading(array: tstore.Array) -> NDArray[Any] | None:
-    """The values of an array; None where a part of them was never written."""
+    """Return the values of an array, or None if a chunk was never written."""
     try:
         return await array.read()
     except NotFound as error:

@@ -1,4 +1,4 @@
-"""Transactions and reads, as the workers of a fuzzing run make them: alone, several open at once, and misused."""
+"""The fuzzer's transactions and reads: single, concurrent, and misused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tstore.errors import (
 )
 from tstore.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sample
 from tstore.fuzz.timeline import reading
-from tstore.fuzz.worker import EXPECTED, TAGS, Open, Worker
+from tstore.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
 from tstore.simulation.store_model import is_below
 from tstore.transactions.transaction import staging_of
 
@@ -38,7 +38,7 @@ _MOST_OPEN = 4
 
 
 async def begin(worker: Worker) -> None:
-    """Open a transaction, do something in it, and leave it open, or commit it at once."""
+    """Begin a transaction with a few operations, and commit it or leave it open."""
     if len(worker.open) >= _MOST_OPEN:
         await commit(worker)
         return
@@ -57,8 +57,8 @@ async def begin(worker: Worker) -> None:
     moved = tuple(options[key] for key in ("move_tag",) if key in options)
     attempt = Attempt(message, (), tags, moved, dropped, metadata=metadata)
     serializable = "isolation" in options
-    opened = Open(tx, attempt, (await staging_of(tx).base()).version, serializable=serializable)
-    await tx.paths()  # refuses tags that do not fit
+    opened = OpenTransaction(tx, attempt, (await staging_of(tx).base()).version, serializable=serializable)
+    await tx.paths()  # raises for invalid tags
     worker.open.append(opened)
     await _edit(worker, opened)
     if choice.random() < 0.5:
@@ -66,13 +66,13 @@ async def begin(worker: Worker) -> None:
 
 
 async def work(worker: Worker) -> None:
-    """Go on with a transaction that is open."""
+    """Continue an open transaction."""
     if worker.open:
         await _edit(worker, worker.choice.choice(worker.open))
 
 
 async def commit(worker: Worker) -> None:
-    """End a transaction that is open, by a commit as a rule."""
+    """Commit an open transaction, or sometimes abort it."""
     if not worker.open:
         return
     opened = worker.choice.choice(worker.open)
@@ -84,7 +84,7 @@ async def commit(worker: Worker) -> None:
 
 
 async def commit_together(worker: Worker) -> None:
-    """Commit all that is open at once, so that some go out in one version."""
+    """Commit all open transactions at once, so that some share a group commit."""
     opened, worker.open = worker.open, []
     ended = await asyncio.gather(*[_commit(worker, each) for each in opened], return_exceptions=True)
     for error in ended:
@@ -92,30 +92,30 @@ async def commit_together(worker: Worker) -> None:
             raise error
 
 
-async def _commit(worker: Worker, opened: Open) -> None:
+async def _commit(worker: Worker, opened: OpenTransaction) -> None:
     if opened in worker.open:
         worker.open.remove(opened)
     try:
-        async with worker.committing(opened.noted()) as acknowledge:
+        async with worker.committing(opened.as_attempt()) as acknowledge:
             acknowledge(await opened.tx.commit())
     except Conflict:
-        return  # with others, or with another that this worker had open
+        return  # with another worker's, or another open transaction of this worker
 
 
-async def _edit(worker: Worker, opened: Open) -> None:
+async def _edit(worker: Worker, opened: OpenTransaction) -> None:
     for _ in range(worker.choice.randint(1, 4)):
         try:
             await _one(worker, opened)
         except (AlreadyExists, InvalidArgument):
-            continue  # it did nothing
+            continue  # the call had no effect
         except NotFound:
             if worker.alone:
                 continue
             raise
 
 
-async def _one(worker: Worker, opened: Open) -> None:
-    """One operation in a transaction."""
+async def _one(worker: Worker, opened: OpenTransaction) -> None:
+    """Apply one operation in a transaction."""
     choice, tx = worker.choice, opened.tx
     paths = await tx.paths()
     path = choice.choice(PATHS)
@@ -146,7 +146,7 @@ async def _one(worker: Worker, opened: Open) -> None:
             await _write(worker, opened, array, path)
 
 
-async def _create(worker: Worker, opened: Open, path: str) -> None:
+async def _create(worker: Worker, opened: OpenTransaction, path: str) -> None:
     choice = worker.choice
     shape = tuple(choice.choice((1, 3, 8, 20, 60)) for _ in range(choice.randint(1, 3)))
     chunks = tuple(choice.randint(1, n) if n < 20 else choice.randint(n // 4, n) for n in shape)
@@ -165,7 +165,7 @@ async def _create(worker: Worker, opened: Open, path: str) -> None:
         opened.ops.append(whole)
 
 
-async def _write(worker: Worker, opened: Open, array: tstore.Array, path: str) -> None:
+async def _write(worker: Worker, opened: OpenTransaction, array: tstore.Array, path: str) -> None:
     written = region_of(worker, array, path)
     view = array[written.slices]
     await view.write(written.values)
@@ -173,7 +173,7 @@ async def _write(worker: Worker, opened: Open, array: tstore.Array, path: str) -
 
 
 def region_of(worker: Worker, array: tstore.Array, path: str) -> Write:
-    """A write into some region of an array, often along its chunks."""
+    """Return a write to a random region of an array, often aligned to its chunks."""
     region = []
     for n, chunk in zip(array.shape, array.chunks, strict=True):
         if worker.choice.random() < 0.4:
@@ -187,10 +187,10 @@ def region_of(worker: Worker, array: tstore.Array, path: str) -> Write:
 
 
 async def commit_beside_write(worker: Worker) -> None:
-    """Commit while a write of the same transaction is under way: it is in the commit, or it was refused."""
+    """Commit during a write of the same transaction: the write is in the commit, or it raises."""
     store, message = await worker.store(), worker.message()
     tx = store.transaction(message)
-    opened = Open(tx, Attempt(message, ()), (await staging_of(tx).base()).version)
+    opened = OpenTransaction(tx, Attempt(message, ()), (await staging_of(tx).base()).version)
     shape = (worker.choice.choice((300, 200_000)),)
     if "beside" in await tx.paths():
         await tx.delete("beside")
@@ -204,14 +204,14 @@ async def commit_beside_write(worker: Worker) -> None:
     for _ in range(worker.choice.randrange(3)):
         await asyncio.sleep(0)
     try:
-        async with worker.committing(opened.noted(sure=sure)) as acknowledge:
+        async with worker.committing(opened.as_attempt(sure=sure)) as acknowledge:
             try:
                 version = await tx.commit()
             finally:
                 [refused] = await asyncio.gather(task, return_exceptions=True)
             if refused is not None:
                 opened.ops.remove(write)
-            worker.journal.note(opened.noted())
+            worker.journal.note(opened.as_attempt())
             acknowledge(version)
     except Misuse:
         await tx.abort()
@@ -220,7 +220,7 @@ async def commit_beside_write(worker: Worker) -> None:
 
 
 async def stale_handles(worker: Worker) -> None:
-    """Use views and handles of before a resize, or of an array made anew: refused, never wrong numbers."""
+    """Use views and handles from before a resize or a re-creation, which must raise."""
     store = await worker.store()
     tx = store.transaction(worker.message())
     path = "stale"
@@ -235,7 +235,7 @@ async def stale_handles(worker: Worker) -> None:
     try:
         for name, call in (("read", view.read), ("write", lambda: view.write(7)), ("read", array.read)):
             if name == "read" and call == array.read and (await tx.array(path)).shape == (5, 6):
-                continue  # the handle that was resized is good
+                continue  # the handle that resized the array is still valid
             with contextlib.suppress(Misuse, NotFound, InvalidArgument):
                 await asyncio.wait_for(call(), 20)
                 worker.fault("stale_handles", f"{name} through a stale handle")
@@ -244,7 +244,7 @@ async def stale_handles(worker: Worker) -> None:
 
 
 async def read(worker: Worker) -> None:
-    """Read regions of the newest version, of an older one, of a tag or of a time."""
+    """Read regions of arrays at the newest version, an older one, a tag or a time."""
     choice, store = worker.choice, await worker.store()
     since = time.monotonic()
     newest = await store.snapshot()

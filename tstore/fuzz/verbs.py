@@ -1,4 +1,4 @@
-"""What the workers of a fuzzing run do, and how often."""
+"""The operations of fuzzing workers, with their weights."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ VERBS: Mapping[str, tuple[float, Verb]] = {
     "verify": (0.5, checkpoints.verify),
     "inspect": (1, checkpoints.inspect),
 }
-"""How often each is called beside the others."""
+"""Each operation and its relative frequency."""

@@ -1,7 +1,7 @@
-"""A worker of a fuzzing run: it calls every verb of a store at random, and notes what it did, was told and saw.
+"""A fuzzing worker, which calls random operations on a store and records them with their results.
 
-It knows nothing of the model; what is there it asks the store. Errors of tstore's that a call may raise are noted
-as failures, all others as faults.
+It does not know the model, but queries the store for its contents. Expected errors of tstore are recorded as
+failures, all others as faults.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tstore.fuzz.journal import (
     Write,
 )
 
-__all__ = ["EXPECTED", "TAGS", "Open", "Place", "Worker"]
+__all__ = ["EXPECTED", "TAGS", "OpenTransaction", "Place", "Worker"]
 
 TAGS = ("good", "best", "v1")
 EXPECTED = (AlreadyExists, Conflict, NotFound, InvalidArgument, Misuse, Inconsistent, Unavailable)
-"""What a call may raise while others are at work; that bytes are damaged or a disk is full is a fault."""
+"""The errors that a call may raise with concurrent workers; damaged bytes or a full disk are faults."""
 _PATIENCE = 20  # seconds
 
 
 class Place(NamedTuple):
-    """Where a store lies, and where its copies may; `options` reach it, `cache` is a folder for what is read."""
+    """The URLs of a store and its copies, its storage options, a scratch folder, and a cache folder."""
 
     url: str
     copies: tuple[str, ...]
@@ -59,8 +59,8 @@ class Place(NamedTuple):
     cache: Path | None = None
 
 
-class Open:
-    """A transaction that is under way, and what was done in it."""
+class OpenTransaction:
+    """An open transaction and its operations so far."""
 
     def __init__(self, tx: tstore.Transaction, attempt: Attempt, base: int, *, serializable: bool = False) -> None:
         self.tx = tx
@@ -71,21 +71,21 @@ class Open:
         self.reads: list[tuple[tuple[Op, ...], str, Any]] = []
 
     def deleted(self, paths: Sequence[str]) -> None:
-        """Note that arrays were deleted; of what the transaction did to them before no trace is left."""
+        """Record deleted arrays, which removes the transaction's earlier operations on them."""
         own = {op.path for op in self.ops if isinstance(op, Create)}
         for path in paths:
             self.ops = [o for o in self.ops if not (isinstance(o, Create | Write | Resize) and o.path == path)]
             if path not in own:
                 self.ops.append(Delete(path))
 
-    def noted(self, **changes: Any) -> Attempt:
-        """The attempt with all that was done so far."""
+    def as_attempt(self, **changes: Any) -> Attempt:
+        """Return the attempt with all operations so far."""
         reads = self.attempt._replace(ops=tuple(self.ops), base=self.base, reads=tuple(self.reads))
         return reads._replace(**changes)
 
 
 class Worker:
-    """One of the tasks that work on a store. `alone`: nobody else does, so that nothing may get in its way."""
+    """A task that works on a store. If `alone`, no other does, so that conflicts are faults."""
 
     def __init__(self, name: str, place: Place, journal: Journal, choice: random.Random, *, alone: bool) -> None:
         self.name = name
@@ -94,19 +94,19 @@ class Worker:
         self.choice = choice
         self.alone = alone
         self.stores: list[tstore.Store] = []
-        self.open: list[Open] = []
-        self.counted: dict[str, int] = {}
-        self.told: list[str] = []
+        self.open: list[OpenTransaction] = []
+        self.counts: dict[str, int] = {}
+        self.log: list[str] = []
         self.disturbed = False
-        """Whether the store was put back to an earlier time, which its handles are to notice."""
+        """Whether a backup replaced the store just now, which its handles must notice."""
         self.rewound = False
-        """Whether that was ever done, so that copies may have gone their own way."""
+        """Whether a backup ever replaced the store, so that copies may have diverged."""
         self._numbers = 0
 
     async def work(
         self, verbs: Mapping[str, tuple[float, Callable[[Worker], Awaitable[None]]]], count: int
     ) -> None:
-        """Call that many verbs, until a fault is noted, and then end the transactions that are still open."""
+        """Call `count` random operations, and then commit the transactions that are still open."""
         names = list(verbs)
         weights = [verbs[name][0] for name in names]
         for _ in range(count):
@@ -121,7 +121,7 @@ class Worker:
             await store.close()
 
     async def _call(self, name: str, verb: Callable[[Worker], Awaitable[None]]) -> None:
-        self.counted[name] = self.counted.get(name, 0) + 1
+        self.counts[name] = self.counts.get(name, 0) + 1
         outcome = ""
         try:
             with _watched(name) if self.alone else contextlib.nullcontext():
@@ -138,27 +138,27 @@ class Worker:
             outcome = type(error).__name__
             if not self.disturbed:
                 self.fault(name, error)
-            self.stores.clear()  # it was told that its handles are of another time
+            self.stores.clear()  # the error reports that its handles are outdated
         except Exception as error:
             self.fault(name, error)
-        self.told.append(f"{name} {outcome}".rstrip())
+        self.log.append(f"{name} {outcome}".rstrip())
 
     def fault(self, verb: str, error: BaseException | str, text: str = "") -> None:
-        """Note what never may happen: an error, or a short name and what it was."""
+        """Record a fault: an error, or its kind and a description."""
         kind = error if isinstance(error, str) else type(error).__name__
         self.journal.note(Fault(verb, kind, text or str(error)[:500]))
 
     def message(self) -> str:
-        """A message that no other commit has."""
+        """Return a unique commit message."""
         self._numbers += 1
         return f"{self.name}-{self._numbers}"
 
     def seed(self) -> int:
-        """A seed for values."""
+        """Return a random seed for values."""
         return self.choice.randrange(1 << 30)
 
     async def store(self) -> tstore.Store:
-        """One of some handles of the store, some with a cache, that live as long as the worker."""
+        """Return one of several open handles of the store, some of them with a cache."""
         if len(self.stores) < 2 or self.choice.random() < 0.05:
             cached = self.place.cache is not None and self.choice.random() < 0.5
             opened = await tstore.open(
@@ -175,7 +175,7 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def committing(self, attempt: Attempt) -> AsyncIterator[Callable[[int], None]]:
-        """Note an attempt, and how it ended: the block calls what it is given with the version."""
+        """Record an attempt and its outcome. The block calls the yielded function with the version."""
         self.journal.note(attempt)
 
         def acknowledge(version: int) -> None:
@@ -184,7 +184,7 @@ class Worker:
         try:
             yield acknowledge
         except (CommitOutcomeUnknown, DeadlineExceeded):
-            raise  # it may yet become a version
+            raise  # it may still commit
         except TStoreError as error:
             self.journal.note(Failed(attempt.message, type(error).__name__))
             raise
@@ -192,7 +192,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _watched(verb: str) -> Iterator[None]:
-    """Raise `TimeoutError` where a call never ends, also one that never lets go of the event loop."""
+    """Raise `TimeoutError` if the block takes too long, even if it blocks the event loop."""
 
     def ring(_signal: int, _frame: object) -> None:
         raise TimeoutError(f"{verb} did not end within {_PATIENCE} s")

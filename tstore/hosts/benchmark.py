@@ -1,12 +1,12 @@
-"""What a place gives to many writers at once, measured by host processes; `tstore bench` shows it.
+"""A benchmark of a storage location with many host processes at once, which `tstore bench` runs.
 
-1. A store is made where nothing lies. Each host process opens it and takes its rows of a state of float32 arrays,
-   random values, into memory; all that comes before the clock starts.
-2. In each round all hosts save a new state as one commit, and then each restores its rows and compares them. What
-   was written a moment ago comes from caches as a rule.
-3. For some seconds each host commits transactions of one small chunk, one after the other. Afterwards every one
-   that was acknowledged is looked for.
-4. The store is removed again, also after a failure.
+1. The benchmark creates a store at an empty URL. Each host process opens it and generates its rows of a state of
+   random float32 arrays. The clock starts only then.
+2. In each round, all hosts save a new state as one commit, and then each restores its rows and compares them. The
+   restored data was just written, and usually comes from caches.
+3. For some seconds, each host commits transactions of one small chunk, one after the other. Afterwards the
+   benchmark reads back every acknowledged commit.
+4. The benchmark removes the store, also after a failure.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from tstore.storage.objects import Durability
 __all__ = ["BenchReport", "bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
-_SLOTS = 1 << 20  # small commits that one host may make
+_SLOTS = 1 << 20  # the most small commits of one host
 _PATIENCE = 600.0  # seconds
 
 Array = npt.NDArray[np.float32]
 
 
 class BenchReport(NamedTuple):
-    """What was measured: the seconds of each round, and the seconds from a small transaction's begin to its
-    acknowledgement at the median and at the 99th percentile. `lost` were acknowledged and are not there.
+    """The results of `bench`: the seconds of each round, and the latency of small transactions in seconds.
+
+    `lost` counts acknowledged commits that could not be read back, `differing` restored arrays with other values.
     """
 
     url: str
@@ -62,7 +63,7 @@ class BenchReport(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether all came back as it was acknowledged."""
+        """Whether everything acknowledged was read back unchanged."""
         return not self.lost and not self.differing
 
 
@@ -76,43 +77,37 @@ async def bench(
     durability: Durability = Durability.FSYNC,
     tell: Callable[[str], object] = lambda what: None,
 ) -> BenchReport:
-    """What `hosts` processes get of a place: a state of about `size` bytes as one commit, and small commits.
+    """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
-    Raises `AlreadyExists` where something lies there, `InvalidArgument` for memory://, which is one process's own.
+    Raises `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which processes can't
+    share.
     """
     if isinstance(connect(url), MemoryStorage):
-        raise InvalidArgument(f"{url} is seen by one process alone; name a folder or a server's URL")
+        raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")
     rows = max(1, round(size / (4 * _COLUMNS * _ARRAYS * hosts)))
     try:
         created = await tstore.open(url, "x")
     except AlreadyExists as error:
-        raise AlreadyExists(f"{url} is a store already; name an empty or a new place to measure") from error
+        raise AlreadyExists(f"{url} is already a store; pass the URL of an empty or new location") from error
     async with created as store:
         try:
             async with Job(hosts, __name__) as job:
                 tell(f"starting {hosts} host processes")
                 await job.ask("open", url=url, rows=rows, durability=durability.value)
-                saves, restores, differing = [], [], 0
-                for step in range(rounds):
-                    tell(f"round {step + 1} of {rounds}: {hosts} hosts save one checkpoint")
-                    saves.append(max(await job.ask("save", step=step)))
-                    tell(f"round {step + 1} of {rounds}: {hosts} hosts restore it")
-                    found = await job.ask("restore", step=step)
-                    restores.append(max(took for took, _ in found))
-                    differing += sum(wrong for _, wrong in found)
+                saves, restores, differing = await _save_and_restore(job, hosts, rounds, tell)
                 tell(f"{hosts} hosts make small commits for {seconds:g} s")
                 async with store.transaction("room for small commits") as tx:
                     for number in range(hosts):
                         await tx.create_array(f"writers/{number}", (_SLOTS,), "int64", chunks=(1,), sparse=True)
                 began = time.perf_counter()
-                told = await job.ask("commit", seconds=seconds)
+                reports = await job.ask("commit", seconds=seconds)
                 passed = time.perf_counter() - began
-            tell("looking for every commit that was acknowledged")
-            lost = await _lost(store, [len(t["seconds"]) for t in told])
+            tell("reading back every acknowledged commit")
+            lost = await _lost(store, [len(t["seconds"]) for t in reports])
         finally:
             tell(f"removing {store.url}")
             removed = await _remove(url)
-    taken = np.concatenate([np.array(t["seconds"]) for t in told])
+    latencies = np.concatenate([np.array(t["seconds"]) for t in reports])
     return BenchReport(
         url=store.url,
         hosts=hosts,
@@ -120,15 +115,30 @@ async def bench(
         durability=durability.value,
         save_seconds=saves,
         restore_seconds=restores,
-        commits=len(taken),
-        commits_per_second=len(taken) / passed,
-        median_seconds=float(np.median(taken)),
-        p99_seconds=float(np.quantile(taken, 0.99)),
-        retries=sum(t["retries"] for t in told),
+        commits=len(latencies),
+        commits_per_second=len(latencies) / passed,
+        median_seconds=float(np.median(latencies)),
+        p99_seconds=float(np.quantile(latencies, 0.99)),
+        retries=sum(t["retries"] for t in reports),
         lost=lost,
         differing=differing,
         removed=removed,
     )
+
+
+async def _save_and_restore(
+    job: Job, hosts: int, rounds: int, tell: Callable[[str], object]
+) -> tuple[list[float], list[float], int]:
+    """Save and restore once per round; return the seconds of both, and the number of arrays that differ."""
+    saves, restores, differing = [], [], 0
+    for step in range(rounds):
+        tell(f"round {step + 1} of {rounds}: {hosts} hosts save one checkpoint")
+        saves.append(max(await job.ask("save", step=step)))
+        tell(f"round {step + 1} of {rounds}: {hosts} hosts restore it")
+        results = await job.ask("restore", step=step)
+        restores.append(max(took for took, _ in results))
+        differing += sum(wrong for _, wrong in results)
+    return saves, restores, differing
 
 
 async def _lost(store: tstore.Store, made: list[int]) -> int:
@@ -141,7 +151,7 @@ async def _lost(store: tstore.Store, made: list[int]) -> int:
 
 
 async def _remove(url: str) -> bool:
-    """Whether the store could be removed; `tstore serve` forbids it, and then nothing of it is."""
+    """Remove the store; return False, with nothing removed, if the server forbids it, as `tstore serve` does."""
     backend = connect(url)
     try:
         if isinstance(backend, LocalStorage):
@@ -158,14 +168,14 @@ async def _remove(url: str) -> bool:
 
 
 class _Writer:
-    """One host process: its rows of every array, and one array for its small commits."""
+    """The work of one host process: its rows of every array, and one array for its small commits."""
 
     def __init__(self, number: int, count: int, halted: Callable[[int], None]) -> None:
         self._number = number
         self._count = count
 
     async def open(self, url: str, rows: int, durability: str) -> None:
-        """Opens the store and makes this host's rows."""
+        """Open the store and generate this host's rows."""
         self._store = await tstore.open(url, "r+")
         self._durability: Any = durability
         self._rows = rows
@@ -174,9 +184,9 @@ class _Writer:
         self._parts = {f"w{i:02}": values + np.float32(i) for i in range(_ARRAYS)}
 
     async def save(self, step: int) -> float:
-        """Saves new values of the rows as part of a step, and returns the seconds it took."""
+        """Save new values of the rows as part of a step, and return the duration in seconds."""
         for part in self._parts.values():
-            np.add(part, 1, out=part)  # else the chunks of the step before would be re-used
+            np.add(part, 1, out=part)  # or the save would only reference the chunks of the previous step
         began = time.perf_counter()
         await tstore.save(
             self._store,
@@ -191,30 +201,30 @@ class _Writer:
         return time.perf_counter() - began
 
     async def restore(self, step: int) -> tuple[float, int]:
-        """Restores the rows of a step: the seconds it took, and how many arrays came back different."""
-        wanted = {name: self._shard(None) for name in self._parts}
+        """Restore the rows of a step, and return the duration in seconds and the number of arrays that differ."""
+        target = {name: self._shard(None) for name in self._parts}
         began = time.perf_counter()
-        found = await tstore.restore(self._store, step, target=wanted)
+        restored = await tstore.restore(self._store, step, target=target)
         took = time.perf_counter() - began
-        same = [np.array_equal(found[name].parts[0][1], part) for name, part in self._parts.items()]
+        same = [np.array_equal(restored[name].parts[0][1], part) for name, part in self._parts.items()]
         return took, same.count(False)
 
     async def commit(self, seconds: float) -> dict[str, Any]:
-        """Makes small commits for some seconds: what each took, and how many tries more than one there were."""
-        taken: list[float] = []
+        """Make small commits for some seconds, and return the latency of each and the total number of retries."""
+        latencies: list[float] = []
         retries, end = 0, time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
             async with self._store.transaction(durability=self._durability) as tx:
                 array = await tx.array(f"writers/{self._number}")
-                await array[len(taken)].write(len(taken) + 1)
-            taken.append(time.perf_counter() - began)
+                await array[len(latencies)].write(len(latencies) + 1)
+            latencies.append(time.perf_counter() - began)
             retries += len(tx.retries)
-        return {"seconds": taken, "retries": retries}
+        return {"seconds": latencies, "retries": retries}
 
     def _shard(self, part: Array | None) -> Shards:
         return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._mine, part)])
 
 
 def serve() -> None:
-    """Runs a host of the benchmark."""
+    """Run a host of the benchmark until its input ends."""
     serve_commands(_Writer)

@@ -1,9 +1,9 @@
-"""A transformer's state with the weights of a trained model in kind: heavy-tailed, with outlier channels.
+"""The state of a transformer with random weights like those of a trained model: heavy tails and outlier channels.
 
-Weights follow Student's t with five degrees of freedom. Each row and column has its own scale (log-normal),
-and a few columns are outliers, several times wider, as in trained language models. All is drawn from one
-block of random numbers that is read from another place for each tensor, so that 100 MB take well under a
-second; the block's length is prime and the scales differ, so that no two chunks are alike.
+Weights follow Student's t distribution with five degrees of freedom. Each row and column has a log-normal scale,
+and a few columns are outliers, several times wider, as in trained language models. All tensors are cut from one
+block of random numbers at random offsets, so that 100 MB take well under a second; the block's length is prime and
+the scales differ, so that no two chunks are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["advance", "spec_for", "transformer"]
 
 _FROZEN = "embed"
 _LEAST = 16_384  # bytes
-_BLOCK = 1_048_583  # elements; a prime, so that rows never fall into step with it
+_BLOCK = 1_048_583  # elements; a prime, so that rows are not aligned with it
 _TAIL = 5.0  # degrees of freedom
 _DATA, _MODEL = 4, 2  # the mesh of `spec_for`
 
@@ -28,7 +28,7 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
-    """The state of a transformer of about that size, within 2 % from 1 MB on; the same seed gives the same.
+    """Return the state of a transformer of about that size, within 2 % from 1 MB on; the seed determines it.
 
         {"params": {"embed": {"tokens": (vocabulary, width)},
                     "layers": {0: {"attn": {"q", "k", "v", "o": (width, width)},
@@ -61,21 +61,21 @@ def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
 
 
 def advance(tree: dict[str, Any], step: int, seed: int = 0) -> dict[str, Any]:
-    """The state at that step: the embedding frozen, every other weight perturbed by about 1 %.
+    """Return the state at a later step: the embedding is frozen, every other weight changes by about 1 %.
 
-    The tree given is unchanged; the frozen arrays are shared with it, all others are new. The same tree,
-    step and seed give the same state.
+    The argument is unchanged; the result shares its frozen arrays, all others are new. The tree, step and seed
+    determine the result.
     """
     noise = _Source(np.random.default_rng((seed, step)))
     return {"params": noise.perturbed(tree["params"]), "step": np.int64(step)}
 
 
 def spec_for(path: str, shape: tuple[int, ...]) -> P:
-    """A sharding for one array of a model on a mesh {data: 4, model: 2}, which divides it evenly.
+    """Return a sharding that divides an array evenly over a mesh {data: 4, model: 2}.
 
-    Matrices are P("data", "model") where both divide; else over as many of the devices as do divide. Arrays
-    with more dimensions are sharded along the first two. Scalars, vectors and anything that nothing divides
-    are replicated. `path` is there so that rules which go by name have the same form; this one does not.
+    Matrices are P("data", "model") if both axes divide them, else sharded over as many devices as possible. Arrays
+    with more dimensions are sharded along the first two. Scalars, vectors and arrays that no axis divides are
+    replicated. `path` is unused: rules by name have the same signature.
     """
     del path
     if len(shape) < 2 or 0 in shape:
@@ -101,7 +101,7 @@ def _ways(axes: tuple[str, ...]) -> int:
 
 
 def _dimensions(parameters: int) -> tuple[int, int, int]:
-    # Four fifths of the parameters are in layers of 12 width² each. There are width / 64 layers, at least 2.
+    # Four fifths of the parameters are in layers of 12 width² each. There are width / 64 layers, but at least 2.
     in_layers = 0.8 * parameters
     width = min(math.cbrt(in_layers * 64 / 12), math.sqrt(in_layers / 24))
     multiple = 64 if width >= 256 else 8
@@ -113,7 +113,7 @@ def _dimensions(parameters: int) -> tuple[int, int, int]:
 
 
 class _Source:
-    """Draws tensors from one block of t-distributed numbers of unit variance."""
+    """Cuts tensors from one block of t-distributed numbers of unit variance."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random

@@ -192,7 +192,7 @@ def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
 def _check_exmy(pattern: str, codecs: Codecs) -> None:
     """Raise `InvalidArgument` for a format unknown to exmy, even if no array would get it."""
     try:
-        exmy.ChunkCodec.of(as_configuration(codecs))
+        exmy.ChunkCodec.from_configuration(as_configuration(codecs))
     except exmy.ExmyError as error:
         raise InvalidArgument(
             f"the rule {pattern!r}: {error}; or pass 'lossless', or None to keep arrays as they are"

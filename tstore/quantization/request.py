@@ -87,7 +87,7 @@ def checked_request(
     }
     recipe = {key: value for key, value in settings.items() if value is not None}
     try:
-        exmy.ChunkCodec.of({"format": "e4m3", **recipe})
+        exmy.ChunkCodec.from_configuration({"format": "e4m3", **recipe})
     except exmy.ExmyError as fault:
         raise InvalidArgument(f"axis, block and scale of a quantization: {fault!s:.300}") from None
     return Request(formats, target, recipe, block == "auto" and axis is None and scale != "none")

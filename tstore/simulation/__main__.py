@@ -1,7 +1,7 @@
-"""The command `python -m tstore.simulation`.
+"""Simulate many hosts on a faulty store and check the promises of tstore.
 
 python -m tstore.simulation --seeds 10000        # many runs, on all cores
-python -m tstore.simulation --seed 17 --story    # one run again, told step by step
+python -m tstore.simulation --seed 17 --story    # replay one run and print its events
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs many seeds, or one; returns 1 where a promise was broken."""
+    """Run many seeds, or one, and return the exit status: 1 if a run broke a promise."""
     parser = argparse.ArgumentParser("python -m tstore.simulation", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=1000, help="how many runs")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seed", type=int, help="one run only")
-    parser.add_argument("--story", action="store_true", help="tell what happened in that run")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, help="run only this seed")
+    parser.add_argument("--story", action="store_true", help="print the events of that run")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         return _one(options.seed, story=options.story)

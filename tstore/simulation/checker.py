@@ -1,20 +1,21 @@
-"""Whether the history of a simulation could have come from a store that keeps its promises.
+"""Checks that the history of a simulation is one that a correct store could have produced.
 
-    dense          versions are numbered from 1 without a gap, and no transaction is there twice
-    acknowledged   a version that a host was told is that of its transaction
-    nothing else   an attempt that was given up, or failed with anything but "the outcome is unknown", is not there
-                   (a host of a group may fail where the others go on)
-    whole          every version has the state that its attempts, replayed on the model, give: no part of an
-                   attempt without the rest, no two attempts mixed, no update lost
-    isolated       no two commits that ran at once wrote the same chunk, node or tag (but for parts of a chunk)
-    serializable   what such a transaction read is the same in the version before the one it became
-    readers        what was read is the state of the version that was read, and that was not older than what
-                   anybody had been told before
-    once           a step is saved by one attempt at most, unless it has expired in between
-    collected      what a gc left alive is whole, and is just what its rule keeps (`retained`)
-    told alike     `outcome` agrees with the log, and the history tells each transaction's message and metadata
+    dense          versions are numbered from 1 without a gap, and no transaction is committed twice
+    acknowledged   a version acknowledged to a host is the version of its transaction
+    nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
+                   committed (one host of a cooperative transaction may fail while the others succeed)
+    atomic         every version has the state that replaying its attempts on the model yields: no attempt is
+                   applied in part, no two attempts are mixed, no update is lost
+    isolated       no two concurrent commits wrote the same chunk, node or tag (except for parts of a chunk)
+    serializable   what a serializable transaction read is unchanged in the version before its own
+    readers        what was read is the state of the version that was read, and a reader of the newest version
+                   sees none older than any version acknowledged before it began
+    once           at most one attempt saves a step, unless the step has expired in between
+    collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
+                   (`retained`)
+    consistent     `outcome` agrees with the log, and the history has each transaction's message and metadata
 
-The model is `tstore.simulation.history`; it knows nothing of chunks in packs, of records or of requests.
+The model is in `tstore.simulation.history`; it has no packs, records or requests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tstore.simulation.history import (
     Create,
     Delete,
     History,
-    Look,
+    Listing,
     Op,
     Put,
     Read,
@@ -46,14 +47,16 @@ __all__ = ["Committed", "violations"]
 
 
 class Committed(NamedTuple):
-    """A version as it stands in the end: its record, and its state as a reader finds it, None once expired."""
+    """A version at the end of a run: its record, and the state that a reader gets, or None if it has expired."""
 
     record: Record
     state: State | None
     tags: Mapping[str, int]
 
 
-class _Touched(NamedTuple):
+class _WriteSet(NamedTuple):
+    """The write set of a transaction: whole and partial chunks, created or resized nodes, deleted nodes."""
+
     whole: dict[str, set[int]]
     parts: dict[str, set[int]]
     fresh: set[str]
@@ -61,8 +64,8 @@ class _Touched(NamedTuple):
     replaces: bool
 
     @staticmethod
-    def by(ops: Iterable[Op]) -> _Touched:
-        touched = _Touched({}, {}, set(), set(), any(isinstance(op, Replace | Copied) for op in ops))
+    def from_ops(ops: Iterable[Op]) -> _WriteSet:
+        touched = _WriteSet({}, {}, set(), set(), any(isinstance(op, Replace | Copied) for op in ops))
         for op in ops:
             match op:
                 case Create(path):
@@ -82,8 +85,12 @@ class _Touched(NamedTuple):
     def nodes(self) -> set[str]:
         return self.fresh | self.whole.keys() | self.parts.keys()
 
-    def meets(self, newer: _Touched, *, patched: bool) -> str | None:
-        """What this commit should have been refused for, as `newer` came before it; `patched`: parts may meet."""
+    def conflict(self, newer: _WriteSet, *, patched: bool) -> str | None:
+        """Return the conflict with a commit above this one's base, or None.
+
+        With `patched`, writes of parts of a chunk do not conflict: they are re-applied on top of the newer
+        version.
+        """
         if self.replaces:
             return None
         if newer.replaces:
@@ -101,46 +108,47 @@ class _Touched(NamedTuple):
 
 
 def violations(
-    first: Committed, log: Mapping[int, Committed], told: Sequence[Commit], history: History
+    first: Committed, log: Mapping[int, Committed], commits: Sequence[Commit], history: History
 ) -> list[str]:
-    """One sentence for each promise that was broken; `first` is the version from which the run began.
+    """Return one sentence for each broken promise.
 
-    `log` holds every version above it, in order, `told` what the history tells of them.
+    `first` is the version from which the run began, `log` has every later version in order, and `commits` is what
+    the store's history returned for them.
     """
-    found = list(history.faults)
-    by_transaction = _committed(log, history, found)
-    states, tags = _replayed(first, log, history, found)
+    faults = list(history.faults)
+    by_transaction = _committed(log, history, faults)
+    states, tags = _replayed(first, log, history, faults)
     attempts = {version: _attempts(commit, history) for version, commit in log.items()}
-    found += retention_faults(log, attempts, tags, history)
-    _check_history(told, history, found)
-    _check_told(by_transaction, history, found)
-    _check_isolation(log, history, found)
-    _check_steps(log, found)
+    faults += retention_faults(log, attempts, tags, history)
+    _check_history(commits, history, faults)
+    _check_outcomes(by_transaction, history, faults)
+    _check_isolation(log, history, faults)
+    _check_steps(log, faults)
     for read in history.reads:
-        _check_read(read, states, tags, history.acknowledged, found)
-    known = [] if history.lagging else history.acknowledged  # else an older version may be seen as the newest
-    for look in history.looks:
-        _check_look(look, states, known, found)
-    return found
+        _check_read(read, states, tags, history.acknowledged, faults)
+    known = [] if history.lagging else history.acknowledged  # lagging: an older version may pass for the newest
+    for listing in history.listings:
+        _check_listing(listing, states, known, faults)
+    return faults
 
 
-def _committed(log: Mapping[int, Committed], history: History, found: list[str]) -> dict[str, int]:
+def _committed(log: Mapping[int, Committed], history: History, faults: list[str]) -> dict[str, int]:
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
         if commit.record.void:
             continue
         for name in commit.record.transactions:
             if name in by_transaction:
-                found.append(f"transaction {name} is version {by_transaction[name]} and again version {version}")
+                faults.append(f"transaction {name} is both version {by_transaction[name]} and version {version}")
             ours = name in history.attempts or commit.record.message in history.unnamed
             if not ours and commit.record.collection is None:
-                found.append(f"version {version} is of transaction {name}, which nobody began")
+                faults.append(f"version {version} is of transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
 
 
 def _attempts(commit: Committed, history: History) -> list[Attempt]:
-    """The attempts that became a version: one as a rule, or several that were committed together."""
+    """Return the attempts of a version: one, or several in a group commit."""
     if commit.record.message in history.unnamed:
         return [history.unnamed[commit.record.message]]
     names = () if commit.record.void else commit.record.transactions
@@ -148,7 +156,7 @@ def _attempts(commit: Committed, history: History) -> list[Attempt]:
 
 
 def _replayed(
-    first: Committed, log: Mapping[int, Committed], history: History, found: list[str]
+    first: Committed, log: Mapping[int, Committed], history: History, faults: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
     start = history.start
     states: dict[int, State] = {start: first.state or {}}
@@ -156,11 +164,11 @@ def _replayed(
     for version, commit in log.items():
         state, names = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
-            found += _changed_since_read(version, state, attempt)
-            wrong = [f"created the tag {t}, which was there" for t in attempt.created if t in names]
-            wrong += [f"dropped the tag {t}, which was not there" for t in attempt.dropped if t not in names]
-            if attempt.serializable or not attempt.dropped:  # two may drop one tag at once
-                found += [f"version {version} {what}" for what in wrong]
+            faults += _changed_since_read(version, state, attempt)
+            wrong = [f"created the tag {t}, which exists" for t in attempt.created if t in names]
+            wrong += [f"dropped the tag {t}, which does not exist" for t in attempt.dropped if t not in names]
+            if attempt.serializable or not attempt.dropped:  # concurrent drops of one tag do not conflict
+                faults += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops, states)
             names = {t: v for t, v in names.items() if t not in attempt.dropped}
             names.update(dict.fromkeys(attempt.tags, version))
@@ -168,78 +176,80 @@ def _replayed(
             gone = commit.record.collection.expired
             names = {tag: named for tag, named in names.items() if named not in gone}
         if commit.state is not None and commit.state != state:
-            found.append(f"version {version} is {_short(commit.state)}, and should be {_short(state)}")
+            faults.append(f"version {version} is {_short(commit.state)}, expected {_short(state)}")
         if commit.state is not None and commit.tags != names:
-            found.append(f"version {version} has the tags {commit.tags}, and should have {names}")
+            faults.append(f"version {version} has the tags {commit.tags}, expected {names}")
         states[version], tags[version] = state, names
     return states, tags
 
 
 def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[str]:
-    """What a serializable attempt read and would not have read had it begun just before its commit."""
+    """Return what a serializable attempt read that differs in the version before its own."""
     if not attempt.serializable:
         return []
     changed = []
-    for own, path, found in attempt.seen:
+    for own, path, result in attempt.seen:
         view = apply(before, own)
-        if found != (frozenset(view) if path is None else view.get(path)):
-            changed.append(f"version {version} is serializable, and read {path or 'the paths'} as {found} before")
+        if result != (frozenset(view) if path is None else view.get(path)):
+            changed.append(f"version {version} is serializable, but had read {path or 'the paths'} as {result}")
     return changed
 
 
-def _check_told(by_transaction: Mapping[str, int], history: History, found: list[str]) -> None:
+def _check_outcomes(by_transaction: Mapping[str, int], history: History, faults: list[str]) -> None:
     for name, attempt in history.attempts.items():
         version = next((by_transaction[t] for t in attempt.transactions if t in by_transaction), None)
-        if attempt.given_up and version is not None:
-            found.append(f"{name} was given up, and is version {version}")
+        if attempt.aborted and version is not None:
+            faults.append(f"{name} was aborted, but is version {version}")
         for outcome in attempt.outcomes:
             if isinstance(outcome, int) and outcome != version:
-                found.append(f"{name} was acknowledged as version {outcome}, and is {version} in the log")
+                faults.append(f"{name} was acknowledged as version {outcome}, but is {version} in the log")
             failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
             if failed and attempt.hosts == 1 and version is not None:
-                found.append(f"{name} failed with {type(outcome).__name__}, and is version {version}: {outcome}")
-        for told in history.told.get(name, ()):
-            if told != by_transaction.get(name):
-                found.append(f"the outcome of {name} was told as {told}, and is {by_transaction.get(name)}")
+                faults.append(f"{name} failed with {type(outcome).__name__}, but is version {version}: {outcome}")
+        for reported in history.reported.get(name, ()):
+            if reported != by_transaction.get(name):
+                faults.append(
+                    f"the outcome of {name} was reported as {reported}, but is {by_transaction.get(name)}"
+                )
 
 
-def _check_history(told: Sequence[Commit], history: History, found: list[str]) -> None:
-    for commit in told:
+def _check_history(commits: Sequence[Commit], history: History, faults: list[str]) -> None:
+    for commit in commits:
         attempt = history.attempts.get(commit.transaction)
         if attempt is None:
             continue
         metadata = {key: commit.metadata.get(key) for key in attempt.metadata}
         if (commit.message, metadata) != (attempt.message, attempt.metadata):
-            found.append(
-                f"the history tells of {commit.transaction} {commit.message!r} with {metadata}, "
-                f"and it was {attempt.message!r} with {attempt.metadata}"
+            faults.append(
+                f"the history has {commit.transaction} as {commit.message!r} with {metadata}, "
+                f"expected {attempt.message!r} with {attempt.metadata}"
             )
 
 
-def _check_isolation(log: Mapping[int, Committed], history: History, found: list[str]) -> None:
-    touched: dict[int, list[tuple[Attempt, _Touched]]] = {}
+def _check_isolation(log: Mapping[int, Committed], history: History, faults: list[str]) -> None:
+    touched: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
     for version, commit in log.items():
         touched[version] = []
         for attempt in _attempts(commit, history):
-            mine = _Touched.by(attempt.all_ops)
+            mine = _WriteSet.from_ops(attempt.all_ops)
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
                 for other, theirs in touched.get(newer, ()):
-                    both = mine.meets(theirs, patched=attempt.hosts == 1 and newer < version)
+                    both = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
                     if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
                         both = f"the tags {(*attempt.tags, *attempt.dropped)}"
                     if both:
-                        found.append(f"version {version}, based on {base}, and {newer} both changed {both}")
+                        faults.append(f"version {version}, based on {base}, and {newer} both changed {both}")
             touched[version].append((attempt, mine))
 
 
-def _check_steps(log: Mapping[int, Committed], found: list[str]) -> None:
+def _check_steps(log: Mapping[int, Committed], faults: list[str]) -> None:
     saved: set[str] = set()
     for commit in log.values():
         if commit.record.collection is not None:
-            saved -= commit.record.collection.tags.keys()  # a step that has expired may be saved again
+            saved -= commit.record.collection.tags.keys()  # an expired step may be saved again
         steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
-        found += [f"{tag} was saved twice" for tag in steps if tag in saved]
+        faults += [f"{tag} was saved twice" for tag in steps if tag in saved]
         saved.update(steps)
 
 
@@ -248,40 +258,43 @@ def _check_read(
     states: Mapping[int, State],
     tags: Mapping[int, Mapping[str, int]],
     acknowledged: Sequence[tuple[float, int, str]],
-    found: list[str],
+    faults: list[str],
 ) -> None:
     version = read.version
-    if read.tag is not None:  # a step that was saved again after it had expired has been several versions
+    if read.tag is not None:  # saved again after it expired, a step has several versions
         named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
         version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
     if version is None or version not in states:
-        found.append(f"{read.host} read version {version} (tag {read.tag}), which is not there")
+        faults.append(f"{read.host} read version {version} (tag {read.tag}), which does not exist")
         return
     expected = apply(states[version], read.own)
     seen = {p: expected.get(p) for p in read.state} if read.partly else expected
     if read.state != seen:
-        found.append(
-            f"{read.host} read {_short(read.state)} at version {version} (with {list(read.own)} of its own), "
-            f"which is {_short(expected)}"
+        faults.append(
+            f"{read.host} read {_short(read.state)} at version {version} (with its own {list(read.own)}), "
+            f"expected {_short(expected)}"
         )
     if read.newest:
-        _check_newest(read.host, version, read.after, acknowledged, found)
+        _check_newest(read.host, version, read.after, acknowledged, faults)
 
 
-def _check_look(
-    look: Look, states: Mapping[int, State], acknowledged: Sequence[tuple[float, int, str]], found: list[str]
+def _check_listing(
+    listing: Listing,
+    states: Mapping[int, State],
+    acknowledged: Sequence[tuple[float, int, str]],
+    faults: list[str],
 ) -> None:
-    if look.paths != states.get(look.base, {}).keys():
-        found.append(f"{look.host} found the paths {sorted(look.paths)} at version {look.base}")
-    _check_newest(look.host, look.base, look.after, acknowledged, found)
+    if listing.paths != states.get(listing.base, {}).keys():
+        faults.append(f"{listing.host} listed the paths {sorted(listing.paths)} at version {listing.base}")
+    _check_newest(listing.host, listing.base, listing.after, acknowledged, faults)
 
 
 def _check_newest(
-    host: str, version: int, after: float, acknowledged: Sequence[tuple[float, int, str]], found: list[str]
+    host: str, version: int, after: float, acknowledged: Sequence[tuple[float, int, str]], faults: list[str]
 ) -> None:
     known = max((v for time, v, _ in acknowledged if time <= after), default=0)
     if version < known:
-        found.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
+        faults.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
 
 
 def _short(state: Mapping[str, object]) -> str:

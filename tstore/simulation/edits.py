@@ -1,4 +1,4 @@
-"""Independent transactions of a simulated host: random changes of arrays and tags, alone or several at once."""
+"""Independent transactions of a simulated host: random changes of arrays and tags, one or several at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tstore.simulation.history import (
     Attempt,
     Create,
     Delete,
-    Look,
+    Listing,
     Put,
     Read,
     Resize,
@@ -26,30 +26,30 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
-_RESIZED = PATHS[1:]  # groups write to the first, of which each host knows where its part lies
+_RESIZED = PATHS[1:]  # not the first: cooperative transactions write fixed parts of it
 _TAGS = ("best", "good")
-_LONG_NOTE = "n" * 17_000  # makes a manifest too long to travel in its record
-_SCRATCH = 0.1  # of the transactions need not survive a power failure
+_LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
+_SCRATCH = 0.1  # share of the transactions with durability "none"
 
 
 async def transact(site: Site) -> None:
-    """A transaction of a few operations, which may be given up or interrupted."""
+    """Run a transaction of a few operations, which may be aborted or cancelled."""
     tags: dict[str, Any] = {}
     if site.random.random() < 0.3:
         tags[site.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = site.random.choice(
             _TAGS
         )
     isolation: Isolation = "serializable" if site.random.random() < 0.25 else "snapshot"
-    tx, attempt = _begun(site, tags, isolation, durable=site.random.random() >= _SCRATCH)
+    tx, attempt = _new_transaction(site, tags, isolation, durable=site.random.random() >= _SCRATCH)
     after = site.loop.time()
     if site.random.random() < 0.05:
         await _interrupt(site, tx, attempt, asyncio.create_task(_fill(site, tx, attempt, after)))
         return
-    await site.end(tx, attempt, 0, _fill(site, tx, attempt, after))
+    await site.conclude(tx, attempt, 0, _fill(site, tx, attempt, after))
 
 
 async def burst(site: Site) -> None:
-    """Several small transactions at once, of which some go out together: they write, and set and drop tags."""
+    """Run several small transactions at once, which write, set and drop tags; some share a group commit."""
     try:
         known = sorted((await site.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
@@ -61,15 +61,15 @@ async def burst(site: Site) -> None:
         if site.random.random() < 0.5:
             tag = site.random.choice(_TAGS)
             tags = {"drop_tag": tag} if tag in known and site.random.random() < 0.6 else {"move_tag": tag}
-        tx, attempt = _begun(site, tags, "snapshot", durable=durable)
-        work.append(site.end(tx, attempt, 0, _touch(site, tx, attempt, PATHS[2 + number % 3])))
+        tx, attempt = _new_transaction(site, tags, "snapshot", durable=durable)
+        work.append(site.conclude(tx, attempt, 0, _touch(site, tx, attempt, PATHS[2 + number % 3])))
     await asyncio.gather(*work)
 
 
-def _begun(
+def _new_transaction(
     site: Site, tags: dict[str, Any], isolation: Isolation, *, durable: bool
 ) -> tuple[Transaction, Attempt]:
-    """A new transaction with a message and metadata of its own, and the note of it."""
+    """Begin a transaction with a unique message and unique metadata, and record it in the history."""
     value = site.history.value()
     message, metadata = f"work {value}", {"value": value}
     tx = site.store.transaction(
@@ -84,7 +84,7 @@ def _begun(
 
 
 async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> int:
-    """Write one chunk of a small array, if it is there, and commit."""
+    """Write one chunk of a small array, if the array exists, and commit."""
     attempt.bases[0] = max(site.history.start, (await staging_of(tx).base()).version)
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
@@ -96,7 +96,7 @@ async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> in
 
 
 async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
-    """Cancel a transaction while it is filled or committed; what it says it became must be true."""
+    """Cancel a transaction while it writes or commits; if it then has a version, that must be true."""
     await asyncio.wait([work], timeout=site.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])
@@ -112,31 +112,31 @@ async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asynci
 
 async def _fill(site: Site, tx: Transaction, attempt: Attempt, after: float) -> int | None:
     attempt.bases[0] = (await staging_of(tx).base()).version
-    if attempt.bases[0] < site.history.start:  # sizes are old, and hide the newest versions
-        attempt.given_up = True
+    if attempt.bases[0] < site.history.start:  # stale metadata hides the newest versions
+        attempt.aborted = True
         await tx.abort()
         return None
     paths = frozenset(await tx.paths())
-    site.history.looks.append(Look(site.host.name, after, attempt.bases[0], paths))
+    site.history.listings.append(Listing(site.host.name, after, attempt.bases[0], paths))
     attempt.seen.append(Seen((), None, paths))
     for _ in range(site.random.randint(1, 3)):
         await _one(site, tx, attempt)
         if site.random.random() < 0.3:
             await asyncio.sleep(site.random.expovariate(1))
     if site.random.random() < 0.05:
-        attempt.given_up = True
+        attempt.aborted = True
         await tx.abort()
         return None
     return await tx.commit()
 
 
 async def _one(site: Site, tx: Transaction, attempt: Attempt) -> None:
-    """One operation on an array that is there, or is made."""
+    """Apply one operation to an array, creating it first if absent."""
     ops = attempt.ops[0]
     path = site.random.choice(PATHS)
-    there = path in await tx.paths()
+    exists = path in await tx.paths()
     draw = site.random.random()
-    if not there:
+    if not exists:
         note = {"note": _LONG_NOTE} if site.random.random() < 0.1 else None
         await create(tx, path, note)
         ops.append(Create(path))
@@ -174,6 +174,6 @@ async def create(tx: Transaction, path: str, attributes: dict[str, Any] | None) 
 
 
 async def write(tx: Transaction, put: Put) -> None:
-    """Write what the operation says."""
+    """Write the values of an operation."""
     array, width = await tx.array(put.path), width_of(put.path)
     await array[put.start * width : put.stop * width].write(put.value)

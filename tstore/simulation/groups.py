@@ -1,4 +1,4 @@
-"""Cooperative transactions of simulated hosts: checkpoints, and writes into shared arrays."""
+"""Cooperative transactions of simulated hosts: checkpoints, and writes to shared arrays."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["METRIC", "GroupPlan", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
-_FROZEN = 1_000_000  # the value of an array that is the same in every second checkpoint, and so is stored once
+_FROZEN = 1_000_000  # the array repeats in every second checkpoint, which then references its chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 
 class GroupPlan(NamedTuple):
-    """A cooperative transaction that several hosts are to make: a checkpoint, or writes into shared arrays.
+    """A planned cooperative transaction: a checkpoint, or writes to shared arrays.
 
-    `values[h]` is what host `h` writes; those in `deleting` delete an array; with `twice` one host runs twice.
+    Host `h` writes `values[h]`; the hosts in `deleting` also delete an array; with `twice`, one host runs twice.
     """
 
     name: str
@@ -48,14 +48,14 @@ class GroupPlan(NamedTuple):
 
     @property
     def transactions(self) -> tuple[str, ...]:
-        """The ids of the transaction, and of its repetition where a gc took what a checkpoint re-used."""
+        """The ids of the transaction, and of its retry if a gc condemned chunks that the checkpoint references."""
         again = () if self.step is None else (f"{self.attempt}.anew",)
         return tuple(
             Membership.from_arguments(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again)
         )
 
     def part(self, host: int) -> str:
-        """The key of a host's fragment; "" where another run of the host may just deliver it."""
+        """Return the key of a host's fragment; "" if another run of the host may write it."""
         if self.twice:
             return ""
         return Membership.from_arguments(self.name, host, self.hosts, self.attempt).fragment_key(0, host)
@@ -67,14 +67,14 @@ class GroupPlan(NamedTuple):
 
 
 async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> None:
-    """This host's part of a group's transaction."""
+    """Run one host of a cooperative transaction."""
     attempt = site.history.begin(plan.transactions, (plan.name,), plan.hosts)
     attempt.durable = plan.durable
     await asyncio.sleep(site.random.expovariate(1))
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
-        await site.end(None, attempt, host, _save(site, plan, attempt, host, timeout), plan.part(host))
+        await site.conclude(None, attempt, host, _save(site, plan, attempt, host, timeout), plan.part(host))
         return
     attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
     tx = site.store.transaction(
@@ -87,14 +87,16 @@ async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> N
         attempt=plan.attempt,
         metadata=dict(attempt.metadata),
     )
-    await site.end(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
+    await site.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
 
 
 async def checkpoint(site: Site) -> None:
-    """A checkpoint of one of some steps, by two hosts that live and die together; one of them may be late."""
+    """Save a checkpoint of a random step from two hosts in one process; one of them may be late."""
     step, values = site.random.randint(3, 15), (site.history.value(), site.history.value())
     plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step, durable=site.random.random() > 0.1)
-    late = site.random.choice((0, 0, 12))  # s, in which a gc may take what the other host re-uses
+    late = site.random.choice(
+        (0, 0, 12)
+    )  # seconds in which a gc may condemn chunks that the other host references
 
     async def member(host: int) -> None:
         await asyncio.sleep(host * late)
@@ -104,12 +106,12 @@ async def checkpoint(site: Site) -> None:
 
 
 async def finish(site: Site) -> None:
-    """Commit a transaction of other hosts, if all of them have delivered."""
+    """Commit a transaction of other hosts, if all fragments are present."""
     try:
-        under_way = await site.store.pending()
-        if not under_way:
+        pending = await site.store.pending()
+        if not pending:
             return
-        name = site.random.choice(under_way).transaction
+        name = site.random.choice(pending).transaction
         version = await site.store.finish(name)
     except (Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown, DeadlineExceeded) as error:
         site.host.tell(f"finish: {type(error).__name__}")
@@ -142,7 +144,7 @@ async def _save(site: Site, plan: GroupPlan, attempt: Attempt, host: int, timeou
 
 
 async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
-    """Write one chunk of an array that is there, one of an array that the group makes, and perhaps delete one."""
+    """Write one chunk of an existing array and one of a new array, perhaps delete an array, and commit."""
     base = await staging_of(tx).base()
     attempt.bases[host] = min(base.version, attempt.bases.get(host, base.version))
     paths = await tx.paths()
@@ -165,7 +167,7 @@ async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, 
 
 
 def _saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
-    """What a host contributes to a checkpoint, as the model has it."""
+    """Return the operations of one host of a checkpoint, for the model."""
     lines = CELLS // plan.hosts
     ops: list[Op] = [Replace(), *map(Create, ("w", "b", "wfrozen", "wscale"))]
     if host == 0:
@@ -180,6 +182,6 @@ def _frozen(plan: GroupPlan) -> int:
 
 
 def _scale(plan: GroupPlan) -> int:
-    """A value that every format of some bits holds exactly, so that a quantized copy equals its source."""
+    """Return a value that every quantization format represents exactly: a quantized copy equals its source."""
     assert plan.step is not None
     return 1 << plan.step % 4

@@ -1,8 +1,8 @@
-"""What the hosts of a simulation did and saw, and the trivial model that it is checked against.
+"""The recorded actions and observations of simulated hosts, and the model that they are checked against.
 
-A model state maps the path of each array to its cells, and each tag to its version. A cell is a stretch of equal
-values, so that a few numbers stand for an array; every written value is used once, so that a state tells whose
-writes it holds. Committed attempts, replayed in the order of the log, give the state of every version.
+A model state maps the path of each array to its cells, and each tag to its version. A cell is a run of equal
+values, so that a few numbers represent an array. Every written value is unique, so that a state identifies the
+writes it contains. Replaying committed attempts in the order of the log yields the state of every version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "Create",
     "Delete",
     "History",
-    "Look",
+    "Listing",
     "Op",
     "Put",
     "Read",
@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 CELLS = 12
-"""Cells of every array, unless it is resized."""
+"""The cells of every array before a resize."""
 PER_CHUNK = 4
-"""Cells of one chunk."""
+"""The cells per chunk."""
 _WIDE, _NARROW = 160, 1
 
 Cells = tuple[int, ...]
@@ -47,13 +47,13 @@ State = Mapping[str, Cells]
 
 
 class Create(NamedTuple):
-    """A new array of zeros."""
+    """Create an array of zeros."""
 
     path: str
 
 
 class Put(NamedTuple):
-    """Cells [start, stop) of an array become `value`."""
+    """Set cells [start, stop) of an array to `value`."""
 
     path: str
     start: int
@@ -62,34 +62,34 @@ class Put(NamedTuple):
 
     @property
     def whole(self) -> set[int]:
-        """The numbers of the chunks that it covers wholly."""
+        """The numbers of the chunks that it covers entirely."""
         return set(range(-(-self.start // PER_CHUNK), self.stop // PER_CHUNK))
 
     @property
     def touched(self) -> set[int]:
-        """The numbers of the chunks in which it writes."""
+        """The numbers of the chunks that it covers, entirely or in part."""
         return set(range(self.start // PER_CHUNK, -(-self.stop // PER_CHUNK)))
 
 
 class Delete(NamedTuple):
-    """An array goes."""
+    """Delete an array."""
 
     path: str
 
 
 class Resize(NamedTuple):
-    """An array gets so many cells; what is cut off is gone, and new ones are zeros."""
+    """Resize an array: cut off cells are lost, and new ones are zeros."""
 
     path: str
     cells: int
 
 
 class Replace(NamedTuple):
-    """Nothing stays of what was there."""
+    """Delete everything."""
 
 
 class Copied(NamedTuple):
-    """Everything becomes as it was at an earlier version."""
+    """Replace everything by the state of an earlier version."""
 
     version: int
 
@@ -98,12 +98,12 @@ Op = Create | Put | Delete | Resize | Replace | Copied
 
 
 def width_of(path: str) -> int:
-    """The values in one cell of the array at a path: wide ones fill packs, narrow ones travel in records."""
+    """Return the values per cell of an array: wide cells go to packs, narrow ones are inlined in records."""
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
 def cells_of(path: str, values: npt.NDArray[Any]) -> Cells:
-    """The cells of the values of the array at a path; a cell that is not all of one value becomes -1."""
+    """Return the cells of an array's values; a cell with different values is -1."""
     rows = values.reshape(-1, width_of(path))
     firsts = rows[:, 0].tolist()
     if rows.shape[1] == 1:
@@ -113,7 +113,7 @@ def cells_of(path: str, values: npt.NDArray[Any]) -> Cells:
 
 
 def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None = None) -> dict[str, Cells]:
-    """The state after the operations, one after the other; `earlier` has those of the versions before."""
+    """Return the state after the operations; `earlier` has the states of earlier versions."""
     arrays = dict(state)
     for op in ops:
         match op:
@@ -134,19 +134,19 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
 
 
 class Seen(NamedTuple):
-    """What a transaction saw after `own` operations: the cells of an array, or (no `path`) the paths of all."""
+    """What a transaction read after its `own` operations: the cells of an array, or with `path` None all paths."""
 
     own: tuple[Op, ...]
     path: str | None
-    found: Cells | frozenset[str]
+    result: Cells | frozenset[str]
 
 
 class Attempt:
-    """One transaction: what its hosts did in it, and what each was told in the end.
+    """One transaction: the operations of its hosts, and its outcomes.
 
-    The outcomes are the versions and the errors that its hosts were told; who crashed was told nothing.
-    `tags` name the version it becomes, of which `created` were free before; `dropped` name none any more.
-    The history must tell its `message`, and among its metadata those of `metadata`.
+    `outcomes` are the versions returned and the errors raised to its hosts; a crashed host has none. `tags` are
+    set to its version, of which `created` must have been free; `dropped` are removed. The store's history must
+    have its `message` and its `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -164,23 +164,23 @@ class Attempt:
         self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}
         self.bases: dict[int, int] = {}
         self.outcomes: list[int | BaseException] = []
-        self.given_up = False
+        self.aborted = False
 
     @property
     def all_ops(self) -> list[Op]:
-        """What all hosts did; a replacement comes before the rest."""
-        found = [op for ops in self.ops.values() for op in ops]
-        created = list(dict.fromkeys(op for op in found if isinstance(op, Create | Replace)))
+        """The operations of all hosts; replacements and creations come first."""
+        ops = [op for each in self.ops.values() for op in each]
+        created = list(dict.fromkeys(op for op in ops if isinstance(op, Create | Replace)))
         if self.hosts == 1:
-            return found
-        return [*created, *(op for op in found if not isinstance(op, Create | Replace))]
+            return ops
+        return [*created, *(op for op in ops if not isinstance(op, Create | Replace))]
 
 
 class Read(NamedTuple):
-    """What a host saw: the state of a version, with `own` operations of its transaction on top.
+    """A read by a host: the state of a version, with the reader's `own` operations applied.
 
-    `version` is None for a checkpoint that was restored by its tag `tag`. A state that is `partly` read lacks
-    arrays. `after` is when the host began to look; what is told to be the `newest` must not be older than that.
+    `version` is None for a checkpoint restored by its `tag`. `partly` means that `state` lacks arrays. `after` is
+    the time when the read began; if it read the `newest` version, no later one may have been acknowledged before.
     """
 
     host: str
@@ -193,8 +193,8 @@ class Read(NamedTuple):
     newest: bool = False
 
 
-class Look(NamedTuple):
-    """The paths that a transaction found when it began; `after` is when it began to look."""
+class Listing(NamedTuple):
+    """The paths that a transaction listed when it began; `after` is the time when the listing began."""
 
     host: str
     after: float
@@ -203,46 +203,46 @@ class Look(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """A gc that came to its end: the version it became, and the rule by which it collected."""
+    """A completed gc: its version, and its retention rule."""
 
     version: int
     keep: Keep
 
 
 class History:
-    """Everything that was observed in one run."""
+    """Everything recorded in one run."""
 
     def __init__(self) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []
-        self.told: dict[str, list[int | None]] = {}
+        self.reported: dict[str, list[int | None]] = {}
         self.collected: list[Collected] = []
         self.faults: list[str] = []
-        self.looks: list[Look] = []
+        self.listings: list[Listing] = []
         self.start = 0  # the version from which the run began
-        self.unnamed: dict[str, Attempt] = {}  # by their message, as their ids are not told
-        self.lagging = False  # whether who looks for the newest version may find an older one
+        self.unnamed: dict[str, Attempt] = {}  # by message, because their transaction ids are not known
+        self.lagging = False  # whether stale reads may return an older version as the newest
         self._values = 0
 
     def value(self) -> int:
-        """A number that was never written before."""
+        """Return a value that no array has yet."""
         self._values += 1
         return self._values
 
     def skip_values(self) -> None:
-        """Begin to count at numbers that no other history of the run comes to."""
+        """Continue with values that the other history of the run does not reach."""
         self._values = 500_000
 
     def note(self, what: str) -> None:
-        """Note a promise that was broken."""
+        """Record a broken promise."""
         self.faults.append(what)
 
     def begin(self, transactions: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """The attempt of these ids, of which one may be committed; the hosts of a group share it."""
-        found = self.attempts.get(transactions[0])
-        if found is None:
-            found = Attempt(transactions[0], tags, hosts)
-            found.transactions = transactions
-            self.attempts.update(dict.fromkeys(transactions, found))
-        return found
+        """Return the attempt with these ids, at most one of which commits. Its hosts share the attempt."""
+        attempt = self.attempts.get(transactions[0])
+        if attempt is None:
+            attempt = Attempt(transactions[0], tags, hosts)
+            attempt.transactions = transactions
+            self.attempts.update(dict.fromkeys(transactions, attempt))
+        return attempt

@@ -1,6 +1,4 @@
-"""What a host finds at the end of a simulated run that knows nothing of it: in the store, its copy, and after a
-power failure.
-"""
+"""Checks of the store at the end of a simulated run, of its copy, and of its state after a power failure."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tstore.format.layout import commit_key
 from tstore.simulation.checker import Committed, violations
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
-from tstore.simulation.site import Darkroom, read_state
+from tstore.simulation.site import PowerCut, read_state
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.weather import Host
 from tstore.store import Store
@@ -23,86 +21,98 @@ from tstore.store import Store
 __all__ = ["committed", "judge_copy", "judge_power_failure", "judge_store"]
 
 Log = dict[int, Committed]
-Born = Callable[[str], contextlib.AbstractContextManager[Host]]
-"""Makes a host of a name that nothing hinders, in whose world the running task lives."""
+NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
+"""Return a context in which the running task is a new host without faults, of the given name."""
 
 
 async def judge_store(
-    born: Born, storage: SharedObjects, first: Committed, history: History
+    new_host: NewHost, storage: SharedObjects, first: Committed, history: History
 ) -> tuple[list[str], Log]:
-    """The promises that are broken, and the versions above the one from which the run began."""
-    found: list[str] = []
+    """Return the broken promises, and the versions above the one from which the run began."""
+    faults: list[str] = []
     log: Log = {}
     start = history.start
-    with born("judge") as host:
+    with new_host("judge") as host:
         keys = sorted(k for k in storage.objects if k.startswith("commits/"))
         newest = len(keys)
         if keys != [commit_key(v) for v in range(1, newest + 1)]:
             return [*history.faults, f"the versions are not dense: {keys}"], {}
-        with _told(found):
+        with _errors_as_faults(faults):
             store = await tstore.open(HostStorage(storage, host))
             if (seen := (await store.snapshot()).version) != newest:
-                found.append(f"the newest version is {newest}, and {seen} was found")
+                faults.append(f"the newest version is {newest}, but {seen} was returned")
             for version in range(start + 1, newest + 1):
                 log[version] = await committed(store, version)
             if newest > start and log[newest].state is None:
-                found.append(f"the newest version {newest} has expired")
-            found += await _verified(store)
-            told = [c async for c in store.history() if c.version > start]
+                faults.append(f"the newest version {newest} has expired")
+            faults += await _verified(store)
+            commits = [c async for c in store.history() if c.version > start]
             for name in history.attempts:
-                history.told.setdefault(name, []).append(await store.outcome(name))
+                history.reported.setdefault(name, []).append(await store.outcome(name))
             async with store.transaction("after") as tx:
                 await create(tx, "after", None)
             if tx.version != newest + 1:
-                found.append(f"the next commit became version {tx.version}, and not {newest + 1}")
-    if found:
-        return [*history.faults, *found], log
-    return violations(first, log, told, history), log
+                faults.append(f"the next commit is version {tx.version}, expected {newest + 1}")
+    if faults:
+        return [*history.faults, *faults], log
+    return violations(first, log, commits, history), log
 
 
 async def judge_copy(
-    born: Born, mirror: SharedObjects, first: Committed, source: tuple[SharedObjects, History, Log], own: History
+    new_host: NewHost,
+    mirror: SharedObjects,
+    first: Committed,
+    source: tuple[SharedObjects, History, Log],
+    own: History,
 ) -> list[str]:
-    """The promises that are broken at a copy, where hosts went on too: `own` is what these did and saw."""
+    """Return the broken promises of a copy that was written to as well; `own` is the history of its writers."""
     storage, history, log = source
     combined = copy.copy(own)
     combined.start = history.start
-    combined.attempts = {name: _untold(attempt) for name, attempt in history.attempts.items()} | own.attempts
-    combined.unnamed = {name: _untold(attempt) for name, attempt in history.unnamed.items()} | own.unnamed
-    with born("mirror's judge") as host:
+    combined.attempts = {
+        name: _without_outcomes(attempt) for name, attempt in history.attempts.items()
+    } | own.attempts
+    combined.unnamed = {
+        name: _without_outcomes(attempt) for name, attempt in history.unnamed.items()
+    } | own.unnamed
+    with new_host("mirror's judge") as host:
         try:
             await tstore.open(HostStorage(mirror, host), "r")
         except NotAStore:
-            return []  # it never came so far
+            return []  # no copy was made
     if history.lagging:
-        return []  # a copy may be of a version before the run began, and go its own way from there
+        return []  # the copy may be of a version before the run began, and may have diverged there
     ours, theirs = ({v: objects.get(commit_key(v)) for v in log} for objects in (storage.objects, mirror.objects))
     apart = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
     mixed = [v for v in log if v > apart and ours[v] == theirs[v]]
     if mixed:
-        return [f"the copy's version {apart} is its own, and {mixed} above it are of the source"]
-    found, _ = await judge_store(born, mirror, first, combined)
-    return [f"in the copy: {fault}" for fault in found]
+        return [
+            f"the copy's version {apart} differs from the source, but the later {mixed} are those of the source"
+        ]
+    faults, _ = await judge_store(new_host, mirror, first, combined)
+    return [f"in the copy: {fault}" for fault in faults]
 
 
-async def judge_power_failure(born: Born, darkroom: Darkroom, log: Log, chance: random.Random) -> list[str]:
-    """The promises that are broken where the power failed at the moment of the photograph."""
-    assert darkroom.photograph is not None
-    storage = darkroom.photograph.after_power_failure(chance)
-    found: list[str] = []
-    with born("power failure's judge") as host, _told(found):
+async def judge_power_failure(
+    new_host: NewHost, power_cut: PowerCut, log: Log, chance: random.Random
+) -> list[str]:
+    """Return the broken promises if the power fails at the moment of the image."""
+    assert power_cut.image is not None
+    storage = power_cut.image.after_power_failure(chance)
+    faults: list[str] = []
+    with new_host("power failure's judge") as host, _errors_as_faults(faults):
         store = await tstore.open(HostStorage(storage, host))
         newest = (await store.snapshot()).version
-        if newest < darkroom.acknowledged:
-            found.append(f"version {newest} is the newest, though {darkroom.acknowledged} was acknowledged")
+        if newest < power_cut.acknowledged:
+            faults.append(f"version {newest} is the newest, though {power_cut.acknowledged} was acknowledged")
         for version in (v for v in log if v <= newest):
-            there = await committed(store, version)
-            if there.record.transaction != log[version].record.transaction:
-                found.append(f"version {version} is another than before")
-            if there.state is not None and log[version].state not in (None, there.state):
-                found.append(f"version {version} has other values than before")
-        found += await _verified(store)
-    return [f"after a power failure: {fault}" for fault in found]
+            after = await committed(store, version)
+            if after.record.transaction != log[version].record.transaction:
+                faults.append(f"version {version} is another transaction than before")
+            if after.state is not None and log[version].state not in (None, after.state):
+                faults.append(f"version {version} has other values than before")
+        faults += await _verified(store)
+    return [f"after a power failure: {fault}" for fault in faults]
 
 
 async def committed(store: Store, version: int) -> Committed:
@@ -117,20 +127,20 @@ async def committed(store: Store, version: int) -> Committed:
 
 
 async def _verified(store: Store) -> list[str]:
-    """What a verification finds, but for roots that the run began with."""
+    """Return the faults that `verify` reports, except for roots, which a scenario may damage."""
     return [fault for fault in (await store.verify()).faults if "roots/" not in fault]
 
 
 @contextlib.contextmanager
-def _told(found: list[str]) -> Iterator[None]:
+def _errors_as_faults(faults: list[str]) -> Iterator[None]:
     try:
         yield
     except TStoreError as error:
-        found.append(f"in the end: {type(error).__name__}: {error}")
+        faults.append(f"in the end: {type(error).__name__}: {error}")
 
 
-def _untold(attempt: Attempt) -> Attempt:
-    """The attempt of a source, of whose outcome there a copy tells nothing."""
+def _without_outcomes(attempt: Attempt) -> Attempt:
+    """Return an attempt on the source without its outcomes, which do not apply to the copy."""
     copied = copy.copy(attempt)
     copied.outcomes = []
     return copied

@@ -1,4 +1,4 @@
-"""The protocol with its large numbers made small: what takes a hundred hosts or 64 versions then takes a few."""
+"""Smaller constants for the protocol, so that a few hosts and versions reach what otherwise takes hundreds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gcs of a simulation expired just those versions that their rules do not keep."""
+"""Checks that garbage collection expired exactly the versions that its retention rule does not keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Committed(Protocol):
 def retained(
     keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
 ) -> set[int]:
-    """The living versions that a rule without a time keeps, always with the newest and the newest step."""
+    """Return the live versions that a rule without a time keeps; the newest version and step are always kept."""
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)
     kept = {max(alive), *(steps[s] for s in order[-1:])}
@@ -44,7 +44,7 @@ def retention_faults(
     tags: Mapping[int, Mapping[str, int]],
     history: History,
 ) -> list[str]:
-    """One sentence for each gc that expired another set of versions than its rule says."""
+    """Return one sentence for each gc that expired other versions than its rule demands."""
     rules = {each.version: each.keep for each in history.collected}
     alive_as_of = {history.start: set(range(1, history.start + 1))}
     metrics: dict[int, Mapping[str, float]] = {}
@@ -62,8 +62,8 @@ def retention_faults(
                 expected = alive_as_of[base] - retained(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:
                     faults.append(
-                        f"version {version} collected by {keep} the versions {sorted(collection.expired)}, "
-                        f"and should have {sorted(expected)}"
+                        f"version {version} expired {sorted(collection.expired)} by {keep}, "
+                        f"expected {sorted(expected)}"
                     )
         alive_as_of[version] = alive
     return faults

@@ -1,9 +1,9 @@
-"""Simulated runs: many hosts on one store in virtual time, with every fault that may happen.
+"""Simulated runs: many hosts on one store in virtual time, with injected faults.
 
-The code of the protocol is the real one: stores, transactions, groups, checkpoints. Unreal are the clock (virtual
-time, and each host's own is wrong), chance, and the storage (`simulation.storage`). A run is determined by its
-seed. When all hosts have ended and all late requests have landed, a new host reads the store, and the
-`checker` compares that with what the hosts did and saw.
+The code under test is the real one: stores, transactions, cooperative transactions, checkpoints. Simulated are the
+clock (virtual time, with an error for each host), the random numbers and the storage (`simulation.storage`). The
+seed determines the run. When all hosts have ended and all late requests have landed, a new host reads the store,
+and `checker` compares the result with the history of the run.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from tstore.simulation.history import History
 from tstore.simulation.judge import committed, judge_copy, judge_power_failure, judge_store
 from tstore.simulation.miniature import reduced
 from tstore.simulation.scenario import Scenario
-from tstore.simulation.site import Darkroom, Site
+from tstore.simulation.site import PowerCut, Site
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
-from tstore.simulation.weather import Host, Onlooker
+from tstore.simulation.weather import FaultFreeHost, Host
 from tstore.simulation.workload import live
 from tstore.storage.cache.folder import Cache
 
 __all__ = ["Outcome", "Tally", "simulate", "simulate_many"]
 
-_DEADLINE = 3_600.0  # virtual seconds in which every host must come to its end
-_PART = 25  # runs that a process makes at a time
-_LATEST = 60.0  # virtual seconds after which no request is under way any more
+_DEADLINE = 3_600.0  # virtual seconds in which every host must end
+_PART = 25  # runs per task of a process
+_LATEST = 60.0  # virtual seconds after which no request is in flight
 
 
 class Outcome(NamedTuple):
-    """What one run showed: the promises that were broken (none, if all is well), and its story."""
+    """The result of one run: the broken promises, a line of text for each event, and the number of commits."""
 
     seed: int
     violations: list[str]
@@ -50,13 +50,13 @@ class Outcome(NamedTuple):
 
 
 class _Place:
-    """A storage, and what hosts do and see there."""
+    """A storage and the history of its hosts."""
 
     def __init__(self, storage: SharedObjects, start: int) -> None:
         self.storage = storage
         self.history = History()
         self.history.start = start
-        self.darkroom = Darkroom()
+        self.power_cut = PowerCut()
 
 
 class _Run:
@@ -78,10 +78,10 @@ class _Run:
         self.caches = contextlib.ExitStack()
 
     async def run(self) -> tuple[list[str], int]:
-        """Let all hosts live, and then check what is left; the violations and the number of commits."""
+        """Run all hosts, check the result, and return the violations and the number of commits."""
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.place.storage
-        with self._onlooker("witness") as host:
+        with self._observer("witness") as host:
             first = await committed(await tstore.open(HostStorage(storage, host)), start)
         if self.choice.random() < 0.5:
             hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
@@ -95,19 +95,19 @@ class _Run:
             self._start(self._failover())
         while pending := [t for t in self.tasks if not t.done()]:
             if loop.time() > _DEADLINE:
-                self.place.history.note(f"{len(pending)} hosts had not come to an end after {_DEADLINE:g} s")
+                self.place.history.note(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
                 break
             await asyncio.wait(pending, timeout=60)
         await self._ended([task for task in self.tasks if task.done()])
-        await self._bury()
+        await self._cancel_all()
         await asyncio.sleep(_LATEST)
-        found, log = await judge_store(self._onlooker, storage, first, self.place.history)
-        if not found and self.place.darkroom.photograph is not None:
-            found = await judge_power_failure(self._onlooker, self.place.darkroom, log, self.choice)
-        if not found and scenario.mirrored:
+        faults, log = await judge_store(self._observer, storage, first, self.place.history)
+        if not faults and self.place.power_cut.image is not None:
+            faults = await judge_power_failure(self._observer, self.place.power_cut, log, self.choice)
+        if not faults and scenario.mirrored:
             source = storage, self.place.history, log
-            found = await judge_copy(self._onlooker, self.mirror.storage, first, source, self.mirror.history)
-        return found, len(log)
+            faults = await judge_copy(self._observer, self.mirror.storage, first, source, self.mirror.history)
+        return faults, len(log)
 
     def _tell(self, who: str, what: str) -> None:
         self.story.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
@@ -116,8 +116,8 @@ class _Run:
         self.tasks.append(asyncio.get_running_loop().create_task(life))  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def _born(self, name: str) -> Iterator[Host]:
-        """A new run of a host, in whose world the running task lives from then on."""
+    def _new_host(self, name: str) -> Iterator[Host]:
+        """Make the running task a new run of a host, for the duration of the block."""
         skew = self.choice.choice((0, 0, -3_600, 86_400))
         host = Host(name, f"{self.seed} {name}", self.scenario.weather, skew, self._tell)
         self.hosts.append(host)
@@ -125,31 +125,31 @@ class _Run:
             yield host
 
     @contextlib.contextmanager
-    def _onlooker(self, name: str) -> Iterator[Host]:
-        """A host that nothing hinders, in whose world the running task lives from then on."""
-        host = Onlooker(name, f"{self.seed} {name}", self._tell)
+    def _observer(self, name: str) -> Iterator[Host]:
+        """Make the running task a host without faults, for the duration of the block."""
+        host = FaultFreeHost(name, f"{self.seed} {name}", self._tell)
         with inhabited(host), inline(host.step):
             yield host
 
     async def _site(self, host: Host, place: _Place) -> Site:
-        """The host with the storage open, perhaps with a cache in front."""
+        """Open the store as a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
             cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))
-        return await Site.of(host, place.storage, place.history, place.darkroom, cache)
+        return await Site.open(host, place.storage, place.history, place.power_cut, cache)
 
     async def _host_life(self, name: str, place: _Place, rounds: int) -> None:
-        """A host that works, and is started again after each crash."""
+        """Run a host, restarting it after each crash."""
         mirror = self.mirror.storage if self.scenario.mirrored and place is self.place else None
         for run in range(4):
-            with self._born(f"{name}.{run}") as host:
+            with self._new_host(f"{name}.{run}") as host:
                 site = await self._site(host, place)
-                if await _survived(host, asyncio.create_task(live(site, rounds, self.scenario.mood, mirror))):
+                if await _survived(host, asyncio.create_task(live(site, rounds, self.scenario.mix, mirror))):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
 
     async def _failover(self) -> None:
-        """A host that goes on with the copy, once that is a store, while others still copy to it perhaps."""
+        """Run a host that writes to the copy once that exists, perhaps while others still copy to it."""
         for _ in range(100):
             await asyncio.sleep(self.choice.uniform(0, 3))
             if "tstore.json" in self.mirror.storage.objects:
@@ -157,7 +157,7 @@ class _Run:
                 return
 
     async def _group_life(self, number: int) -> None:
-        """A group whose attempts follow each other, or run at once, until one has committed or all are spent."""
+        """Run the attempts of a cooperative transaction, one after the other or at once."""
         choice = random.Random(f"group {self.seed} {number}")
         hosts = choice.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
         step = number + 1 if choice.random() < 0.5 else None
@@ -169,7 +169,9 @@ class _Run:
         for attempt in range(attempts):
             values = tuple(self.place.history.value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if choice.random() < 0.4)
-            twice = step is not None and choice.random() < 0.2  # there, what it writes does not hang on its base
+            twice = (
+                step is not None and choice.random() < 0.2
+            )  # only for checkpoints, whose writes do not depend on the base
             plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
             timeout = choice.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([choice.randrange(hosts)] if twice else [])]:
@@ -181,7 +183,7 @@ class _Run:
         await self._ended(lives)
 
     async def _ended(self, lives: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for the end of hosts; none of them may end with an error."""
+        """Wait for hosts to end; an error of a host is a fault."""
         for error in await asyncio.gather(*lives, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.place.history.note(f"a host ended with {type(error).__name__}: {error}")
@@ -189,12 +191,12 @@ class _Run:
     async def _member_life(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
-        with self._born(name) as host:
+        with self._new_host(name) as host:
             site = await self._site(host, self.place)
             await _survived(host, asyncio.create_task(cooperate(site, plan, number, timeout)))
 
-    async def _bury(self) -> None:
-        """Ends what dead and stuck hosts were about, so that none of it runs on."""
+    async def _cancel_all(self) -> None:
+        """Cancel the tasks of dead and stuck hosts."""
         for host in self.hosts:
             host.ended = True
         me = asyncio.current_task()
@@ -208,7 +210,7 @@ class _Run:
 
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
-    """Whether the work came to its end before the host crashed; its error is raised."""
+    """Return whether the work ended before the host crashed. Raises the error of the work."""
     crash = asyncio.create_task(host.crashed.wait())
     await asyncio.wait([work, crash], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
@@ -218,10 +220,10 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 
 
 def simulate(seed: int) -> Outcome:
-    """The outcome of the run of a seed; the same seed gives the same, in any process."""
+    """Run one seed; the outcome is the same in any process."""
     choice = random.Random(f"run {seed}")
-    scenario = Scenario.of(choice)
-    objects = scenario.objects()  # on a loop of its own, before there is another
+    scenario = Scenario.draw(choice)
+    objects = scenario.objects()  # uses its own event loop, so before the loop of the run exists
     loop = VirtualLoop()
     run: _Run | None = None
 
@@ -233,22 +235,22 @@ def simulate(seed: int) -> Outcome:
 
     try:
         with reduced(**scenario.constants):
-            found, commits = loop.run_until_complete(whole())
+            violations, commits = loop.run_until_complete(whole())
     except Stuck as error:
-        found, commits = [f"the run is stuck: {error}"], 0
+        violations, commits = [f"the run is stuck: {error}"], 0
     except TStoreError as error:
-        found, commits = [f"the store can't be read: {type(error).__name__}: {error}"], 0
+        violations, commits = [f"the store can't be read: {type(error).__name__}: {error}"], 0
     except BaseException as error:
         error.add_note(f"in the simulation of seed {seed}")
         raise
     finally:
         loop.close()
     assert run is not None
-    return Outcome(seed, found, run.story, commits)
+    return Outcome(seed, violations, run.story, commits)
 
 
 class Tally(NamedTuple):
-    """How many runs there were, how many commits they made, and the outcomes that are not well."""
+    """The number of runs and of their commits, and the outcomes with violations."""
 
     runs: int
     commits: int
@@ -256,7 +258,7 @@ class Tally(NamedTuple):
 
 
 def simulate_many(seeds: range, processes: int) -> Iterator[Tally]:
-    """The outcomes of all seeds, some at a time, from that many processes at once."""
+    """Run all seeds in parallel processes and yield a tally for each batch."""
     parts = [seeds[i : i + _PART] for i in range(0, len(seeds), _PART)]
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
         yield from executor.map(_tally, parts)

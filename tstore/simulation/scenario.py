@@ -1,4 +1,4 @@
-"""The circumstances of one simulated run, drawn from its seed, and the store that it begins with."""
+"""The parameters of a simulated run, drawn from its seed, and the store from which it begins."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from tstore.simulation.miniature import reduced
 from tstore.simulation.site import PATHS
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import VirtualLoop
-from tstore.simulation.weather import Onlooker, Weather
+from tstore.simulation.weather import FaultFreeHost, Weather
 
-__all__ = ["Scenario", "initial_objects", "make_beginnings"]
+__all__ = ["Scenario", "initial_objects", "prepare_initial_stores"]
 
 Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
 
-_BEFORE = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
-"""Commits before the run begins, by the distance of two roots; the run then writes the next root."""
-_SCRATCHED = 64  # bytes from the end of a root, of which one is flipped
+_INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
+"""Commits before the run begins, by the distance between roots; the run then writes the next root."""
+_SCRATCHED = 64  # a bit is flipped half this many bytes before the end of a root
 
 
 class Scenario(NamedTuple):
-    """The circumstances of one run."""
+    """The parameters of one run."""
 
     root_every: int
     fan: int
-    """How many fragments are merged at once."""
-    before: int
-    """Commits of the store as the run begins."""
+    """The number of fragments merged at once."""
+    initial_commits: int
+    """The number of commits before the run begins."""
     roots: Roots
-    """What the roots are; `foreign` ones are of another store's versions, also `ahead` of the newest."""
+    """The state of the roots; `foreign` ones are of another store, also of versions `ahead` of the newest."""
     strict: bool
     mirrored: bool
-    """Whether the store is copied to another place, where hosts go on too."""
+    """Whether the store is copied to another storage, where a host then writes too."""
     cached: bool
-    mood: Literal["all", "edits", "checkpoints", "upkeep"]
+    mix: Literal["all", "edits", "checkpoints", "upkeep"]
     weather: Weather
 
     @classmethod
-    def of(cls, choice: random.Random) -> Scenario:
-        """Draw the circumstances of a run."""
+    def draw(cls, choice: random.Random) -> Scenario:
+        """Draw the parameters of a run."""
         root_every = choice.choice((8, 8, 8, 64))
         weather = Weather(
             faults=choice.choice((0, 0.01, 0.05, 0.15)),
@@ -60,23 +60,23 @@ class Scenario(NamedTuple):
         return cls(
             root_every,
             choice.choice((2, 100)),
-            choice.choice(_BEFORE[root_every]),
+            choice.choice(_INITIAL_COMMITS[root_every]),
             choice.choice(kinds) if choice.random() < 0.2 else "right",
             strict=choice.random() < 0.2,
             mirrored=choice.random() < 0.2,
             cached=choice.random() < 0.05,
-            mood=choice.choice(("all", "all", "edits", "checkpoints", "upkeep")),
+            mix=choice.choice(("all", "all", "edits", "checkpoints", "upkeep")),
             weather=weather,
         )
 
     @property
     def constants(self) -> dict[str, int]:
-        """The constants of the protocol in this run, for `reduced`."""
+        """The constants of the protocol in this run: the arguments of `reduced`."""
         return {"FAN": self.fan, "ROOT_EVERY": self.root_every}
 
     def objects(self) -> dict[str, bytes]:
-        """The objects of the store as the run begins."""
-        objects = initial_objects(self.before, self.root_every)
+        """Return the objects of the store from which the run begins."""
+        objects = initial_objects(self.initial_commits, self.root_every)
         newest = sum(key.startswith("commits/") for key in objects)
         last = newest - newest % self.root_every
         match self.roots:
@@ -88,32 +88,32 @@ class Scenario(NamedTuple):
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
                 first = last or self.root_every
-                others = initial_objects(2 * self.root_every + self.before, self.root_every, fork=1)
+                others = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, fork=1)
                 wrong = range(first, newest + 2 * self.root_every, self.root_every)
                 wrong = wrong if self.roots == "foreign" else range(last + self.root_every, wrong.stop, wrong.step)
                 objects |= {root_key(v): others[root_key(v)] for v in wrong if root_key(v) in others}
         return objects
 
 
-def make_beginnings() -> None:
-    """Make the stores that runs of this process may begin with; else each is made when a run needs it first."""
-    for root_every, numbers in _BEFORE.items():
+def prepare_initial_stores() -> None:
+    """Create all initial stores now, which runs of this process otherwise create on first use."""
+    for root_every, numbers in _INITIAL_COMMITS.items():
         for before in set(numbers):
-            _made(before, root_every, 0)
-            _made(2 * root_every + before, root_every, 1)
+            _initial_store(before, root_every, 0)
+            _initial_store(2 * root_every + before, root_every, 1)
 
 
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
-    """The objects of a store with arrays and that many more small commits; of each `fork` others."""
-    return dict(_made(commits, root_every, fork))
+    """Return the objects of a store with arrays and `commits` more small commits; each `fork` is another store."""
+    return dict(_initial_store(commits, root_every, fork))
 
 
 @functools.cache
-def _made(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
+def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
     storage = SharedObjects({})
 
     async def make() -> None:
-        host = Onlooker("maker", f"maker {fork}", lambda _who, _what: None)
+        host = FaultFreeHost("maker", f"maker {fork}", lambda _who, _what: None)
         with inhabited(host), inline(host.step):
             store = await tstore.open(HostStorage(storage, host), "x")
             async with store.transaction("begin") as tx:

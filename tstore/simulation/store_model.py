@@ -1,6 +1,6 @@
-"""A store as a trivial model in memory: dicts of NumPy arrays, and the rules of who conflicts with whom.
+"""A model of a store in memory: dicts of NumPy arrays, and the rules for conflicts between transactions.
 
-It follows the table at the top of `tstore/format/tree.py` by the letter; it knows nothing of manifests and packs.
+It implements the table at the top of `tstore/format/tree.py` literally, without manifests or packs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Region = tuple[slice, ...]
 
 
 def is_below(path: str, top: str) -> bool:
-    """Whether the path is `top` or lies below it."""
+    """Return whether the path is `top` or below it."""
     return path == top or path.startswith(top + "/")
 
 
 def apart(path: str, other: str) -> bool:
-    """Whether neither path lies at or below the other."""
+    """Return whether neither path is at or below the other."""
     return not is_below(path, other) and not is_below(other, path)
 
 
 class Grid:
-    """One array: the blocks that were written, of the chunks' shape each, with zeros beyond the edge."""
+    """One array: its written chunks, each of the full chunk shape, with zeros beyond the edge of the array."""
 
     def __init__(self, shape: Box, chunks: Box, sparse: bool, dtype: Any = np.int64) -> None:
         self.shape = shape
@@ -42,23 +42,23 @@ class Grid:
         self.blocks: dict[Box, Values] = {}
 
     def copy(self) -> Grid:
-        """The same array, of which a change does not change this one."""
-        found = Grid(self.shape, self.chunks, self.sparse, self.dtype)
-        found.blocks = {at: block.copy() for at, block in self.blocks.items()}
-        return found
+        """Return an independent copy."""
+        copied = Grid(self.shape, self.chunks, self.sparse, self.dtype)
+        copied.blocks = {at: block.copy() for at, block in self.blocks.items()}
+        return copied
 
     def _box(self, at: Box) -> Region:
-        """The part of the array that a block covers."""
+        """Return the region of the array that a chunk covers."""
         return tuple(
             slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, self.chunks, self.shape, strict=True)
         )
 
     def boxes(self) -> Iterable[Box]:
-        """The numbers of all blocks."""
+        """Return the indices of all chunks."""
         return itertools.product(*(range(-(-n // c)) for n, c in zip(self.shape, self.chunks, strict=True)))
 
     def touched(self, region: Region) -> tuple[set[Box], set[Box]]:
-        """The numbers of the blocks in which the region lies, and of those that it covers wholly."""
+        """Return the indices of the chunks that the region touches, and of those that it covers entirely."""
         inside = np.zeros(self.shape, bool)
         inside[region] = True
         some = {at for at in self.boxes() if inside[self._box(at)].any()}
@@ -73,32 +73,35 @@ class Grid:
         for at in self.touched(region)[0]:
             block = self.blocks.setdefault(at, np.zeros(self.chunks, self.dtype))
             box = self._box(at)
-            part: Any = (*(slice(0, s.stop - s.start) for s in box), ...)  # views, also of no dimensions
+            part: Any = (
+                *(slice(0, s.stop - s.start) for s in box),
+                ...,
+            )  # the ellipsis makes views of 0-d arrays too
             same_part: Any = (*box, ...)
             np.copyto(block[part], whole[same_part], where=inside[same_part])
 
     def read(self, region: Region) -> Values | None:
-        """The values, None where one of them was never written."""
+        """Return the values, or None if one of them was never written."""
         if not self.sparse and any(at not in self.blocks for at in self.touched(region)[0]):
             return None
         whole = np.zeros(self.shape, self.dtype)
         for at, block in self.blocks.items():
             box = self._box(at)
             whole[box] = block[tuple(slice(0, s.stop - s.start) for s in box)]
-        found: Values = whole[region]
-        return found
+        values: Values = whole[region]
+        return values
 
     def resize(self, shape: Box) -> None:
-        """Give it another shape; what is cut off is gone."""
+        """Change the shape; values that are cut off are lost."""
         self.shape = shape
-        there = set(self.boxes())
-        self.blocks = {at: block for at, block in self.blocks.items() if at in there}
+        remaining = set(self.boxes())
+        self.blocks = {at: block for at, block in self.blocks.items() if at in remaining}
         for at, block in self.blocks.items():
             for axis, s in enumerate(self._box(at)):
                 block[(slice(None),) * axis + (slice(s.stop - s.start, None),)] = 0
 
     def differing(self, other: Grid) -> int:
-        """How many blocks one has and the other has not, or with other values."""
+        """Return the number of chunks that differ, including those that only one array has."""
         both = self.blocks.keys() & other.blocks.keys()
         alone = len(self.blocks.keys() ^ other.blocks.keys())
         return alone + sum(not np.array_equal(self.blocks[at], other.blocks[at]) for at in both)
@@ -114,26 +117,26 @@ class Grid:
 
 @dataclass
 class State:
-    """What a version holds."""
+    """The arrays, groups and tags of a version."""
 
     arrays: dict[str, Grid] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     tags: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> State:
-        """The same state, of which a change does not change this one."""
+        """Return an independent copy."""
         return State({p: g.copy() for p, g in self.arrays.items()}, copy.deepcopy(self.groups), dict(self.tags))
 
     def nodes(self) -> list[str]:
-        """The paths of all arrays and groups."""
+        """Return the paths of all arrays and groups."""
         return [*self.arrays, *self.groups]
 
     def free_for_array(self, path: str) -> bool:
-        """Whether an array can be made at the path."""
+        """Return whether an array can be created at the path."""
         return not any(is_below(p, path) for p in self.nodes()) and not any(is_below(path, p) for p in self.arrays)
 
     def free_for_group(self, path: str) -> bool:
-        """Whether a group can be made at the path."""
+        """Return whether a group can be created at the path."""
         return not any(is_below(path, p) for p in self.arrays)
 
     def remove(self, paths: Iterable[str]) -> None:
@@ -145,7 +148,7 @@ class State:
 
 @dataclass
 class Touch:
-    """What a transaction changed, as far as others can conflict with it."""
+    """The write set of a transaction: what other transactions can conflict with."""
 
     whole: dict[str, set[Box]] = field(default_factory=dict)
     touched: dict[str, set[Box]] = field(default_factory=dict)
@@ -156,12 +159,12 @@ class Touch:
     replaces: bool = False
 
     def write(self, path: str, some: set[Box], whole: set[Box]) -> None:
-        """Note that blocks were written, some of them wholly."""
+        """Record written chunks: `some` of them touched, `whole` of them covered entirely."""
         self.whole.setdefault(path, set()).update(whole)
         self.touched.setdefault(path, set()).update(some)
 
     def forget(self, path: str) -> None:
-        """The path and all below it are as if they had never been touched."""
+        """Remove the path and everything below it from the write set."""
         for known in (self.whole, self.touched):
             for p in [p for p in known if is_below(p, path)]:
                 del known[p]
@@ -169,16 +172,16 @@ class Touch:
 
     @property
     def nodes(self) -> set[str]:
-        """The paths at which something was changed."""
+        """The paths of all changed nodes."""
         return self.fresh | self.touched.keys()
 
     @property
     def patches(self) -> bool:
-        """Whether chunks were written in part, or kept in another shape, for which others are read."""
+        """Whether chunks were written in part or resized, which reads their previous values."""
         return bool(self.fresh) or any(self.touched[p] - self.whole.get(p, set()) for p in self.touched)
 
     def conflicts(self, newer: Touch) -> bool:
-        """Whether this one can't be committed after `newer`, of which its base knows nothing."""
+        """Return whether this write set conflicts with that of a commit above its base."""
         if self.tags & (newer.tags | newer.dropped) or self.dropped & newer.tags:
             return True
         if self.replaces:
@@ -200,7 +203,7 @@ class Touch:
 
 
 class Seen(NamedTuple):
-    """Something that a transaction read: after `ops` of its operations, by a function of what it saw."""
+    """A read of a transaction: `look` returned `result` after the first `ops` operations of the transaction."""
 
     ops: int
     look: Callable[[State], Any]
@@ -208,7 +211,7 @@ class Seen(NamedTuple):
     paths: frozenset[str] | None
 
     def holds(self, state: State, ops: list[Callable[[State], object]]) -> bool:
-        """Whether it would have read the same, had it begun at that state."""
+        """Return whether the read returns the same result for a transaction that begins at that state."""
         view = state.copy()
         try:
             for op in ops[: self.ops]:
@@ -219,7 +222,7 @@ class Seen(NamedTuple):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values, arrays perhaps, are equal."""
+    """Return whether two values, which may be arrays, are equal."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
     return bool(a == b)

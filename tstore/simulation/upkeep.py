@@ -1,4 +1,4 @@
-"""What simulated hosts do to a store as a whole: gcs, quantized copies, copies to another place, verification."""
+"""Operations of simulated hosts on a whole store: reads, gc, quantized copies, replication, verification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tstore.simulation.site import Site, read_state
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
 
-__all__ = ["collect", "copy_to_mirror", "count_history", "look_back", "quantize", "read", "restore", "verify"]
+__all__ = ["collect", "copy_to_mirror", "count_history", "quantize", "read", "read_older", "restore", "verify"]
 
 _RULES = (
     None,
@@ -38,15 +38,15 @@ _RULES = (
 
 async def read(site: Site) -> None:
     """Read the newest state."""
-    await _look(site, None)
+    await _read_version(site, None)
 
 
-async def look_back(site: Site) -> None:
+async def read_older(site: Site) -> None:
     """Read the state of an earlier version."""
-    await _look(site, site.random.random())
+    await _read_version(site, site.random.random())
 
 
-async def _look(site: Site, part: float | None) -> None:
+async def _read_version(site: Site, part: float | None) -> None:
     after = site.loop.time()
     try:
         snapshot = await site.store.snapshot()
@@ -61,7 +61,7 @@ async def _look(site: Site, part: float | None) -> None:
         site.fault("read", error)
         return
     if site.history.lagging and snapshot.version < site.history.start:
-        return  # it saw no version at all
+        return  # stale metadata hid the versions of the run
     site.host.tell(f"reads version {snapshot.version}")
     newest = part is None and not site.history.lagging
     site.history.reads.append(Read(site.host.name, after, snapshot.version, state, newest=newest))
@@ -76,7 +76,7 @@ async def restore(site: Site) -> None:
         tree = await tstore.restore(site.store, steps[-1])
     except Unavailable:
         return
-    except NotFound as error:  # a newer step was saved since, and the one that was asked for collected
+    except NotFound as error:  # the step was collected after a newer one was saved
         if isinstance(error, SnapshotExpired) or "has no step" in str(error):
             return
         raise
@@ -88,7 +88,7 @@ async def restore(site: Site) -> None:
 
 
 async def verify(site: Site) -> None:
-    """Verify the whole store, in which nothing may be amiss at any time (but for roots that were made wrong)."""
+    """Verify the whole store, which must be valid at any time, except for roots that the scenario damaged."""
     try:
         report = await site.store.verify()
     except Unavailable:
@@ -96,26 +96,28 @@ async def verify(site: Site) -> None:
     except TStoreError as error:
         site.fault("verify", error)
         return
-    for fault in [] if site.history.lagging else report.faults:  # where sizes are old, objects seem to be gone
+    for fault in [] if site.history.lagging else report.faults:  # stale sizes make objects seem absent
         if "roots/" not in fault:
             site.history.note(f"{site.host.name} verified: {fault}")
 
 
 async def collect(site: Site) -> None:
-    """Retention and garbage collection, which may take slow transactions for abandoned."""
+    """Collect garbage by a random rule; slow transactions may count as abandoned."""
     keep = site.random.choice(_RULES)
     abandoned = timedelta(seconds=site.random.choice((1, 10, 100)))
     try:
         report = await site.store.collect(keep, abandoned=abandoned)
     except (Unavailable, CommitOutcomeUnknown) as error:
         site.host.tell(f"gc: {type(error).__name__}")
-    except NotFound as error:  # no version has the tag or the metric now
+    except NotFound as error:  # no version has the tag or the metric
         if "Keep(" not in str(error):
             site.fault("collect", error)
     except TStoreError as error:
         site.fault("collect", error)
     else:
-        site.host.tell(f"gc by {keep} is version {report.version}: {report.versions} and {report.abandoned} go")
+        site.host.tell(
+            f"gc by {keep} is version {report.version}: {report.versions} and {report.abandoned} are removed"
+        )
         if report.version is not None:
             site.acknowledge(report.version, "gc", durable=True)
             if keep is not None:
@@ -123,7 +125,7 @@ async def collect(site: Site) -> None:
 
 
 async def quantize(site: Site) -> None:
-    """Make a quantized copy of a step, whose values no format changes."""
+    """Make a quantized copy of a step, whose values the format represents exactly."""
     number = site.history.value()
     try:
         tags = (await site.store.snapshot()).tags
@@ -148,20 +150,20 @@ async def quantize(site: Site) -> None:
 
 
 async def copy_to_mirror(site: Site, mirror: SharedObjects) -> None:
-    """Copy the store, or go on with an older copy; where that has commits of its own it is refused."""
+    """Copy the store, or update an older copy, which fails if the copy has diverged."""
     try:
         report = await copy_to(site.store, HostStorage(mirror, site.host))
     except (Unavailable, Conflict, AlreadyExists) as error:
         site.host.tell(f"copy: {type(error).__name__}: {error}")
     except TStoreError as error:
-        if not site.host.weather.blind:  # else objects seem to be gone
+        if not site.host.weather.blind:  # stale sizes make objects seem absent
             site.fault("copy", error)
     else:
         site.host.tell(f"copies up to version {report.version}")
 
 
 async def count_history(site: Site) -> None:
-    """Read every commit of the log, which must not change from one look to the next."""
+    """Read every commit of the log, which must never change."""
     try:
         seen = {c.version: c.transaction async for c in site.store.history()}
     except Unavailable:
@@ -171,4 +173,4 @@ async def count_history(site: Site) -> None:
         return
     for version, transaction in seen.items():
         if version > site.history.start:
-            site.history.told.setdefault(transaction, []).append(version)
+            site.history.reported.setdefault(transaction, []).append(version)

@@ -1,7 +1,7 @@
-"""An event loop with virtual time: waits cost nothing, and the same program runs the same way each time.
+"""A deterministic event loop with virtual time, in which waiting takes no real time.
 
-Time stands still while callbacks run and jumps to the next timer when none is ready. There are no threads, files
-or sockets; a loop on which nothing will ever happen again raises `Stuck` instead of waiting for ever.
+Time stands still while callbacks run, and jumps to the next timer when no callback is ready. There are no threads,
+files or sockets. A loop with no callback and no timer left raises `Stuck`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 __all__ = ["Stuck", "VirtualLoop"]
 
-_INSTANT = 1e-9  # seconds between timers that are due at the same time
+_INSTANT = 1e-9  # seconds within which timers count as simultaneous
 
 
 class Stuck(Exception):
-    """Every task waits for something that no timer and no callback will bring."""
+    """A deadlock: tasks wait, but no timer is set and no callback is ready."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """A loop whose `time()` begins at 0 and moves only when nothing else is left to do.
+    """A loop whose `time()` begins at 0 and advances only when no callback is ready.
 
-    Callbacks are kept and run here, not by asyncio, whose handles know of debugging and of other threads: a
-    simulated run makes some 10,000 of them. Timers that are due at the same time run in the order of their making.
+    It has its own callback class: asyncio's handles support debugging and other threads, which costs time in a run
+    of some 10,000 callbacks. Simultaneous timers run in the order of their creation.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._made = 0
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._virtual_now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Callback:  # type: ignore[override]
-        """Call it once in this turn of the loop or the next."""
+        """Schedule a callback for the next turn of the loop."""
         made = _Callback(callback, args, context)
         self._callbacks.append(made)
         return made
@@ -49,13 +49,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Callback:
-        """Call it once after that many virtual seconds."""
+        """Schedule a callback after a delay in virtual seconds."""
         return self.call_at(self._virtual_now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Callback:
-        """Call it once at that virtual time."""
+        """Schedule a callback at a virtual time."""
         made = _Callback(callback, args, context)
         self._made += 1
         heapq.heappush(self._timers, (when, self._made, made))
@@ -76,11 +76,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
             callbacks.popleft().run(self)
 
     def _write_to_self(self) -> None:
-        return None  # it never sleeps, so nothing need wake it
+        return None  # it never sleeps, so there is nothing to wake
 
 
 class _Callback:
-    """One call that a loop makes, unless it is cancelled before."""
+    """A scheduled call, which can be cancelled."""
 
     __slots__ = ("_args", "_call", "_context")
 
@@ -90,16 +90,16 @@ class _Callback:
         self._context = copy_context() if context is None else context
 
     def cancel(self) -> None:
-        """Do not make it, and let go of what it would need."""
+        """Cancel the call and release its arguments."""
         self._call = None
         self._args = ()
 
     def cancelled(self) -> bool:
-        """Whether it will not be made."""
+        """Return whether the call was cancelled."""
         return self._call is None
 
     def run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make it, unless it was cancelled."""
+        """Run the call, unless it was cancelled."""
         if self._call is None:
             return
         try:

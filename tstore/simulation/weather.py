@@ -1,4 +1,4 @@
-"""One run of a simulated host: its clock, its random numbers, and how often something goes wrong for it."""
+"""One run of a simulated host: its clock, its random numbers, and the probabilities of its faults."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import NamedTuple
 
 from tstore.runtime.world import World
 
-__all__ = ["CALM", "Host", "Onlooker", "Weather"]
+__all__ = ["CALM", "FaultFreeHost", "Host", "Weather"]
 
 _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)
 
 
 class Weather(NamedTuple):
-    """The probabilities with which one request, or one host at a request, meets a fault."""
+    """The probabilities of faults, per request."""
 
     faults: float = 0
     crashes: float = 0
     pauses: float = 0
     stale: float = 0
-    """Listings lack what is new, or still show what was deleted."""
+    """Listings lack new objects, or still have deleted ones."""
     blind: float = 0
-    """Sizes are those of a moment ago, so that a new object seems absent and a deleted one present."""
+    """Sizes are stale, so that a new object seems absent and a deleted one present."""
     jumps: float = 0
-    """The clock of the host is set to another time."""
+    """The clock of the host jumps."""
 
 
 CALM = Weather()
 
 
 class Host(World):
-    """One run of one host: its clock, its random numbers, and whether it still lives.
+    """One run of one host: its clock, its random numbers, and whether it is alive.
 
-    `tell` takes one line of the story; `skew` is what its clock is wrong by at first.
+    `tell` gets a line of text for each event; `skew` is the initial error of its clock, in seconds.
     """
 
     def __init__(
@@ -53,34 +53,34 @@ class Host(World):
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
-        """Its own clock, wrong by its skew."""
+        """Return the time of the host's clock, which is off by its skew."""
         return 1.7e9 + self._loop.time() + self._skew
 
     def token(self, size: int) -> str:
-        """Random digits of its own."""
+        """Return `size` random bytes in hexadecimal."""
         return self.random.randbytes(size).hex()
 
     def uniform(self, low: float, high: float) -> float:
-        """A random number of its own."""
+        """Return a random number."""
         return self.random.uniform(low, high)
 
     def tell(self, text: str) -> None:
-        """Add a line to the story."""
+        """Record an event as a line of text."""
         self._tell(self.name, text)
 
     def chance(self, likelihood: float) -> bool:
-        """True with that probability."""
+        """Return True with that probability."""
         return likelihood > 0 and self.random.random() < likelihood
 
     def delay(self) -> float:
-        """Seconds that a request is under way: 10 ms or so, now and then much longer."""
+        """Return a random latency in seconds: about 10 ms, sometimes much longer."""
         draw = self.random.random()
         if draw < 0.9:
             return self.random.expovariate(100)
         return self.random.uniform(0, 1 if draw < 0.99 else 5)
 
     async def step(self) -> None:
-        """One stretch of a request's way; here a host may crash or stand still. A dead host never returns."""
+        """Wait for one leg of a request; the host may crash or pause. For a crashed host this never returns."""
         if self.ended:
             raise asyncio.CancelledError
         if not self.crashed.is_set() and self.chance(self.weather.crashes):
@@ -88,7 +88,7 @@ class Host(World):
             self.crashed.set()
         elif self.chance(self.weather.pauses):
             still = self.random.uniform(1, 60)
-            self.tell(f"stands still for {still:.1f} s")
+            self.tell(f"pauses for {still:.1f} s")
             self._still_until = max(self._still_until, self._loop.time() + still)
         if self.chance(self.weather.jumps):
             self._skew += self.random.choice(_JUMPS)
@@ -98,15 +98,15 @@ class Host(World):
             await asyncio.sleep(still)
         if self.crashed.is_set():
             grave = self._loop.create_future()
-            self._graves.append(grave)  # a task that nothing refers to would be collected, and its `finally` run
+            self._graves.append(grave)  # an unreferenced task would be garbage-collected, which runs its `finally`
             await grave
 
 
-class Onlooker(Host):
-    """A host that is alone with the store, before the others live or once they have ended: it need not wait."""
+class FaultFreeHost(Host):
+    """A host without faults or latency, which runs alone, before or after all others."""
 
     def __init__(self, name: str, seed: str, tell: Callable[[str, str], None]) -> None:
         super().__init__(name, seed, CALM, 0, tell)
 
     async def step(self) -> None:
-        """Return at once: a time that passes would be nobody else's."""
+        """Return at once: no other host could use the time."""

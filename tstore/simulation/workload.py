@@ -1,4 +1,4 @@
-"""What the hosts of a simulation do: transactions, groups, checkpoints, reads and upkeep, chosen at random."""
+"""The random work of a simulated host: transactions, cooperative transactions, checkpoints, reads and upkeep."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tstore.simulation.upkeep import (
     collect,
     copy_to_mirror,
     count_history,
-    look_back,
     quantize,
     read,
+    read_older,
     restore,
     verify,
 )
 
-__all__ = ["MOODS", "live"]
+__all__ = ["MIXES", "live"]
 
 _WORK: dict[str, Callable[[Site], Awaitable[None]]] = {
     "transact": transact,
     "burst": burst,
     "read": read,
     "collect": collect,
-    "look_back": look_back,
+    "read_older": read_older,
     "checkpoint": checkpoint,
     "restore": restore,
     "count_history": count_history,
@@ -42,7 +42,7 @@ _ALL = {
     "burst": 0.04,
     "read": 0.14,
     "collect": 0.1,
-    "look_back": 0.06,
+    "read_older": 0.06,
     "checkpoint": 0.08,
     "restore": 0.05,
     "count_history": 0.03,
@@ -50,22 +50,22 @@ _ALL = {
     "finish": 0.03,
     "quantize": 0.02,
 }
-MOODS: dict[str, Mapping[str, float]] = {
+MIXES: dict[str, Mapping[str, float]] = {
     "all": _ALL,
     "edits": {**_ALL, "burst": 0.3, "checkpoint": 0, "quantize": 0, "restore": 0},
     "checkpoints": {**_ALL, "transact": 0.05, "checkpoint": 0.4, "collect": 0.25},
     "upkeep": {**_ALL, "transact": 0.2, "collect": 0.2, "quantize": 0.1, "finish": 0.15, "checkpoint": 0.15},
 }
-"""How often each kind of work is done in runs of one mood."""
+"""The weight of each operation, by the workload mix of the run."""
 
 
-async def live(site: Site, rounds: int, mood: str, mirror: SharedObjects | None) -> None:
-    """The work of a host, in one task or in several that share the store; with a mirror it copies to it too."""
-    work, chances = dict(_WORK), dict(MOODS[mood])
+async def live(site: Site, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
+    """Run a host's work in one or several tasks that share the store; with a `mirror`, also copy to it."""
+    work, chances = dict(_WORK), dict(MIXES[mix])
     if mirror is not None:
         work["copy"] = functools.partial(copy_to_mirror, mirror=mirror)
         chances["copy"] = 0.1
-    tasks = site.random.choice((1, 1, 2, 5))  # of which some commit together, where there are many
+    tasks = site.random.choice((1, 1, 2, 5))  # many tasks cause group commits
 
     async def some() -> None:
         for _ in range(min(rounds, 12 // tasks)):

@@ -1,7 +1,7 @@
-"""The processes of a fuzzing run: each works on the store when told to, and some are killed while they do.
+"""Worker processes of the fuzzer, some of which are killed while they work.
 
-A process reads what to do, pickled, from its standard input, and answers with what it did on its standard output;
-the events are in a journal, which a kill leaves behind.
+A process reads pickled tasks from its standard input and replies with the number of its operations on its standard
+output. It records events in a journal file, which survives a kill.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from tstore.fuzz.journal import Fault, Journal
 from tstore.fuzz.verbs import VERBS
 from tstore.fuzz.worker import Place, Worker
 
-__all__ = ["Crew", "serve"]
+__all__ = ["WorkerProcesses", "serve"]
 
-_KILLED = 0.4  # of the rounds see one process die
+_KILLED = 0.4  # share of the rounds in which a process is killed
 _PATIENCE = 240.0
-_START = (
-    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); from tstore.fuzz.crew import serve; serve()"
+_START_CODE = (
+    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "from tstore.fuzz.processes import serve; serve()"
 )
 
 
-class Crew:
-    """Some processes that live as long as nobody kills them."""
+class WorkerProcesses:
+    """Worker processes, which are replaced after a kill."""
 
     def __init__(self, count: int) -> None:
-        self.counted: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._count = count
         self._members: list[subprocess.Popen[bytes]] = []
 
     async def round(self, name: str, place: Place, choice: random.Random, operations: int) -> list[Any]:
-        """The events of a round in which all processes work at once; one of them may be killed."""
-        self.counted.clear()
+        """Run a round in all processes at once and return its events; one process may be killed."""
+        self.counts.clear()
         while len(self._members) < self._count:
-            self._members.append(_started())
+            self._members.append(_start())
         files = [place.scratch / f"{name}.{i}.journal" for i in range(self._count)]
         for file, member in zip(files, self._members, strict=True):
             assert member.stdin is not None
@@ -52,12 +53,12 @@ class Crew:
         if victim is not None:
             await asyncio.sleep(choice.uniform(0.02, 1.5))
             self._members[victim].kill()
-            self.counted["kill"] += 1
+            self.counts["kill"] += 1
         replies = await asyncio.gather(*[asyncio.to_thread(_reply, member) for member in self._members])
         events: list[Any] = []
-        for number, (file, counted) in enumerate(zip(files, replies, strict=True)):
-            if counted is not None:
-                self.counted.update(counted)
+        for number, (file, counts) in enumerate(zip(files, replies, strict=True)):
+            if counts is not None:
+                self.counts.update(counts)
             elif number != victim:
                 self._members[number].kill()
                 events.append(Fault("process", "died", f"status {self._members[number].wait()}"))
@@ -74,20 +75,20 @@ class Crew:
             _end(member)
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     path = os.pathsep.join(p for p in sys.path if p)
-    command = [sys.executable, "-c", _START, path]
+    command = [sys.executable, "-c", _START_CODE, path]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def _reply(member: subprocess.Popen[bytes]) -> dict[str, int] | None:
-    """What a process did in a round, by verb; None where it ended."""
+    """Return the number of operations of a process in a round, by name; None if the process ended."""
     assert member.stdout is not None
     try:
-        counted: dict[str, int] = pickle.load(member.stdout)
+        counts: dict[str, int] = pickle.load(member.stdout)
     except (EOFError, pickle.UnpicklingError):
         return None
-    return counted
+    return counts
 
 
 def _end(member: subprocess.Popen[bytes]) -> None:
@@ -100,9 +101,9 @@ def _end(member: subprocess.Popen[bytes]) -> None:
 
 
 def serve() -> None:
-    """Work when told to, until the input ends."""
+    """Run tasks from standard input until it ends."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed must not pass for a reply
+    os.dup2(2, 1)  # so that other output cannot pass for a reply
     while True:
         try:
             task = pickle.load(sys.stdin.buffer)
@@ -116,4 +117,4 @@ async def _work(name: str, place: Place, seed: float, file: Path, operations: in
     worker = Worker(name, place, Journal(file), random.Random(seed), alone=False)
     await worker.work(VERBS, operations)
     await worker.close()
-    return worker.counted
+    return worker.counts
