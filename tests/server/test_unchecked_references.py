@@ -7,6 +7,7 @@ import time
 import tracemalloc
 import uuid
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,12 +15,13 @@ import pytest
 
 import tstore
 from tests.support.forging import forged, sealed
-from tests.support.served import WRITE, client_of, everybody
-from tstore.errors import Corrupt
+from tests.support.served import ADMIN, WRITE, Answer, client_of, everybody
+from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key
-from tstore.format.records import Record
+from tstore.format.records import Collection, Record
 from tstore.format.references import Manifest, reference
+from tstore.format.retention import Ledger
 from tstore.format.tree import Changes, NodeChange, Tree
 from tstore.server import Server
 from tstore.storage.objects import Durability
@@ -71,6 +73,23 @@ def test_parts_are_counted_before_any_is_made() -> None:
             tracemalloc.stop()
 
 
+@pytest.mark.parametrize("name", ["tags", "deleted", "manifests", "reused", "dropped"])
+def test_only_the_collection_of_a_record_is_long(name: str) -> None:
+    """A server decodes a record before it looks at the scope of the token that sends it."""
+    names = tuple(f"a{i:018}" for i in range(1 << 19))
+    listed = (msgspec.structs.replace(Manifest.of([]), packs=names),) if name == "manifests" else names
+    data = forged(Record("t", 0, 0.0, collection=Collection((), (), {}, (), ())), **{name: listed})
+    assert len(data) > 8 << 20
+    for read in (decode_record, lambda data: decode(data, Record)):
+        tracemalloc.start()
+        try:
+            with pytest.raises(Corrupt, match="which changes something"):
+                read(data)
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
+
+
 def test_many_tags_are_dropped_from_many() -> None:
     count = 30_000
     tree = Tree(1, {}, {f"a{i:05}": 1 for i in range(count)})
@@ -90,3 +109,105 @@ def test_many_paths_are_deleted_where_many_are_written() -> None:
     assert Changes(nodes).overlap(Changes({}, ("x/7", "x/99"))).fatal == ["x/7", "x/99"]
     assert sorted(Changes(nodes).overlap(Changes({}, ("x",))).fatal) == sorted(nodes)
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("void", [False, True])
+async def test_only_an_admin_says_what_a_repair_voided(tmp_path: Path, void: bool) -> None:
+    url = str(tmp_path / "store")
+    await tstore.save(url, {"w": np.arange(10)}, step=0)
+    async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
+        data = encode(Record("repair-1", 1, 1.0, void=void, metadata={} if void else {"voided": [1]}))
+        answer = await client.create("/" + commit_key(2), data)
+        assert answer.status == 403
+        assert b"repair-" in answer.body
+        assert (await client.with_token(ADMIN).create("/" + commit_key(2), data)).status == 201
+    assert await tstore.steps(url) == [0]
+
+
+async def test_many_voided_versions_are_forgotten_at_once() -> None:
+    """Each root is one name in the cache, however many voided versions it covers."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    reader = store.log.reader
+    reader.records.voided.update(range(1, 20_000))
+    began = time.process_time()
+    await reader.trees.drop_voided()
+    assert not reader.records.voided
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("path", ["a" + "/a" * 150_000, "a" + "/a" * 256, "a" * 65_537], ids=len)
+async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
+    """Whoever asks what lies below a path that was deleted walks up every other one."""
+    group = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    node = Manifest.of([(path, group, True, [])])
+    records = [Record("forged", 0, 0.0, manifests=(node,)), Record("deleting", 1, 0.0, deleted=("b",))]
+    for version, record in enumerate(records, 1):
+        await store.log.backend.create(commit_key(version), forged(record), Durability.NONE)
+    began = time.process_time()
+    with pytest.raises(Corrupt, match=r"has (65,537 char|300,001 char|257 levels)"):
+        await (await tstore.open(store.url, "r")).snapshot()
+    with pytest.raises(Corrupt, match="more than"):
+        decode_record(forged(Record("forged", 0, 0.0, deleted=(path,))))
+    assert time.process_time() - began < 1
+
+
+def test_tags_of_a_record_are_counted_before_any_is_made() -> None:
+    data = forged(Record("t", 0, 0.0), tags=tuple(f"a{i}" for i in range(65_537)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="65536"):
+            decode_record(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
+    """Each record could add tags for ever, until no root and no garbage collection can be encoded."""
+    url = str(tmp_path / "store")
+    await tstore.save(url, {"w": np.arange(10)}, step=0)
+    async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
+
+        async def create(version: int, **fields: Any) -> Answer:
+            record = Record(f"t{version}", version - 1, 1.0, **fields)
+            return await client.create("/" + commit_key(version), encode(record))
+
+        for version in range(2, 6):
+            count = 65_536 - (version == 5)  # with the tag of the checkpoint as many as there may be
+            tags = tuple(f"a{version}-{i}" for i in range(count))
+            assert (await create(version, tags=tags)).status == 201
+        answer = await create(6, tags=("more",))
+        assert answer.status == 422
+        assert b"262,145 tags" in answer.body
+        store = await tstore.open(server.url, storage_options={"token": WRITE})
+        with pytest.raises(InvalidArgument, match="at most 262,144; drop some"):
+            await tstore.save(store, {"w": np.arange(10)}, step=1)
+        async with store.transaction(drop_tag="a2-0", tag="more") as tx:
+            await tx.create_group("g")
+        assert (await create(7, dropped=("a2-1",))).status == 201
+        assert (await create(8, tags=("a2-1",), replaces=True)).status == 201
+
+
+async def test_tags_count_as_memory_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.server.admission._HEAVIEST", 1 << 20)
+    url = str(tmp_path / "store")
+    await tstore.save(url, {"w": np.arange(10)}, step=0)
+    async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
+        for version, status in ((2, 201), (3, 422)):
+            tags = tuple(f"{version}-{i}".ljust(900, "x") for i in range(800))
+            record = Record(f"t{version}", version - 1, 1.0, tags=tags, replaces=True)
+            answer = await client.create("/" + commit_key(version), encode(record))
+            assert answer.status == status
+        assert b"all tags" in answer.body
+
+
+def test_many_tags_are_moved_from_one_version() -> None:
+    tags = tuple(f"a{i}" for i in range(65_536))
+    ledger = Ledger()
+    began = time.process_time()
+    ledger.add(1, Record("t", 0, 0.0, tags=tags))
+    ledger.add(2, Record("u", 1, 0.0, tags=tags[:40_000], dropped=tags[40_000:65_000]))
+    assert ledger.alive[1].tags == tags[65_000:]
+    assert ledger.alive[2].tags == tags[:40_000]
+    assert time.process_time() - began < 1

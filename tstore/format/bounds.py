@@ -19,7 +19,9 @@
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (a checksum)
     path of a node               65,536 characters, 256 levels (names between slashes)
-    names in one list            1,048,576 (packs, paths, tags, objects, versions that expired)
+    names in one list            1,048,576 (packs, paths, objects, versions that expired, tags that one drops)
+    tags that a record sets      65,536
+    tags of a version            262,144: writers and servers add no more
     living versions              419,430
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each tag that expired,
                                  1 for each other name or number; so a client needs about 250 MiB for one
@@ -55,6 +57,8 @@ __all__ = [
     "METADATA_VALUES",
     "MOST_ALIVE",
     "MOST_NAMES",
+    "MOST_TAGS",
+    "MOST_TAGS_SET",
     "PATH_CHARACTERS",
     "PATH_LEVELS",
     "RECORD_BYTES",
@@ -83,6 +87,7 @@ DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MOST_NAMES = 1 << 20
+MOST_TAGS_SET, MOST_TAGS = 1 << 16, 1 << 18
 COLLECTION_VALUES = 1 << 21
 ALIVE_VALUES = 5
 MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
@@ -126,10 +131,7 @@ def longest_of(key: str, head: bytes | bytearray) -> int | None:
 
 
 def path_excess(path: str) -> str:
-    """Return how the path of a new node exceeds the bounds, as text for an error, or "" if it does not.
-
-    Writers and servers check new paths. Readers accept any path, as older stores may have longer ones.
-    """
+    """Return how the path of a node exceeds the bounds, as text for an error, or "" if it does not."""
     if len(path) > PATH_CHARACTERS:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
     levels = path.count("/") + 1

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 from uuid import UUID
 
 import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.bounds import METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
+from tstore.format.bounds import (
+    METADATA_BYTES,
+    METADATA_LEVELS,
+    METADATA_VALUES,
+    RECORD_BYTES,
+    contained,
+    packed_excess,
+)
 from tstore.format.collection_size import collection_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, unsealed
 from tstore.format.records import MOST_PARTS, Fragment, Part, Record, Root
@@ -49,11 +57,24 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 }
 
 
+_CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
+"""The lists of a record that are empty in that of a garbage collection."""
+
+
+def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
+    return bool(contained(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
+
+
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     """Raise `Corrupt` if a body in msgpack has parts of free form that are too large to be decoded."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+    if kind is Record and len(packed) > RECORD_BYTES and any(map(_has_items, attrgetter(*_CHANGES)(outline))):
+        raise Corrupt(
+            f"a record of {len(packed):,} bytes is longer than the {RECORD_BYTES:,} that one which changes "
+            "something may have"
+        )
     if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
     for holder in (outline, *getattr(outline, "parts", ())):

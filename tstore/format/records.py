@@ -17,6 +17,7 @@ from tstore.errors import Corrupt
 from tstore.format.bounds import (
     MOST_ALIVE,
     MOST_NAMES,
+    MOST_TAGS_SET,
     STRUCTURE_BYTES,
 )
 from tstore.format.layout import is_pack, is_root, is_written, owner_of
@@ -58,6 +59,8 @@ MOST_PARTS = 1024
 
 T = TypeVar("T", bound=Body)
 
+TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_TAGS_SET)]
+
 
 class Part(Body, frozen=True):
     """One of several transactions that were committed as one record, as far as the record does not tell it."""
@@ -65,7 +68,7 @@ class Part(Body, frozen=True):
     transaction: str
     time: float
     message: Message
-    tags: Names
+    tags: TagsSet
     bytes_added: Count
     metadata: dict[str, Any]
 
@@ -151,7 +154,7 @@ class Record(Body, frozen=True):
     base: Count
     time: float
     message: Message = ""
-    tags: Names = ()
+    tags: TagsSet = ()
     replaces: bool = False
     deleted: Names = ()
     manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MOST_PARTS)] = ()
@@ -260,7 +263,7 @@ class Fragment(Body, frozen=True):
     hosts: Count
     base: Count
     message: Message
-    tags: Names
+    tags: TagsSet
     replaces: bool
     deleted: Names
     manifest: ObjectRef | Manifest

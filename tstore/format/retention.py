@@ -112,10 +112,13 @@ class Ledger:
         """Takes in a newer commit, no gc's."""
         if record.void:
             return
+        lost: dict[int, set[str]] = {}
         for tag in (*record.tags, *record.dropped):
             if tag in self._tags:
-                other = self.alive[self._tags.pop(tag)]
-                self._put(other, tags=tuple(t for t in other.tags if t != tag))
+                lost.setdefault(self._tags.pop(tag), set()).add(tag)
+        for number, tags in lost.items():
+            other = self.alive[number]
+            self._put(other, tags=tuple(t for t in other.tags if t not in tags))
         self._tags |= dict.fromkeys(record.tags, version)
         self.alive[version] = Alive(
             version,

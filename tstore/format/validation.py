@@ -15,7 +15,6 @@ import numpy as np
 
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import path_excess
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import SHORT, ChunkTable, column
 from tstore.format.records import Record
@@ -37,8 +36,6 @@ def check_form(record: Record) -> None:
         raise Corrupt(f"it has more manifests, or parts, than {MOST_PARTS}")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
         raise Corrupt("transactions share it of which the chunks do not travel in it")
-    for path in record.deleted:
-        _check_path(path)
 
 
 def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
@@ -115,13 +112,12 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
 def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, bytes]) -> set[str]:
     """Return the paths of the arrays in a manifest; note all its nodes in `made`.
 
-    Raise `Corrupt` for a path or document that can't be one, for a change of a node that is not there, and for
+    Raise `Corrupt` for a document that can't be one, for a change of a node that is not there, and for
     chunks that the array has no place for.
     """
     arrays: set[str] = set()
     limits: list[tuple[int, int]] = []  # of each node: chunks, and bytes of each chunk, 0 for any number
     for path, document, fresh, table in manifest.nodes():
-        _check_path(path)
         node = Node(path, document, (table,))
         if not fresh:
             before = made.get(path) or (base[path].document if path in base else None)
@@ -177,8 +173,3 @@ def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: 
         taken = {above for path in tree.nodes for above in parents(path)} & new
         if taken:
             raise Corrupt(f"an array can't stand at {min(taken)!r}, below which there are others")
-
-
-def _check_path(path: str) -> None:
-    if excess := path_excess(path):
-        raise Corrupt(f"the path {path[:60]!r}… has {excess}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_metadata, checked_tag
-from tstore.format.bounds import text_excess
+from tstore.format.bounds import PATH_LEVELS, path_excess, text_excess
 from tstore.format.layout import is_transaction
 
 __all__ = [
@@ -77,6 +77,10 @@ def check_paths(paths: Sequence[str]) -> None:
     if wrong or _NO_PATH.search(joined):
         odd = next(p for p in paths if _NO_PATH.search(p) or _NO_NAMES.intersection(p.split("/")))
         raise Corrupt(f"{odd[:60]!r} can't be the path of a node")
+    if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter one has fewer levels
+        for path in paths:
+            if excess := path_excess(path):
+                raise Corrupt(f"the path {path[:60]!r}… has {excess}")
 
 
 def check_keys(keys: Iterable[str], allowed: Callable[[str], bool], what: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from itertools import takewhile
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
@@ -21,6 +22,7 @@ from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records
 from tstore.log.version_cache import VersionCache
 from tstore.runtime.pool import run
+from tstore.storage.base import Storage
 from tstore.storage.cache.store import forget
 
 __all__ = ["Trees"]
@@ -75,15 +77,16 @@ class Trees:
         """
         voided = self._records.voided
         while voided:
-            version = voided.pop()
-            cached = self._records.cached(version)
-            first = -(-version // ROOT_EVERY) * ROOT_EVERY
-            last = max([version, *self._records.cached_versions()])
-            for key in (commit_key(version), *map(root_key, range(first, last + 1, ROOT_EVERY))):
-                await run(forget, self._objects.backend, key)
-            if cached is not None and not cached.record.void:
-                await self._records.refetch(version)
-            self._cached.drop(version)
+            listed = sorted(voided)
+            last = max([listed[-1], *self._records.cached_versions()])
+            rooted = range(-(-listed[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
+            await run(_forget_all, self._objects.backend, [*map(commit_key, listed), *map(root_key, rooted)])
+            for version in listed:
+                voided.discard(version)
+                cached = self._records.cached(version)
+                if cached is not None and not cached.record.void:
+                    await self._records.refetch(version)
+                self._cached.drop(version)
 
     async def root(self, version: int) -> Root | None:
         """Return the root of a version, not yet compared with its record, or None if it cannot be read."""
@@ -136,3 +139,8 @@ class Trees:
         if tree is None and root is not None and await run(forget, self._objects.backend, root_key(version)):
             tree = tree_of(await self.root(version), version, stored)  # the cached one was of another timeline
         return tree
+
+
+def _forget_all(backend: Storage, keys: Iterable[str]) -> None:
+    for key in keys:
+        forget(backend, key)

@@ -8,7 +8,9 @@ version, one succeeds as usual.
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.condemned`).
 2. A record that names missing objects needs the scope ADMIN: in a copy of a history, collected versions have none.
-3. A root must have exactly the bytes that the server derives from its log.
+3. A record whose transaction is named like a repair needs the scope ADMIN: readers forget the versions that such
+   a record voids.
+4. A root must have exactly the bytes that the server derives from its log.
 
 For one record the server reads its manifests, at most `_MAX_READ` bytes, which is also the limit for all records
 being validated, and the lengths of the packs that they name. The tree that the server keeps in memory has at most
@@ -25,11 +27,12 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
+from tstore.format.bounds import MOST_TAGS
 from tstore.format.condemned import check_collection, packs_of
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Record, Root
+from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
@@ -40,7 +43,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import SMALLER
-from tstore.server.log_state import LogState, weight_of
+from tstore.server.log_state import LogState, weight_of, weight_of_tags
 from tstore.server.responses import Refused
 from tstore.server.shares import Shares
 from tstore.storage.base import Storage
@@ -97,6 +100,12 @@ class Admission:
         scope = sender.scope
         state = await self._state_at(version - 1)
         check_form(record)
+        if record.transaction.startswith(REPAIR) and scope < Scope.ADMIN:
+            raise Refused(
+                403,
+                f"a transaction whose id begins with {REPAIR!r} is that of a repair, which to copy needs a token "
+                f"of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}",
+            )
         await self._check_collected(state, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
@@ -114,11 +123,16 @@ class Admission:
             )
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        weight = size + total + (0 if record.replaces else state.weight)
+        weight = size + total + weight_of_tags(record.tags)
+        weight += weight_of_tags(state.tree.tags) if record.replaces else state.weight
         before = NextVersion(version, record, state.tree, state.whole, weight)
         async with self._memory.claim(sender.client, total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
-            return await self._admit_changes(before, quick, scope)
+            admitted = await self._admit_changes(before, quick, scope)
+        count = len(admitted.tree.tags)
+        if count > max(MOST_TAGS, len(before.tree.tags)):
+            raise Corrupt(f"there would be {count:,} tags; a version has at most {MOST_TAGS:,}")
+        return admitted
 
     def advance(self, admitted: NextVersion, data: bytes) -> None:
         """Advance the state by a record that was created."""
@@ -338,10 +352,11 @@ def _bounded(admitted: NextVersion) -> NextVersion:
     if admitted.weight <= _MAX_WEIGHT:
         return admitted
     root = admitted.tree.root(b"")
-    weight = weight_of(root.manifest)
+    weight = weight_of(root.manifest) + weight_of_tags(root.tags)
     if weight > _MAX_WEIGHT:
         raise Corrupt(
-            f"the references to all chunks would have {weight} bytes; a server accepts {_MAX_WEIGHT}: {SMALLER}"
+            f"all tags and the references to all chunks would have {weight} bytes; a server accepts "
+            f"{_MAX_WEIGHT}: {SMALLER}"
         )
     return admitted._replace(tree=Tree.of(root), weight=weight)
 

@@ -8,7 +8,7 @@ says.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.condemned import Condemned
@@ -23,20 +23,21 @@ from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import each
 from tstore.storage.base import Storage
 
-__all__ = ["LogState", "weight_of"]
+__all__ = ["LogState", "weight_of", "weight_of_tags"]
 
 _RECENT_VERSIONS = 1024
 _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
+_TAG = 160  # bytes of a tag beside its text
 
 
 class LogState:
     """The state as of `version`, whose record ends in the checksum `check`.
 
     `tree` is the tree of that version. If it is not `whole`, some of its objects are missing, as within a history
-    with collected versions; then only its tags are valid. Its manifests have at most `weight` bytes. `gc` is the
-    version of the newest garbage collection. `collected` is the one that the next record must name as such; it is
-    later than `gc` if a repair has voided that collection, which is then an alias of the one before it.
+    with collected versions; then only its tags are valid. Its manifests and tags have at most `weight` bytes. `gc`
+    is the version of the newest garbage collection. `collected` is the one that the next record must name as such;
+    it is later than `gc` if a repair has voided that collection, which is then an alias of the one before it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class LogState:
         await state._read_collections(log)
         try:
             state.tree = await log.tree(version)
-            state.weight = weight_of(state.tree.manifest())
+            state.weight = weight_of(state.tree.manifest()) + weight_of_tags(state.tree.tags)
         except (Corrupt, NotFound, UnsupportedFormat):
             state.whole = False
             async for number, record in each(log.record, range(1, version + 1)):
@@ -99,7 +100,8 @@ class LogState:
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task advanced already
                 whole = readable and (self.whole or record.replaces)
-                weight = sum(map(weight_of, manifests)) + (0 if record.replaces else self.weight)
+                weight = sum(map(weight_of, manifests)) + weight_of_tags(record.tags)
+                weight += weight_of_tags(self.tree.tags) if record.replaces else self.weight
                 tree = self.tree.after(number, record, manifests)
                 self.advance(number, record, check, tree, whole=whole, weight=weight)
         return True
@@ -175,3 +177,8 @@ def weight_of(manifest: Manifest) -> int:
     """Return the approximate size of a manifest in bytes."""
     names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     return sum(len(text) for column in names for text in column) + 56 * len(manifest.table)
+
+
+def weight_of_tags(tags: Collection[str]) -> int:
+    """Return about how many bytes tags take in memory."""
+    return sum(map(len, tags)) + _TAG * len(tags)

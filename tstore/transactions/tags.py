@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, InvalidArgument, NotFound, inventory
 from tstore.format.arguments import checked_name, checked_tag
+from tstore.format.bounds import MOST_TAGS
 
 __all__ = ["TagEdits"]
 
@@ -37,7 +38,10 @@ class TagEdits(NamedTuple):
         return TagEdits((*((tag,) if tag is not None else ()), *moved), moved, dropped)
 
     def check(self, existing: Mapping[str, int], url: str) -> None:
-        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop."""
+        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop.
+
+        Raises `InvalidArgument` where there would be more tags than a version may have.
+        """
         for tag in self.named:
             if tag in existing and tag not in self.moved:
                 raise AlreadyExists(
@@ -48,6 +52,12 @@ class TagEdits(NamedTuple):
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
                 raise NotFound(f"{url}: there is no tag {tag!r} to drop; {inventory('tags', names)}")
+        new = sum(tag not in existing for tag in self.named)
+        if new and len(existing) + new - len(self.dropped) > MOST_TAGS:
+            raise InvalidArgument(
+                f"{url}: there are {len(existing):,} tags, and a version has at most {MOST_TAGS:,}; drop some "
+                "with transaction(drop_tag=…), or let versions expire with collect"
+            )
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         """Return the tags, in words, for which `check` would decide differently `after` than `before`."""
