@@ -15,7 +15,9 @@ from hypothesis import settings
 
 from tests.support import gcs
 
-settings.register_profile("long", max_examples=20_000)
+settings.register_profile("default", deadline=None)  # a busy machine is no fault of a test's
+settings.register_profile("long", max_examples=20_000, deadline=None)
+settings.load_profile("default")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell without job control starts what it puts into the background so, and children would inherit it

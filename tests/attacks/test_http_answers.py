@@ -693,5 +693,5 @@ async def test_a_server_that_has_everything_is_no_endless_log() -> None:
         return ok(MARKER if request.path.endswith("tstore.json") else b"")
 
     async with serving(everything) as server, await tstore.open(server.url, "r") as store:
-        with pytest.raises(Corrupt, match="under each name"):
+        with pytest.raises(Corrupt, match="for every key"):
             await store.snapshot()

@@ -85,7 +85,7 @@ async def test_a_value_that_would_wipe_out_the_others_is_refused(codecs: Any) ->
     await a[130].write(1e4)
     with pytest.raises(InvalidArgument, match=r"a, chunk \(1,\): .* 12\d other values"):
         await a.read()
-    with pytest.raises(InvalidArgument, match="Write the whole chunk"):
+    with pytest.raises(InvalidArgument, match="write the whole chunk"):
         await tx.commit()
     assert same_bits(await stored(store), before).all()
     async with store.transaction() as tx:  # what the error asks for
