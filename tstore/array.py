@@ -117,6 +117,8 @@ class Array:
         """
         if out is None:
             out = new_values(self.path, self.shape, self.dtype)
+        elif not isinstance(out, np.ndarray):
+            raise InvalidArgument(f"{self.path}: out must be a NumPy array, not a {type(out).__name__}")
         elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.writeable:
             raise InvalidArgument(
                 f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "

@@ -287,7 +287,7 @@ class Store:
 
         If the store is open for writing, that version is durable on return.
         """
-        version = await self._log.reader.find(transaction)
+        version = await self._log.reader.find(checked_text("transaction", transaction))
         if version is not None and self.mode != "r":
             durable = (await self._log.reader.record(version)).durable
             await self._log.make_durable(version, Durability.FSYNC if durable else Durability.NONE)

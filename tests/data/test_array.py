@@ -234,13 +234,16 @@ async def test_out_must_fit() -> None:
     array = await stored(np.arange(6, dtype="i4").reshape(2, 3), (1, 2))
     read_only = np.zeros((2, 3), "i4")
     read_only.flags.writeable = False
-    for out in (
+    outs: list[Any] = [
         np.zeros((3, 2), "i4"),
         np.zeros((2, 3), "i8"),
         np.zeros((2, 3), ">i4"),
         np.zeros(6, "i4"),
         read_only,
-    ):
+        [[0, 0, 0], [0, 0, 0]],
+        {1: "x"},
+    ]
+    for out in outs:
         with pytest.raises(InvalidArgument, match="out must be"):
             await array.read(out=out)
 

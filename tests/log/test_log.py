@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tstore
 from tstore.conformance.faults import Faults, open_faulty
-from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, NotFound, StorageFull, Unavailable
+from tstore.errors import (
+    CommitOutcomeUnknown,
+    Conflict,
+    Corrupt,
+    InvalidArgument,
+    NotFound,
+    StorageFull,
+    Unavailable,
+)
 from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.log.reader import LogReader
@@ -135,6 +144,13 @@ async def test_a_lost_reply_is_recognised_as_the_own_commit() -> None:
     assert await tx.commit() == tx.version == 2
     assert await messages(url) == ["m1", "mine"]
     assert await store.outcome(tx.id) == 2
+
+
+@pytest.mark.parametrize("odd", [None, 5, b"x", "\ud800", "x" * (1 << 17)])
+async def test_an_odd_transaction_id_has_no_outcome(odd: Any) -> None:
+    store, _, _ = await started(anew())
+    with pytest.raises(InvalidArgument, match="transaction"):
+        await store.outcome(odd)
 
 
 async def test_a_request_that_never_arrived_is_sent_again_behind_a_void() -> None:
