@@ -190,7 +190,7 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
 
 
 async def test_tags_count_as_memory_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.server.admission._HEAVIEST", 1 << 20)
+    monkeypatch.setattr("tstore.server.admission._MAX_WEIGHT", 1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
