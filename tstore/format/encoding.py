@@ -24,7 +24,7 @@ from tstore.format.bounds import (
 )
 from tstore.format.collection_size import collection_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, unsealed
-from tstore.format.records import MOST_PARTS, Fragment, Part, Record, Root
+from tstore.format.records import MOST_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
 __all__ = ["decode", "decode_record", "encode", "size_of"]
@@ -51,7 +51,7 @@ _PartOutline = _outline(Part)
 _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
     Record: _outline(
         Record,
-        parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MOST_PARTS)],  # type: ignore[valid-type]
+        parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MOST_PARTS_READ)],  # type: ignore[valid-type]
     ),
     Fragment: _outline(Fragment),
 }

@@ -34,7 +34,7 @@ from tstore.format.wellformed import (
 
 __all__ = [
     "INLINE_MANIFEST",
-    "MOST_PARTS",
+    "MOST_PARTS_READ",
     "REPAIR",
     "VOIDED",
     "Alive",
@@ -54,8 +54,8 @@ REPAIR, VOIDED = "repair-", "voided"
 """How the transactions of `tstore repair` begin, and the name under which its commits say what it voided."""
 
 _MOST_HOSTS = 100_000
-MOST_PARTS = 1024
-"""The most transactions, and manifests, of a record that is read."""
+MOST_PARTS_READ = 1024
+"""The most transactions, and manifests, of a record that is read; writers stay below (`validation.MOST_PARTS`)."""
 
 T = TypeVar("T", bound=Body)
 
@@ -157,7 +157,7 @@ class Record(Body, frozen=True):
     tags: TagsSet = ()
     replaces: bool = False
     deleted: Names = ()
-    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MOST_PARTS)] = ()
+    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MOST_PARTS_READ)] = ()
     bytes_added: Count = 0
     void: bool = False
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -165,7 +165,7 @@ class Record(Body, frozen=True):
     collected: Count = 0
     reused: Names = ()
     collection: Collection | None = None
-    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MOST_PARTS)] = ()
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MOST_PARTS_READ)] = ()
     dropped: Names = ()
 
     def validate(self) -> None:
@@ -178,10 +178,11 @@ class Record(Body, frozen=True):
         """Raise the same, except for what its manifests say: that is checked as it is used (`Manifest.table`)."""
         check_transactions((self.transaction,))
         check_time(self.time)
+        owners = set(self.transactions)
         for manifest in self.manifests:
             if isinstance(manifest, ObjectRef):
                 manifest.validate()  # a copy creates an object of this name before it reads any
-                if owner_of(manifest.key) not in self.transactions:  # else gc would not keep it for this version
+                if owner_of(manifest.key) not in owners:  # else gc would not keep it for this version
                     raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
         if self.tags or self.dropped:
             check_tags((*self.tags, *self.dropped))

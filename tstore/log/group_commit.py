@@ -24,6 +24,7 @@ from tstore.format.bounds import RECORD_BYTES
 from tstore.format.records import Part, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes
+from tstore.format.validation import MOST_PARTS
 from tstore.runtime import world
 
 __all__ = ["SHORTEST_PAUSE", "CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]
@@ -33,7 +34,7 @@ _logger = logging.getLogger("tstore.log")
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
 _ATTEMPTS = 12  # added to the longest pause: where one attempt takes long, those of the others do too
-_MOST, _MOST_BYTES = 64, RECORD_BYTES // 2  # leaves room for partial chunks that are written again
+_MOST_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits with their versions, in order."""
@@ -156,7 +157,7 @@ class CommitQueue:
         """Remove from the queue what may share a record with a commit, and return all of them."""
         commits, size = [commit], commit.size
         for other in self._waiting:
-            if len(commits) < _MOST and size + other.size <= _MOST_BYTES and other.fits(commits):
+            if len(commits) < MOST_PARTS and size + other.size <= _MOST_BYTES and other.fits(commits):
                 commits.append(other)
                 size += other.size
         self._waiting = [other for other in self._waiting if other not in commits]

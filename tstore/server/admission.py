@@ -101,10 +101,8 @@ class Admission:
         state = await self._state_at(version - 1)
         check_form(record)
         if record.transaction.startswith(REPAIR) and scope < Scope.ADMIN:
-            raise Refused(
-                403,
-                f"a transaction whose id begins with {REPAIR!r} is that of a repair, which to copy needs a token "
-                f"of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}",
+            raise _needs_admin(
+                f"a transaction whose id begins with {REPAIR!r} is that of a repair, which to copy", scope
             )
         await self._check_collected(state, record, scope)
         if (committed := state.committed_as(record)) is not None:
@@ -123,8 +121,7 @@ class Admission:
             )
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        weight = size + total + weight_of_tags(record.tags)
-        weight += weight_of_tags(state.tree.tags) if record.replaces else state.weight
+        weight = state.weight_after(record, size + total)
         before = NextVersion(version, record, state.tree, state.whole, weight)
         async with self._memory.claim(sender.client, total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
@@ -236,11 +233,7 @@ class Admission:
 
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
-            raise Refused(
-                403,
-                "the record of a garbage collection, also in a copy, needs a token of the scope admin, this "
-                f"request has {scope.name.lower()}; {_WITH_TOKENS}",
-            )
+            raise _needs_admin("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger(self._storage)
         voided = await self._voided(record, state, ledger)
         tree, whole, weight = state.tree, state.whole, state.weight
@@ -291,10 +284,8 @@ class Admission:
             if absent and scope < Scope.ADMIN:
                 break
         if absent and scope < Scope.ADMIN:
-            raise Refused(
-                403,
-                f"the record names {absent[0][:99]}, which is not here; to copy a collected store needs a token "
-                f"of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}",
+            raise _needs_admin(
+                f"the record names {absent[0][:99]}, which is not here; to copy a collected store", scope
             )
 
         def apply() -> NextVersion:
@@ -338,6 +329,12 @@ def _ends(manifests: list[Manifest]) -> dict[str, int]:
     ends = pack_ends(manifests)
     check_inline(manifests)
     return ends
+
+
+def _needs_admin(what: str, scope: Scope) -> Refused:
+    return Refused(
+        403, f"{what} needs a token of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}"
+    )
 
 
 def _unreadable(version: int) -> Corrupt:

@@ -100,8 +100,7 @@ class LogState:
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task advanced already
                 whole = readable and (self.whole or record.replaces)
-                weight = sum(map(weight_of, manifests)) + weight_of_tags(record.tags)
-                weight += weight_of_tags(self.tree.tags) if record.replaces else self.weight
+                weight = self.weight_after(record, sum(map(weight_of, manifests)))
                 tree = self.tree.after(number, record, manifests)
                 self.advance(number, record, check, tree, whole=whole, weight=weight)
         return True
@@ -119,6 +118,11 @@ class LogState:
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
             self._ledger.add(version, record)
+
+    def weight_after(self, record: Record, size: int) -> int:
+        """Return the weight after a record whose manifests have `size` bytes; replacing a tree keeps its tags."""
+        before = weight_of_tags(self.tree.tags) if record.replaces else self.weight
+        return before + size + weight_of_tags(record.tags)
 
     async def is_current(self, backend: Storage) -> bool:
         """Whether the record of this version is unchanged in the storage."""

@@ -5,14 +5,12 @@ check and the open."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-import time
 
-from tstore.errors import Denied, NotFound
-from tstore.storage.local.atomic_file import explained
+from tstore.errors import Denied
 from tstore.storage.local.store import LocalStorage, path_in
-from tstore.storage.objects import Entry
 
 __all__ = ["ConfinedStorage"]
 
@@ -23,16 +21,11 @@ class ConfinedStorage(LocalStorage):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(os.path.realpath(root), _confined_path)
 
-    def _head(self, key: str) -> Entry | None:
-        path = self.path(key)
-        try:
-            with explained("look at", path):
-                status = os.lstat(path)
-        except NotFound:
-            return None
+    def _stat(self, path: str) -> os.stat_result:
+        status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            return None
-        return Entry(key, status.st_size, max(0.0, time.time() - status.st_mtime))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return status
 
 
 def _confined_path(root: str, key: str) -> str:

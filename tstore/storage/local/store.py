@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from tstore.errors import NotFound
@@ -192,19 +192,6 @@ class LocalStorage(Storage):
         if durability is Durability.FSYNC:
             self._make_durable(folder)
 
-    @contextlib.contextmanager
-    def created(self, key: str, durability: Durability) -> Iterator[int]:
-        """Yield the descriptor of a new object, which appears whole if the block ends without an exception.
-
-        Raise `AlreadyExists` at the end if the key is taken by then. Blocking.
-        """
-        path = self.path(key)
-        folder = os.path.dirname(path)
-        with explained("create", path):
-            self.make_folder(folder, durability)
-            with new_file(path, durability) as fd:
-                yield fd
-
     def _close_reader(self, key: str) -> None:
         """Drop the cached descriptor of a deleted object; its space is freed once its last reader is done."""
         with self._lock:
@@ -250,18 +237,23 @@ class LocalStorage(Storage):
         path = self.path(key)
         try:
             with explained("look at", path):
-                status = os.stat(path)
+                status = self._stat(path)
         except NotFound:
             return None
         return Entry(key, status.st_size, max(0.0, time.time() - status.st_mtime))
+
+    def _stat(self, path: str) -> os.stat_result:
+        """Return the status of an object's file; raise FileNotFoundError if it does not exist."""
+        return os.stat(path)
 
     def _create(self, key: str, buffers: Buffers, durability: Durability) -> None:
         path = self.path(key)
         with explained("create", path):
             if os.path.lexists(path):  # a race that is lost already shall cost no write and no fsync
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        with self.created(key, durability) as fd:
-            write_all(fd, buffers, 0)
+            self.make_folder(os.path.dirname(path), durability)
+            with new_file(path, durability) as fd:
+                write_all(fd, buffers, 0)
 
     def _replace(self, key: str, buffers: Buffers) -> None:
         path = self.path(key)
