@@ -34,7 +34,6 @@ LAYERS: list[tuple[str, ...]] = [
     ("",),
     ("sync", "server"),
     ("hosts", "simulation"),
-    ("fuzz",),
     ("cli",),
     ("__main__",),
 ]

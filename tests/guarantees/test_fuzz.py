@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.fuzz import __main__ as fuzz
+from tests.fuzz.journal import Acknowledged, Attempt, Create, Write
+from tests.fuzz.odd import CALLS, VALUES, odd_call
+from tests.fuzz.timeline import Mismatch, Timeline
 from tests.support.mutation import Edit
-from tstore.fuzz import __main__ as fuzz
-from tstore.fuzz.journal import Acknowledged, Attempt, Create, Write
-from tstore.fuzz.odd import CALLS, VALUES, odd_call
-from tstore.fuzz.timeline import Mismatch, Timeline
 
 FOUND: dict[str, Edit] = {
     "a tag keeps nothing": Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass"),

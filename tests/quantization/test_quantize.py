@@ -510,6 +510,8 @@ async def test_a_gc_that_overtakes_it(tmp_path: Path, at: str | None) -> None:
         ({"bits": 6, "error": "none"}, "expected 'absolute' or 'relative'"),
         ({"min_sqnr": 6, "error": "relative"}, "pass bits"),
         ({"min_sqnr": 20, "block": 7}, "7"),
+        ({"block": np.array([1, 2])}, "block is array"),
+        ({"scale": np.array([1, 2])}, "scale is array"),
     ],
 )
 async def test_misuse_is_refused_and_nothing_is_committed(

@@ -80,9 +80,12 @@ def checked_request(
     target: Target | Default | None = _checked_target(min_sqnr, bits, error)
     if formats is None and target is None:
         target = DEFAULT
+    if not isinstance(scale, str):
+        raise InvalidArgument(f"scale is {scale!r:.100}; expected 'search', 'max' or 'none'")
+    automatic = isinstance(block, str) and block == "auto"
     settings: dict[str, Any] = {
         "axis": axis,
-        "block": None if block == "auto" else block,
+        "block": None if automatic else block,
         "scale": None if scale == "search" else scale,
     }
     recipe = {key: value for key, value in settings.items() if value is not None}
@@ -90,7 +93,7 @@ def checked_request(
         exmy.ChunkCodec.from_configuration({"format": "e4m3", **recipe})
     except exmy.ExmyError as fault:
         raise InvalidArgument(f"axis, block and scale of a quantization: {fault!s:.300}") from None
-    return Request(formats, target, recipe, block == "auto" and axis is None and scale != "none")
+    return Request(formats, target, recipe, automatic and axis is None and scale != "none")
 
 
 def _checked_target(

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tstore
-from tstore.errors import NotFound, SnapshotExpired
-from tstore.fuzz.journal import (
+from tests.fuzz.journal import (
     Acknowledged,
     Attempt,
     Collected,
@@ -32,6 +31,7 @@ from tstore.fuzz.journal import (
     Resize,
     Write,
 )
+from tstore.errors import NotFound, SnapshotExpired
 from tstore.simulation.retained import retained
 from tstore.simulation.store_model import Grid, State
 

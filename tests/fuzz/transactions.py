@@ -8,6 +8,9 @@ import time
 from typing import Any
 
 import tstore
+from tests.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sample
+from tests.fuzz.timeline import reading
+from tests.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -17,9 +20,6 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sample
-from tstore.fuzz.timeline import reading
-from tstore.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
 from tstore.simulation.store_model import is_below
 from tstore.transactions.transaction import staging_of
 

@@ -17,9 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tstore.fuzz.journal import Fault, Journal
-from tstore.fuzz.verbs import VERBS
-from tstore.fuzz.worker import Place, Worker
+from tests.fuzz.journal import Fault, Journal
+from tests.fuzz.verbs import VERBS
+from tests.fuzz.worker import Place, Worker
 
 __all__ = ["WorkerProcesses", "serve"]
 
@@ -27,7 +27,7 @@ _KILLED = 0.4  # share of the rounds in which a process is killed
 _PATIENCE = 240.0
 _START_CODE = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
-    "from tstore.fuzz.processes import serve; serve()"
+    "from tests.fuzz.processes import serve; serve()"
 )
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import tstore
+from tests.fuzz.journal import CopyMade, Fault, Journal
+from tests.fuzz.odd import odd_call
+from tests.fuzz.processes import WorkerProcesses
+from tests.fuzz.timeline import Mismatch, Timeline
+from tests.fuzz.verbs import VERBS
+from tests.fuzz.worker import Place, Worker
 from tstore.errors import TStoreError
-from tstore.fuzz.journal import CopyMade, Fault, Journal
-from tstore.fuzz.odd import odd_call
-from tstore.fuzz.processes import WorkerProcesses
-from tstore.fuzz.timeline import Mismatch, Timeline
-from tstore.fuzz.verbs import VERBS
-from tstore.fuzz.worker import Place, Worker
 
 __all__ = ["Episode"]
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tstore.fuzz.worker import Place
+from tests.fuzz.worker import Place
 
 __all__ = ["BACKENDS", "place"]
 

@@ -16,6 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tstore
+from tests.fuzz.journal import (
+    Acknowledged,
+    Attempt,
+    Create,
+    Delete,
+    Failed,
+    Fault,
+    Journal,
+    Op,
+    Resize,
+    Write,
+)
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -27,18 +39,6 @@ from tstore.errors import (
     NotFound,
     TStoreError,
     Unavailable,
-)
-from tstore.fuzz.journal import (
-    Acknowledged,
-    Attempt,
-    Create,
-    Delete,
-    Failed,
-    Fault,
-    Journal,
-    Op,
-    Resize,
-    Write,
 )
 
 __all__ = ["EXPECTED", "TAGS", "OpenTransaction", "Place", "Worker"]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 import tstore
+from tests.fuzz.journal import Fault
 from tstore import Keep
 from tstore.errors import TStoreError
-from tstore.fuzz.journal import Fault
 
 __all__ = ["CALLS", "VALUES", "odd_call"]
 

@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 
 import tstore
-from tstore import Keep, Shards
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import open_tensors
-from tstore.errors import Conflict, Corrupt, TStoreError
-from tstore.fuzz.journal import (
+from tests.fuzz.journal import (
     Acknowledged,
     Attempt,
     Collected,
@@ -30,7 +26,11 @@ from tstore.fuzz.journal import (
     Write,
     sample,
 )
-from tstore.fuzz.worker import TAGS, Worker
+from tests.fuzz.worker import TAGS, Worker
+from tstore import Keep, Shards
+from tstore.convert.checkpoint import export_safetensors, import_safetensors
+from tstore.convert.safetensors import open_tensors
+from tstore.errors import Conflict, Corrupt, TStoreError
 
 __all__ = [
     "collect",

@@ -1,4 +1,4 @@
-"""Random operations on real stores, compared with a model: `python -m tstore.fuzz --seconds 60`.
+"""Random operations on real stores, compared with a model: `python -m tests.fuzz --seconds 60`.
 
 1. `worker`: calls random operations, defined in `transactions` and `checkpoints` and weighted in `verbs`.
    `journal`: records the calls and their results. `processes`: workers in processes, some of which are killed.

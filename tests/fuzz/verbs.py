@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from tstore.fuzz import checkpoints, transactions
-from tstore.fuzz.worker import Worker
+from tests.fuzz import checkpoints, transactions
+from tests.fuzz.worker import Worker
 
 __all__ = ["VERBS", "Verb"]
 

@@ -11,9 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from tstore.fuzz.episode import Episode
-from tstore.fuzz.journal import Fault
-from tstore.fuzz.places import BACKENDS, place
+from tests.fuzz.episode import Episode
+from tests.fuzz.journal import Fault
+from tests.fuzz.places import BACKENDS, place
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ _HANGS = 300.0  # seconds per episode, after which the process prints all stacks
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run episodes for some time and return the exit status: 1 if a store differed from the model."""
-    parser = argparse.ArgumentParser("python -m tstore.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="total duration")
     parser.add_argument("--seed", type=int, default=0, help="seed of all episodes")
     parser.add_argument("--episode", type=int, help="run only the episode of this number")
