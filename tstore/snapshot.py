@@ -37,7 +37,7 @@ class Snapshot:
     @property
     def location(self) -> str:
         """The store and the version, for errors."""
-        return f"{self._log.backend.url} at version {self.version}"
+        return f"{self._log.storage.url} at version {self.version}"
 
     @property
     def tags(self) -> dict[str, int]:
@@ -83,13 +83,13 @@ class Snapshot:
         await self._read(jobs)
 
     async def _read(self, jobs: list[ReadJob]) -> None:
-        await unexpired(self._log, self.version, read_chunks(self._log.backend, jobs))
+        await unexpired(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
         """Return an array in an eXmY format, undecoded; raise `NotFound`, or `InvalidArgument` for any other."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.location)
-        return await unexpired(self._log, self.version, read_packed(self._log.backend, path, node.meta, node))
+        return await unexpired(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]

@@ -62,7 +62,7 @@ async def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Open the store at a URL or path, or on a storage backend.
+    """Open the store at a URL or path, or on a `Storage`.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
@@ -86,44 +86,44 @@ async def open(
             f"an object of type {kind} is not a store; pass a URL, a path or a Store as the first argument, as in "
             "save(url, tree, step)"
         )
-    backend = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
-    hint = asyncio.ensure_future(_prefetched_hint(backend))
+    storage = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
+    hint = asyncio.ensure_future(_prefetched_hint(storage))
     try:
-        uuid = str((await _opened_marker(backend, mode)).uuid)
+        uuid = str((await _opened_marker(storage, mode)).uuid)
         if cache is not None:
             folder = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedStorage(backend, folder, uuid), uuid, mode, await hint)
-        return Store(backend, uuid, mode, await hint)
+            return Store(CachedStorage(storage, folder, uuid), uuid, mode, await hint)
+        return Store(storage, uuid, mode, await hint)
     except BaseException:
         hint.cancel()
         await asyncio.wait([hint])
-        if backend is not url:
-            await backend.close()
+        if storage is not url:
+            await storage.close()
         raise
 
 
-async def _opened_marker(backend: Storage, mode: Mode) -> Marker:
+async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
     """Return the marker of the store, a new one if the mode creates stores."""
-    marker = await read_marker(backend)
+    marker = await read_marker(storage)
     if marker is None:
         if mode in ("r", "r+"):
-            raise NotAStore(f"{backend.url} is not a tstore store: it has no {MARKER}; check the path")
-        marker, created = await create_marker(backend, RACERS if mode == "x" else 2)
+            raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; check the path")
+        marker, created = await create_marker(storage, RACERS if mode == "x" else 2)
         if mode == "x" and not created:
-            raise AlreadyExists(f"{backend.url}: another process just created this store; open it with mode='a'")
+            raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
     elif mode == "x":
-        raise AlreadyExists(f"{backend.url} is a store already; open it with mode='a', or choose another URL")
-    elif mode != "r" and not backend.capabilities.conditional_create:
-        await prove(backend)
+        raise AlreadyExists(f"{storage.url} is a store already; open it with mode='a', or choose another URL")
+    elif mode != "r" and not storage.capabilities.conditional_create:
+        await prove(storage)
     return marker
 
 
-async def _prefetched_hint(backend: Storage) -> int | None:
+async def _prefetched_hint(storage: Storage) -> int | None:
     """Read the hint to the newest version while the marker is read; None if storage is local or the read fails."""
-    if not backend.tuning.waits:
+    if not storage.tuning.waits:
         return None
     try:
-        return await read_hint(backend)
+        return await read_hint(storage)
     except TStoreError:
         return None
 
@@ -141,8 +141,8 @@ async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIter
 class Store:
     """Everything under one URL. Readers never block; writers conflict only when they commit."""
 
-    def __init__(self, backend: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
-        self._log = Log(LogReader(backend, hint))
+    def __init__(self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
+        self._log = Log(LogReader(storage, hint))
         self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
         self.uuid = uuid
         self.mode = mode
@@ -150,13 +150,13 @@ class Store:
     @property
     def url(self) -> str:
         """The URL or path of the store."""
-        return self._log.backend.url
+        return self._log.storage.url
 
     @property
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
-        backend = uncached(self._log.backend)
-        return backend.traffic if isinstance(backend, Remote) else None
+        storage = uncached(self._log.storage)
+        return storage.traffic if isinstance(storage, Remote) else None
 
     @property
     def log(self) -> Log:
@@ -269,7 +269,7 @@ class Store:
 
         Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does.
         """
-        return await diff_snapshots(self._log.backend, await self.snapshot(before), await self.snapshot(after))
+        return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
 
     def history(self) -> AsyncIterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -317,7 +317,7 @@ class Store:
 
         Bypasses the cache.
         """
-        return await verify_store(LogReader.strict(uncached(self._log.backend)))
+        return await verify_store(LogReader.strict(uncached(self._log.storage)))
 
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -332,7 +332,7 @@ class Store:
         wanted = [checked_index("version", v) for v in (*void, *void_readable)]
         if wanted:
             self._check_writable()
-        return await repair_store(self._log.backend, wanted[: len(void)], wanted[len(void) :])
+        return await repair_store(self._log.storage, wanted[: len(void)], wanted[len(void) :])
 
     async def collect(
         self,
@@ -360,7 +360,7 @@ class Store:
 
     async def close(self) -> None:
         """Release open files and connections; further use of the store opens them again."""
-        await self._log.backend.close()
+        await self._log.storage.close()
 
     async def __aenter__(self) -> Store:
         return self

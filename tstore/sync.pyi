@@ -382,7 +382,7 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Store:
-    """Open the store at a URL or path, or on a storage backend.
+    """Open the store at a URL or path, or on a `Storage`.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local

@@ -56,7 +56,7 @@ async def _measure(rounds: int) -> Latencies:
         before = store.traffic.requests if store.traffic else {}
         await tstore.save(store, {f"a{i}": values[i] for i in range(ARRAYS)}, 0)
         after = store.traffic.requests if store.traffic else {}
-        objects = len(await store.log.backend.list("txn/")) + 1
+        objects = len(await store.log.storage.list("txn/")) + 1
     async with await tstore.open(served(MemoryStorage(one))) as store:
         await tstore.save(store, {"a": values}, 0)
     requests = {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}

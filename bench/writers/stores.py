@@ -170,15 +170,15 @@ class TStore(Host):
         import tstore
 
         self.store = self.runner.run(tstore.open(self.folder))
-        self.written, backend = 0.0, self.store.log.backend
-        flush = backend.flush
+        self.written, storage = 0.0, self.store.log.storage
+        flush = storage.flush
 
         async def settled(prefix: str, durability: Any) -> None:
             await flush(prefix, durability)
             if prefix.startswith("txn/") and not self.written:
                 self.written = time.monotonic()  # the chunks of this process are written and durable
 
-        backend.flush = settled
+        storage.flush = settled
 
     def save(self, start: float, attempt: int) -> Saved:
         import tstore

@@ -58,19 +58,19 @@ CLIENT = """
         first = served(objects("endless"))
         await refused("nothing", first.get("nothing"))
         for path in ("endless", "gzip", "refusal"):
-            backend = served(objects(path), policy)
-            await refused(f"{path} marker", backend.get("tstore.json"))
-            await refused(f"{path} records", many(lambda n: backend.get(f"commits/{n:020d}")))
-            await refused(f"{path} gc records", many(lambda n: backend.get(f"commits/{n + 100:020d}")))
-            await refused(f"{path} manifests", many(lambda n: backend.get(f"txn/a/manifest-{n}", 1 << 20)))
-            await refused(f"{path} ranges", many(lambda n: backend.read(
+            storage = served(objects(path), policy)
+            await refused(f"{path} marker", storage.get("tstore.json"))
+            await refused(f"{path} records", many(lambda n: storage.get(f"commits/{n:020d}")))
+            await refused(f"{path} gc records", many(lambda n: storage.get(f"commits/{n + 100:020d}")))
+            await refused(f"{path} manifests", many(lambda n: storage.get(f"txn/a/manifest-{n}", 1 << 20)))
+            await refused(f"{path} ranges", many(lambda n: storage.read(
                 f"txn/a/pack-{n}", 0, [bytearray(1 << 16)], 1 << 16)))
-            await refused(f"{path} list", backend.list("p"))
-            await backend.close()
-        backend = served(objects("list"), policy)
-        await refused("a list that goes on", backend.list("p"))
-        await refused("folders that go on", backend.folders("p"))
-        await backend.close()
+            await refused(f"{path} list", storage.list("p"))
+            await storage.close()
+        storage = served(objects("list"), policy)
+        await refused("a list that goes on", storage.list("p"))
+        await refused("folders that go on", storage.folders("p"))
+        await storage.close()
         print(json.dumps(peak))
 
     from tstore.storage.retry import RetryPolicy

@@ -65,11 +65,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def asking(kind: Callable[[str], Storage], *answers: Answer) -> AsyncIterator[Remote]:
     async with serving(*answers) as server:
-        backend = Remote(kind(server.url))
+        storage = Remote(kind(server.url))
         try:
-            yield backend
+            yield storage
         finally:
-            await backend.close()
+            await storage.close()
 
 
 async def writing(request: Request, piece: bytes, pause: float = 0.0) -> None:
@@ -112,9 +112,9 @@ def again(begin: bytes, piece: bytes, pause: float = 0.0) -> Answer:
 async def test_what_never_comes_to_an_end_is_given_up(
     kind: Callable[[str], Storage], begin: bytes, piece: bytes, pause: float, impatient: None
 ) -> None:
-    async with asking(kind, again(begin, piece, pause)) as backend:
+    async with asking(kind, again(begin, piece, pause)) as storage:
         with pytest.raises(TStoreError):
-            await asyncio.wait_for(backend.get("commits/00000000000000000001"), 60)
+            await asyncio.wait_for(storage.get("commits/00000000000000000001"), 60)
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
@@ -125,27 +125,27 @@ async def test_redirects_that_each_take_their_time_have_one_deadline(
         await asyncio.sleep(0.2)
         return ok(b"", f"Location: /{uuid.uuid4()}", status="302 Found")
 
-    async with asking(kind, led) as backend:
+    async with asking(kind, led) as storage:
         with pytest.raises(TStoreError) as caught:
-            await asyncio.wait_for(backend.get("tstore.json"), 60)
+            await asyncio.wait_for(storage.get("tstore.json"), 60)
         assert isinstance(caught.value, Unavailable) or kind is s3
 
 
 async def test_a_body_slower_than_the_least_rate_is_given_up_and_told_so(impatient: None) -> None:
-    async with asking(http, again(HEAD, b"40\r\n" + bytes(64) + b"\r\n", 0.05)) as backend:
+    async with asking(http, again(HEAD, b"40\r\n" + bytes(64) + b"\r\n", 0.05)) as storage:
         with pytest.raises(
             Unavailable, match=r"only \d+ bytes were moved within .* slower than 4096 bytes a second"
         ):
-            await asyncio.wait_for(backend.get("tstore.json"), 60)
+            await asyncio.wait_for(storage.get("tstore.json"), 60)
 
 
 async def test_a_server_that_takes_a_body_slower_than_the_least_rate_is_given_up(impatient: None) -> None:
     async def sip(request: Request) -> None:
         await hang(request)
 
-    async with asking(http, ok(b"", OURS), sip) as backend:
+    async with asking(http, ok(b"", OURS), sip) as storage:
         with pytest.raises(Unavailable, match=r"silent|slower"):
-            await asyncio.wait_for(backend.create("k", bytes(64 << 20), Durability.FSYNC), 60)
+            await asyncio.wait_for(storage.create("k", bytes(64 << 20), Durability.FSYNC), 60)
 
 
 async def test_a_transfer_that_keeps_its_pace_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,24 +201,24 @@ def endless(kind: str) -> Answer:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["chunked", "untold", "told", "told short", "part"])
 async def test_an_object_ends_at_the_bound_of_its_kind(dialect: Callable[[str], Storage], kind: str) -> None:
-    async with asking(dialect, endless(kind)) as backend:
+    async with asking(dialect, endless(kind)) as storage:
         with pytest.raises(TStoreError, match=r"tstore\.json") as caught:
-            await asyncio.wait_for(backend.get("tstore.json"), 60)
+            await asyncio.wait_for(storage.get("tstore.json"), 60)
         assert isinstance(caught.value, Corrupt) or kind == "told short", (
             "short of one byte the library breaks off"
         )
         assert len(str(caught.value)) < 500
     if kind in ("chunked", "told"):
-        async with asking(dialect, endless(kind)) as backend:
+        async with asking(dialect, endless(kind)) as storage:
             with pytest.raises(Corrupt, match=r"commits/1 is longer than \d+ bytes.*restore it"):
-                await asyncio.wait_for(backend.get("commits/1"), 60)
+                await asyncio.wait_for(storage.get("commits/1"), 60)
 
 
-BACKENDS = ["local", "memory", "objects", "cached", "fsspec"]
+STORAGES = ["local", "memory", "objects", "cached", "fsspec"]
 
 
 @contextlib.asynccontextmanager
-async def backend_of(kind: str, tmp_path: Any) -> AsyncIterator[Storage]:
+async def storage_of(kind: str, tmp_path: Any) -> AsyncIterator[Storage]:
     name = str(uuid.uuid4())
     made: Storage
     match kind:
@@ -238,25 +238,25 @@ async def backend_of(kind: str, tmp_path: Any) -> AsyncIterator[Storage]:
         await made.close()
 
 
-@pytest.mark.parametrize("kind", BACKENDS[:-1])
-async def test_every_backend_stops_at_the_bound(kind: str, tmp_path: Any) -> None:
-    async with backend_of(kind, tmp_path) as backend:
+@pytest.mark.parametrize("kind", STORAGES[:-1])
+async def test_every_storage_stops_at_the_bound(kind: str, tmp_path: Any) -> None:
+    async with storage_of(kind, tmp_path) as storage:
         bounds = {"tstore.json": 4 << 10, "latest": 64, "commits/1": 8 << 20, "txn/a/alive-0": 4 << 10}
         for key, most in bounds.items():
-            await backend.hint(key, bytes(most))
-            assert len(await backend.get(key)) == most
-            await backend.hint(key, bytes(most + 1))
+            await storage.hint(key, bytes(most))
+            assert len(await storage.get(key)) == most
+            await storage.hint(key, bytes(most + 1))
             with pytest.raises(Corrupt, match=f"{key} is longer than {most} bytes") as caught:
-                await backend.get(key)
+                await storage.get(key)
             assert len(str(caught.value)) < 500
         with pytest.raises(Corrupt, match="is longer than"):
-            await backend.leading(["commits/1"])
-        await backend.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # a gc's may be longer
-        assert len(await backend.get("commits/2")) == 8 + (9 << 20)
-        await backend.hint("txn/a/manifest-1", bytes(100))
-        assert len(await backend.get("txn/a/manifest-1", 100)) == 100
+            await storage.leading(["commits/1"])
+        await storage.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # a gc's may be longer
+        assert len(await storage.get("commits/2")) == 8 + (9 << 20)
+        await storage.hint("txn/a/manifest-1", bytes(100))
+        assert len(await storage.get("txn/a/manifest-1", 100)) == 100
         with pytest.raises(Corrupt, match="is longer than 99 bytes"):
-            await backend.get("txn/a/manifest-1", 99)
+            await storage.get("txn/a/manifest-1", 99)
 
 
 async def test_objects_together_have_no_more_room_than_is_said() -> None:
@@ -358,9 +358,9 @@ async def test_a_list_that_names_nothing_new_ends(
     dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
-    async with asking(dialect, pages(dialect, lambda number: names)) as backend:
+    async with asking(dialect, pages(dialect, lambda number: names)) as storage:
         with pytest.raises(Corrupt, match="no new name for 10 pages"):
-            await asyncio.wait_for(listing_of(backend), 60)
+            await asyncio.wait_for(listing_of(storage), 60)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -372,9 +372,9 @@ async def test_a_list_of_ever_new_names_ends(
     def page(number: int) -> list[str]:
         return [f"p{number:09d}-{i:03d}" for i in range(100)]
 
-    async with asking(dialect, pages(dialect, page)) as backend:
+    async with asking(dialect, pages(dialect, page)) as storage:
         with pytest.raises(Corrupt, match=r"longer than 100000 bytes \(\d+ names\)"):
-            await asyncio.wait_for(backend.list("p"), 60)
+            await asyncio.wait_for(storage.list("p"), 60)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -387,9 +387,9 @@ async def test_a_list_that_goes_on_too_slowly_ends(
     def page(number: int) -> list[str]:
         return [f"p{number:09d}"]
 
-    async with asking(dialect, pages(dialect, page)) as backend:
+    async with asking(dialect, pages(dialect, page)) as storage:
         with pytest.raises(Unavailable, match=r"only \d+ names after .* too slow"):
-            await asyncio.wait_for(backend.list("p"), 60)
+            await asyncio.wait_for(storage.list("p"), 60)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -398,17 +398,17 @@ async def test_a_list_that_is_asked_again_ends_too(
 ) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
     async with serving(pages(dialect, lambda number: ["p/a"])) as server:
-        backend = served(dialect(server.url))
+        storage = served(dialect(server.url))
         with pytest.raises(Corrupt, match="no new name"):
-            await asyncio.wait_for(backend.list("p"), 60)
-        await backend.close()
+            await asyncio.wait_for(storage.list("p"), 60)
+        await storage.close()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str], Storage]) -> None:
-    async with asking(dialect, pages(dialect, lambda number: ["other/a"])) as backend:
+    async with asking(dialect, pages(dialect, lambda number: ["other/a"])) as storage:
         with pytest.raises(Corrupt, match="requested"):
-            await asyncio.wait_for(backend.list("p/"), 60)
+            await asyncio.wait_for(storage.list("p/"), 60)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -423,9 +423,9 @@ async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Stora
         await writing(request, chunk * 600)
         return None
 
-    async with asking(dialect, answer) as backend:
+    async with asking(dialect, answer) as storage:
         with pytest.raises(Corrupt):
-            await asyncio.wait_for(backend.list("p"), 60)
+            await asyncio.wait_for(storage.list("p"), 60)
 
 
 # ---- refusals
@@ -438,11 +438,11 @@ async def test_a_refusal_that_never_ends_is_told_by_its_status(
 ) -> None:
     begin = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     first = [ok(b"", OURS)] if dialect is http else []
-    async with asking(dialect, *first, again(begin, b"10000\r\n" + b"x" * 0x10000 + b"\r\n")) as backend:
+    async with asking(dialect, *first, again(begin, b"10000\r\n" + b"x" * 0x10000 + b"\r\n")) as storage:
         if dialect is http:
-            await backend.size("k")
-        calls = [backend.get("k"), backend.create("k", b"x", Durability.FSYNC)]
-        for call in calls if status == "404 No" else [*calls, backend.delete("k")]:
+            await storage.size("k")
+        calls = [storage.get("k"), storage.create("k", b"x", Durability.FSYNC)]
+        for call in calls if status == "404 No" else [*calls, storage.delete("k")]:
             with pytest.raises(TStoreError) as caught:
                 await asyncio.wait_for(call, 60)
             assert len(str(caught.value)) < 1000
@@ -570,11 +570,11 @@ async def test_long_objects_are_not_read_ahead() -> None:
 @pytest.mark.parametrize("kind", ["local", "objects"])
 async def test_short_objects_are_read_together_and_long_ones_by_a_few(kind: str, tmp_path: Any) -> None:
     sizes = [100, 20 << 20, 20 << 20, 100, 100]
-    async with backend_of(kind, tmp_path) as backend:
+    async with storage_of(kind, tmp_path) as storage:
         keys = [f"commits/{number}" for number in range(7)]
         for key, size in zip(keys, sizes, strict=False):
-            await backend.create(key, b"tstoreR\2" + bytes(size), Durability.NONE)
-        first = await backend.leading(keys)
+            await storage.create(key, b"tstoreR\2" + bytes(size), Durability.NONE)
+        first = await storage.leading(keys)
         assert ([len(data) - 8 for data in first.objects], first.cut) == (sizes[:3], True)
-        rest = await backend.leading(keys[3:])
+        rest = await storage.leading(keys[3:])
         assert ([len(data) - 8 for data in rest.objects], rest.broken, rest.cut) == (sizes[3:], False, False)

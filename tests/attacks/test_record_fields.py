@@ -217,13 +217,13 @@ async def verbs(url: str) -> None:
     assert repr(await (await tstore.open(url)).verify())
 
 
-async def attack(backend: Storage, key: str, data: bytes) -> None:
-    await backend.hint(key, data)
+async def attack(storage: Storage, key: str, data: bytes) -> None:
+    await storage.hint(key, data)
     async with asyncio.timeout(20):
-        await verbs(backend.url)
-    report = await (await tstore.open(backend.url)).repair(void_readable=[int(key[-20:])])
+        await verbs(storage.url)
+    report = await (await tstore.open(storage.url)).repair(void_readable=[int(key[-20:])])
     assert report.voided == [int(key[-20:])]
-    store = await tstore.open(backend.url)
+    store = await tstore.open(storage.url)
     await store.verify()
     with suppress(TStoreError):
         await tstore.save(store, {"w": np.ones(9)}, 77)
@@ -236,11 +236,11 @@ async def test_every_verb_works_or_says_why(name: str) -> None:
     rng = np.random.default_rng(0)
     for at in rng.choice(len(read), min(12, len(read)), replace=False).tolist():
         store = await small()
-        await attack(store.log.backend, commit_key(6), read[at][0])
+        await attack(store.log.storage, commit_key(6), read[at][0])
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 6])
 @pytest.mark.parametrize("data", [b"", b"garbage", forged(Record("t", 0, math.nan)), forged(BODIES["collection"])])
 async def test_a_bad_record_anywhere_is_told_and_can_be_voided(at: int, data: bytes) -> None:
     store = await small()
-    await attack(store.log.backend, commit_key(at), data)
+    await attack(store.log.storage, commit_key(at), data)

@@ -273,18 +273,18 @@ def bind(objects: Objects, record: str) -> None:
 TREES = [{"w": np.arange(1200, dtype="f4").reshape(30, 40) + i, "l": [np.arange(9) + i, 5]} for i in range(4)]
 
 
-async def taken(backend: Any) -> Objects:
+async def taken(storage: Any) -> Objects:
     found = {}
-    for key in await backend.list(""):
-        found[key] = bytearray(await backend.size(key) or 0)  # of any length: `get` has a bound for each kind
-        backend.reader(key).read_into(0, [memoryview(found[key])], len(found[key]))
+    for key in await storage.list(""):
+        found[key] = bytearray(await storage.size(key) or 0)  # of any length: `get` has a bound for each kind
+        storage.reader(key).read_into(0, [memoryview(found[key])], len(found[key]))
     return {key: bytes(data) for key, data in found.items()}
 
 
 async def put(url: str, objects: Objects) -> None:
-    backend = connect(url)
+    storage = connect(url)
     for key, data in objects.items():
-        await backend.hint(key, data)
+        await storage.hint(key, data)
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def stores() -> tuple[Objects, Objects]:
             async with store.transaction(durability="none", tag=f"t{i}") as tx:
                 if i % 20 == 0:
                     await (await tx.create_array(f"small{i}", (8,), "f4", (4,))).write(np.ones(8))
-        older = await taken(store.log.backend)
+        older = await taken(store.log.storage)
         await tstore.save(store, TREES[2], 2, metrics={"loss": 0.125})
         await store.collect(Keep(last=2, tags=("t3", "big")))
         await tstore.save(store, TREES[3], 3, codecs={"w": "e4m3"})
@@ -318,7 +318,7 @@ def stores() -> tuple[Objects, Objects]:
                 )
                 with suppress(TStoreError):  # whose other host has not come
                     await tx.commit(timeout=0.01)
-        found = await taken(store.log.backend)
+        found = await taken(store.log.storage)
         part = next(k for k in found if "/part-00001" in k)
         found[part.replace("part", "alive")] = b'{"name":"half","time":1.0}'
         return found, older

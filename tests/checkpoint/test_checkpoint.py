@@ -365,10 +365,10 @@ async def test_arrays_that_did_not_change_cost_no_bytes(url: str) -> None:
     tree = {"frozen": rng.random(300_000), "small": np.arange(5), "moving": rng.random(300_000)}
     await tstore.save(url, tree, 0)
     store = await tstore.open(url)
-    before = sum([(await store.log.backend.size(k)) or 0 for k in await store.log.backend.list("txn/")])
+    before = sum([(await store.log.storage.size(k)) or 0 for k in await store.log.storage.list("txn/")])
     tree = {**tree, "moving": tree["moving"] + 1}
     await tstore.save(url, tree, 1)
-    after = sum([(await store.log.backend.size(k)) or 0 for k in await store.log.backend.list("txn/")])
+    after = sum([(await store.log.storage.size(k)) or 0 for k in await store.log.storage.list("txn/")])
     assert tree["moving"].nbytes <= after - before < tree["moving"].nbytes + 4096
     commits = [c async for c in store.history()]
     assert commits[0].bytes_added == tree["moving"].nbytes
@@ -561,7 +561,7 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     }
     await tstore.save(url, tree, 7)
     store = await tstore.open(url)
-    before = await store.log.backend.list("txn/")
+    before = await store.log.storage.list("txn/")
     report = await tstore.quantize(store, "e4m3")
     assert (report.version, report.tag, report.source) == (2, "step/7/e4m3", 1)
     assert report.sqnr > 30
@@ -581,7 +581,7 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
         assert sqnr == pytest.approx(by_path[name].sqnr, abs=1e-6)
     same(await tstore.restore(store), tree)
     assert await tstore.steps(store) == [7]
-    assert set(before) <= set(await store.log.backend.list("txn/"))
+    assert set(before) <= set(await store.log.storage.list("txn/"))
     with pytest.raises(AlreadyExists, match="names version"):
         await tstore.quantize(store, "e4m3")
     coarse = await tstore.quantize(store, {"w": "e3m2", "**": None}, tag="coarse")

@@ -1,4 +1,4 @@
-"""The conformance suite: honest backends pass, and each kind of lie is found."""
+"""The conformance suite: honest storages pass, and each kind of lie is found."""
 
 from __future__ import annotations
 

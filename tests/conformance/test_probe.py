@@ -41,7 +41,7 @@ async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryStorage], mode:
     assert await MemoryStorage(name).empty()
 
 
-async def test_an_honest_backend_is_asked_little() -> None:
+async def test_an_honest_storage_is_asked_little() -> None:
     counted = Faults(MemoryStorage(uuid.uuid4().hex))
     await tstore.open(counted, "x")
     assert len(counted.calls) <= 12

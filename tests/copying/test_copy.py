@@ -114,9 +114,9 @@ async def check_whole(url: str, *steps: int) -> tstore.Store:
 
 
 async def everything(url: str) -> dict[str, bytes]:
-    backend = connect(url)
-    keys = [k for k in await backend.list("") if k != "latest"]
-    return dict(zip(keys, await asyncio.gather(*[backend.get(k) for k in keys]), strict=True))
+    storage = connect(url)
+    keys = [k for k in await storage.list("") if k != "latest"]
+    return dict(zip(keys, await asyncio.gather(*[storage.get(k) for k in keys]), strict=True))
 
 
 # ---- whole stores
@@ -378,7 +378,7 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
     newest = await reader.log.reader.newest()
     for version in range(1, newest + 1):
         key = commit_key(version)
-        assert await reader.log.backend.get(key) == await source.log.backend.get(key)
+        assert await reader.log.storage.get(key) == await source.log.storage.get(key)
     alive, gc = await living_versions(source.log.reader, await source.log.reader.newest())
     if known < newest < gc and newest not in alive:
         with pytest.raises(NotFound):

@@ -114,16 +114,16 @@ async def test_a_damaged_object_that_may_not_be_deleted() -> None:
     source, target = new(), new()
     store = await saved(source, range(1))
     await tstore.copy(source, target)
-    backend = connect(target)
-    [pack] = [key for key in await backend.list("txn/") if "/pack-" in key]
-    data = await backend.get(pack)
-    await backend.delete(pack)
-    await backend.create(pack, data[:-1], Durability.NONE)
-    faulty = Faults(backend)
+    storage = connect(target)
+    [pack] = [key for key in await storage.list("txn/") if "/pack-" in key]
+    data = await storage.get(pack)
+    await storage.delete(pack)
+    await storage.create(pack, data[:-1], Durability.NONE)
+    faulty = Faults(storage)
     faulty.fail("delete", error=Denied)
     with pytest.raises(Denied, match="is damaged and can't be replaced"):
         await copy_to(store, faulty)
-    assert await backend.get(pack) == data[:-1]
+    assert await storage.get(pack) == data[:-1]
     await copy_to(store, faulty)
     await check_steps(target, 0)
 
@@ -266,9 +266,9 @@ async def test_two_copies_at_once_of_histories_that_parted(held: int, other_held
     barrier = asyncio.Barrier(2)
     copies, gates = [], []
     for source, version in ((first, held), (second, other_held)):
-        backend = Together(connect(target), barrier)
-        gates.append(backend.hold("create", commit_key(version)))
-        copies.append(asyncio.create_task(copy_to(await tstore.open(source), backend)))
+        storage = Together(connect(target), barrier)
+        gates.append(storage.hold("create", commit_key(version)))
+        copies.append(asyncio.create_task(copy_to(await tstore.open(source), storage)))
     for gate, copied in zip(gates, copies, strict=True):
         await asyncio.wait([asyncio.create_task(gate.reached()), copied], return_when=asyncio.FIRST_COMPLETED)
         gate.release()
@@ -285,9 +285,9 @@ async def test_what_another_copy_made_is_forced_to_the_disk() -> None:
     store = await saved(source, range(2))
     await tstore.copy(source, target)
     await connect(target).delete("tstore.json")
-    backend = Faults(connect(target))
-    assert (await copy_to(store, backend)).objects == 1
-    assert backend.count("sync") == 1
+    storage = Faults(connect(target))
+    assert (await copy_to(store, storage)).objects == 1
+    assert storage.count("sync") == 1
 
 
 async def test_two_copies_at_once_of_one_history() -> None:
@@ -339,9 +339,9 @@ async def test_a_damaged_destination_that_is_ahead_is_made_good() -> None:
     await tstore.copy(source, target)
     ahead = await saved(target, range(3, 4))
     await ahead.collect(Keep(last=2))
-    backend = connect(target)
+    storage = connect(target)
     [pack] = [p for p in (await ahead.snapshot("step/2")).tree.nodes["own"].chunks.packs if isinstance(p, str)]
-    await backend.delete(pack)
+    await storage.delete(pack)
     assert not (await ahead.verify()).ok
     assert (await tstore.copy(source, target)).objects == 1
     assert (await ahead.verify()).ok

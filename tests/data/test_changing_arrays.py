@@ -34,8 +34,8 @@ LEAVES: dict[str, Any] = {
 }
 
 
-class ChangingBackend(Faults):
-    """A backend before which the caller changes its arrays: just before each append to a pack, and each create."""
+class ChangingStorage(Faults):
+    """A storage before which the caller changes its arrays: just before each append to a pack, and each create."""
 
     change: Callable[[], None]
 
@@ -49,12 +49,12 @@ class ChangingBackend(Faults):
         await super().create(key, data, durability)
 
 
-async def changing(url: object, tree: Any) -> tuple[Store, ChangingBackend]:
-    """A store whose backend adds one to the arrays of the tree whenever something is written."""
+async def changing(url: object, tree: Any) -> tuple[Store, ChangingStorage]:
+    """A store whose storage adds one to the arrays of the tree whenever something is written."""
     store = await tstore.open(url)  # type: ignore[arg-type]
-    backend = ChangingBackend(store.log.backend)
-    backend.change = lambda: add_one(tree)
-    return Store(backend, store.uuid, "a"), backend
+    storage = ChangingStorage(store.log.storage)
+    storage.change = lambda: add_one(tree)
+    return Store(storage, store.uuid, "a"), storage
 
 
 def arrays_of(tree: Any) -> list[np.ndarray[Any, Any]]:

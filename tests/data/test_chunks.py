@@ -98,7 +98,7 @@ async def our_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: 
     node = (await store.snapshot()).tree.nodes["a"]
     found = {}
     for number, pack, offset, length, _ in node.chunks.rows:
-        data = pack if isinstance(pack, bytes) else await store.log.backend.get(pack)
+        data = pack if isinstance(pack, bytes) else await store.log.storage.get(pack)
         at = np.unravel_index(number, node.meta.counts) if chunks else ()
         found["/".join(["c", *[str(i) for i in at]])] = data[offset : offset + length]
     return found

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tests.fuzz.episode import Episode
 from tests.fuzz.journal import Fault
-from tests.fuzz.places import BACKENDS, place
+from tests.fuzz.places import STORAGES, place
 
 __all__ = ["main"]
 
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tasks", type=int, default=3, help="concurrent workers in this process; runs with 1 are reproducible"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="local", help="kind of storage")
+    parser.add_argument("--storage", choices=STORAGES, default="local", help="kind of storage")
     parser.add_argument("--rounds", type=int, default=8, help="rounds per episode")
     parser.add_argument("--operations", type=int, default=40, help="operations per worker and round")
     parser.add_argument("--odd", type=int, default=6, help="calls with odd arguments after each round")
     parser.add_argument("--go-on", action="store_true", help="continue with the next episode after a fault")
     options = parser.parse_args(arguments)
-    if options.processes and options.backend == "memory":
-        parser.error("memory:// is not shared between processes; choose another --backend")
+    if options.processes and options.storage == "memory":
+        parser.error("memory:// is not shared between processes; choose another --storage")
     counts: Counter[str] = Counter()
     faults: dict[tuple[str, str], list[str]] = {}
     started, episodes = time.monotonic(), 0
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, number: int) -> Episode:
-    with place(options.backend) as (location, quiesce):
+    with place(options.storage) as (location, quiesce):
         seed = f"{options.seed} {number}"
-        replaceable = options.backend == "local"
+        replaceable = options.storage == "local"
         episode = Episode(
             seed, location, options.processes, tasks=options.tasks, replaceable=replaceable, quiesce=quiesce
         )

@@ -15,22 +15,22 @@ from pathlib import Path
 
 from tests.fuzz.worker import Place
 
-__all__ = ["BACKENDS", "place"]
+__all__ = ["STORAGES", "place"]
 
-BACKENDS = ("local", "memory", "serve")
+STORAGES = ("local", "memory", "serve")
 _TOKEN = "fuzz-0123456789abcdef"
 _PATIENCE = 60.0
 
 
 @contextlib.contextmanager
-def place(backend: str) -> Iterator[tuple[Place, Callable[[], None]]]:
+def place(storage: str) -> Iterator[tuple[Place, Callable[[], None]]]:
     """Create storage of a kind, and a function that ends all requests in flight; remove the storage at the end."""
     top = Path(tempfile.mkdtemp(prefix="tstore-fuzz-"))
     try:
         scratch = top / "scratch"
         scratch.mkdir()
         store, copies = top / "store", tuple(str(top / f"copy{i}") for i in range(2))
-        match backend:
+        match storage:
             case "memory":
                 name = secrets.token_hex(8)
                 names = tuple(f"memory://{name}-{i}" for i in range(2))

@@ -81,7 +81,7 @@ async def together(
     url: str, store: tstore.Store, ready: list[tstore.Transaction], between: tstore.Transaction | None = None
 ) -> list[int | BaseException]:
     """What becomes of transactions that are committed while the create of another is held back."""
-    faults = store.log.backend
+    faults = store.log.storage
     assert isinstance(faults, Faults)
     first = await created(store.transaction("first"), "first")
     gate = faults.hold("create", "commits/*")
@@ -297,8 +297,8 @@ async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url:
     async with other.transaction() as tx:
         await created(tx, "more", 2000)  # so that the next chunk does not fit into the record
         await (await tx.array("w")).write(2)
-    [pack] = await other.log.backend.list("txn/")
-    await other.log.backend.delete(pack)
+    [pack] = await other.log.storage.list("txn/")
+    await other.log.storage.delete(pack)
     found = await together(url, store, ready)
     assert isinstance(found[0], Corrupt)
     assert found[1] == 4
@@ -314,8 +314,8 @@ async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alon
         for i in range(400):  # a manifest that is an object of its own
             await created(tx, f"many/{i}", 1)
     young = await created(store.transaction(), "young")
-    [manifest] = await store.log.backend.list(f"txn/{tx.id}/manifest")
-    await store.log.backend.delete(manifest)
+    [manifest] = await store.log.storage.list(f"txn/{tx.id}/manifest")
+    await store.log.storage.delete(manifest)
     found = await together(url, store, [old, young])
     assert isinstance(found[0], NotFound)
     assert found[1] == 4

@@ -36,8 +36,8 @@ TREES = {
 }
 
 
-async def objects(backend: Storage) -> dict[str, bytes]:
-    return {key: await backend.get(key) for key in await backend.list("")}
+async def objects(storage: Storage) -> dict[str, bytes]:
+    return {key: await storage.get(key) for key in await storage.list("")}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def good() -> dict[str, bytes]:
         for _ in range(63):
             async with store.transaction(durability="none"):
                 pass
-        return await objects(store.log.backend)
+        return await objects(store.log.storage)
 
     found = asyncio.run(make())
     assert {key.partition("/")[0] for key in found} == {"tstore.json", "commits", "txn", "roots", "latest"}
@@ -65,12 +65,12 @@ def url(good: dict[str, bytes]) -> str:
 
 
 async def put(url: str, found: dict[str, bytes]) -> None:
-    backend = connect(url)
-    for key in await backend.list(""):
+    storage = connect(url)
+    for key in await storage.list(""):
         if key not in found:
-            await backend.delete(key)
+            await storage.delete(key)
     for key, data in found.items():
-        await backend.hint(key, data)
+        await storage.hint(key, data)
 
 
 EXPECTED: dict[int, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
     keys = kinds(good)[kind]
     assert keys
     await put(url, short(good) if kind == "pack" else good)
-    backend = connect(url)
+    storage = connect(url)
     store = await tstore.open(url, "r")
     snapshots = [await store.snapshot(f"step/{step}") for step in TREES]
     arrays = [await snapshot.array(path) for snapshot in snapshots for path in snapshot.paths()]
@@ -147,7 +147,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
         for at in range(len(data)):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
-            await backend.hint(key, bytes(bad))
+            await storage.hint(key, bytes(bad))
             if at % 7 == 0 or at < 40 or at > len(data) - 40:
                 restored, faults = await outcome(url)
                 assert faults, (key, at)
@@ -160,7 +160,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
                 store = await tstore.open(url, "r")
                 with pytest.raises(Corrupt, match=key):
                     await store.log.reader.objects.read(key, Root if kind == "root" else Record)
-        await backend.hint(key, data)
+        await storage.hint(key, data)
     assert await outcome(url) == (2, [])
 
 
@@ -169,12 +169,12 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_give_no_wrong_numbers(
     url: str, good: dict[str, bytes], key: str
 ) -> None:
     await put(url, good)
-    backend = connect(url)
+    storage = connect(url)
     for at in range(len(good[key])):
         for bit in range(8):
             bad = bytearray(good[key])
             bad[at] ^= 1 << bit
-            await backend.hint(key, bytes(bad))
+            await storage.hint(key, bytes(bad))
             if key == "latest":
                 assert (await (await tstore.open(url, "r")).snapshot()).version == 65
             else:
@@ -190,18 +190,18 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_give_no_wrong_numbers(
 @pytest.mark.parametrize("kind", ["pack", "records", "empty record", "root"])
 async def test_every_truncation_is_found(url: str, good: dict[str, bytes], kind: str) -> None:
     await put(url, good)
-    backend = connect(url)
+    storage = connect(url)
     for key in kinds(good)[kind]:
         data = good[key]
         for length in {0, 1, 7, 8, 23, 24, 25, len(data) // 2, *range(len(data) - 20, len(data))}:
-            await backend.hint(key, data[:length])
+            await storage.hint(key, data[:length])
             restored, faults = await outcome(url)
             assert faults, (key, length)
             assert restored < 2 or kind in ("root", "empty record")
-        await backend.hint(key, data + b"\0")
+        await storage.hint(key, data + b"\0")
         restored, faults = await outcome(url)
         assert restored == 2 or faults
-        await backend.hint(key, data)
+        await storage.hint(key, data)
 
 
 @pytest.mark.parametrize("kind", ["pack", "records"])
@@ -219,12 +219,12 @@ async def test_one_object_in_the_place_of_another_is_found(url: str, good: dict[
     await tstore.save(
         url, {"w": TREES[0]["w"] + 1, "b": np.arange(3), "e": TREES[0]["e"]}, 2, codecs={"e": "e4m3"}
     )
-    backend = connect(url)
-    sizes = {k: await backend.size(k) for k in await backend.list("txn/") if "/pack-" in k}
+    storage = connect(url)
+    sizes = {k: await storage.size(k) for k in await storage.list("txn/") if "/pack-" in k}
     [first, second] = [k for k, size in sizes.items() if size == max(sizes.values(), key=lambda n: n or 0)]
     assert (first in packs) != (second in packs)
     mine, other = (first, second) if first in packs else (second, first)
-    await backend.hint(mine, await backend.get(other))
+    await storage.hint(mine, await storage.get(other))
     restored, faults = await outcome(url)
     assert restored == 0
     assert any("w, chunk" in fault for fault in faults)
@@ -234,13 +234,13 @@ async def test_a_missing_or_changed_manifest_is_named(url: str) -> None:
     """A manifest too long for its record is an object of its own."""
     tree = {f"p{i}": np.arange(3) + i for i in range(600)}
     await tstore.save(url, tree, 0)
-    backend = connect(url)
-    [key] = [k for k in await backend.list("txn/") if "/manifest" in k]
-    data = await backend.get(key)
+    storage = connect(url)
+    [key] = [k for k in await storage.list("txn/") if "/manifest" in k]
+    data = await storage.get(key)
     for bad in (None, data[:-1], data + b"\0", data[:100] + bytes([data[100] ^ 4]) + data[101:], b""):
-        await backend.delete(key)
+        await storage.delete(key)
         if bad is not None:
-            await backend.hint(key, bad)
+            await storage.hint(key, bad)
         with pytest.raises((Corrupt, NotFound), match=key):
             await tstore.restore(url)
         report = await (await tstore.open(url)).verify()
@@ -251,11 +251,11 @@ async def test_a_manifest_in_the_place_of_another_is_found(url: str) -> None:
     """It is whole, but not the one that the record refers to."""
     for step in range(2):
         await tstore.save(url, {f"p{i}": np.arange(3) + i + step for i in range(600)}, step)
-    backend = connect(url)
-    first, second = sorted(k for k in await backend.list("txn/") if "/manifest" in k)
-    expected = {key: await backend.get(key) for key in (first, second)}
-    await backend.hint(first, expected[second])
-    await backend.hint(second, expected[first])
+    storage = connect(url)
+    first, second = sorted(k for k in await storage.list("txn/") if "/manifest" in k)
+    expected = {key: await storage.get(key) for key in (first, second)}
+    await storage.hint(first, expected[second])
+    await storage.hint(second, expected[first])
     for step in range(2):
         with pytest.raises(Corrupt, match="/manifest"):
             await tstore.restore(url, step)
@@ -284,10 +284,10 @@ async def test_the_error_of_a_read_names_path_chunk_and_pack(url: str) -> None:
     async with store.transaction() as tx:
         w = await tx.create_array("deep/w", (4, 4096), "float64", (2, 2048))
         await w.write(np.random.default_rng(0).random((4, 4096)))
-    [pack] = await store.log.backend.list("txn/")
-    data = bytearray(await store.log.backend.get(pack))
+    [pack] = await store.log.storage.list("txn/")
+    data = bytearray(await store.log.storage.get(pack))
     data[-1] ^= 1
-    await store.log.backend.hint(pack, bytes(data))
+    await store.log.storage.hint(pack, bytes(data))
     w = await (await store.snapshot()).array("deep/w")
     await w[:, :2048].read()
     with pytest.raises(Corrupt, match=rf"deep/w, chunk \(1, 1\).*{url}: {pack}"):
@@ -372,9 +372,9 @@ async def test_damage_of_one_array_leaves_the_others_readable(tmp_path: Path) ->
 async def test_records_are_as_durable_as_their_word(url: str) -> None:
     """A commit is refused to vanish: its number is never used again."""
     await tstore.save(url, {"x": np.zeros(1)}, 0)
-    backend = connect(url)
+    storage = connect(url)
     with pytest.raises(tstore.errors.AlreadyExists):
-        await backend.create("commits/" + "1".zfill(20), b"another", Durability.FSYNC)
+        await storage.create("commits/" + "1".zfill(20), b"another", Durability.FSYNC)
 
 
 @pytest.mark.parametrize("codecs", [None, "e4m3"])
@@ -395,13 +395,13 @@ async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: 
         "steps": w[::3, ::5],
         "a column": w[:, 63],
     }
-    backend = store.log.backend
-    for pack in [k for k in await backend.list("txn/") if "/pack-" in k]:
-        data = await backend.get(pack)
+    storage = store.log.storage
+    for pack in [k for k in await storage.list("txn/") if "/pack-" in k]:
+        data = await storage.get(pack)
         for at in range(0, len(data), 1 if len(data) < 9000 else 37):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
-            await backend.hint(pack, bytes(bad))
+            await storage.hint(pack, bytes(bad))
             report = await store.verify()
             assert len(report.faults) == 1, at
             if ": pad, chunk" in report.faults[0]:
@@ -415,7 +415,7 @@ async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: 
                 with pytest.raises(Corrupt) as caught:
                     await view.read()
                 assert f"w, chunk ({row}, {column})" in str(caught.value) or "after it" in str(caught.value), name
-        await backend.hint(pack, data)
+        await storage.hint(pack, data)
 
 
 # ---- files of other programs
@@ -434,12 +434,12 @@ async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
         await tstore.save(store, {"w": part}, 1, host=0, hosts=2, attempt="a", timeout=0.01)
     transaction = (await store.pending())[0].transaction
     for key in ("alive-00000-of-00002", "merging-1-00000-of-00200", "merge-1-00000-of-00200"):
-        await store.log.backend.hint(f"txn/{transaction}/{key}", b"")
+        await store.log.storage.hint(f"txn/{transaction}/{key}", b"")
     (tmp_path / "commits/.0123.tmp").touch()  # of a create that was killed
     (tmp_path / ".DS_Store").touch()
     report = await store.verify()
     assert (report.ok, report.foreign) == (True, [])
-    keys = await store.log.backend.list("")
+    keys = await store.log.storage.list("")
     assert {key.split("/")[0] for key in keys} == {"tstore.json", "latest", "commits", "roots", "txn"}
     assert all(kind_of(key) is not None for key in keys)
     foreign = [

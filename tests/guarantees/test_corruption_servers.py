@@ -56,7 +56,7 @@ async def damageable(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, A
     async with contextlib.AsyncExitStack() as stack:
         if kind in ("http", "cache"):
             server = await stack.enter_async_context(Server(folder / "store"))
-            backend = connect(folder / "store")
+            storage = connect(folder / "store")
             arguments: dict[str, Any] = {"url": server.url}
             if kind == "cache":
                 arguments["cache"] = folder / "cache"
@@ -64,11 +64,11 @@ async def damageable(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, A
             endpoint = stack.enter_context(gcs.fake_gcs_server(folder))
             options = {"endpoint_url": endpoint}
             arguments = {"url": f"gs://{gcs.new_bucket(endpoint)}/run", "storage_options": options}
-            backend = connect(**arguments)
-        stack.push_async_callback(backend.close)
+            storage = connect(**arguments)
+        stack.push_async_callback(storage.close)
 
         async def put(key: str, data: bytes) -> None:
-            await backend.hint(key, data)
+            await storage.hint(key, data)
 
         yield arguments, put
 
@@ -117,10 +117,10 @@ async def test_damage_is_named(kind: str, good: dict[str, bytes], tmp_path: Path
 
 async def test_a_damaged_fragment_is_told_to_who_needs_it(good: dict[str, bytes]) -> None:
     url = f"memory://{uuid.uuid4()}"
-    backend = connect(url)
+    storage = connect(url)
     [fragment] = [key for key in good if "/part-" in key]
     for key, data in good.items():
-        await backend.hint(key, damaged(data)[0] if key == fragment else data)
+        await storage.hint(key, damaged(data)[0] if key == fragment else data)
     async with await tstore.open(url) as store:
         [pending] = await store.pending()
         assert (pending.delivered, pending.absent) == ((0,), (1,))

@@ -223,7 +223,7 @@ async def test_a_host_that_waits_makes_the_name_of_the_record_durable(journal: J
     """Who created it may have died in between."""
     stores = [await tstore.open(tmp_path / "s") for _ in range(2)]
     waiting = asyncio.create_task(group_member(stores[0], 0))
-    while not await stores[1].log.backend.list("txn/"):  # noqa: ASYNC110 - nothing is told when it has delivered
+    while not await stores[1].log.storage.list("txn/"):  # noqa: ASYNC110 - nothing is told when it has delivered
         await asyncio.sleep(0)
     assert await group_member(stores[1], 1) == await waiting == 1
     record = journal.last("link", of("/commits/"))

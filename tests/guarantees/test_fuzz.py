@@ -25,9 +25,9 @@ FOUND: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["memory", "local"])
-def test_a_short_run_finds_nothing(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = fuzz.main(["--seconds", "3", "--seed", "1", "--backend", backend, "--operations", "25", "--odd", "0"])
+@pytest.mark.parametrize("storage", ["memory", "local"])
+def test_a_short_run_finds_nothing(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = fuzz.main(["--seconds", "3", "--seed", "1", "--storage", storage, "--operations", "25", "--odd", "0"])
     told = capsys.readouterr().out
     assert code == 0, told
     assert "operations: begin" in told
@@ -55,14 +55,14 @@ def test_processes_of_which_some_are_killed(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     FOUND[name].apply(monkeypatch)
-    assert fuzz.main(["--seconds", "100", "--backend", "memory", "--odd", "0"]) == 1
+    assert fuzz.main(["--seconds", "100", "--storage", "memory", "--odd", "0"]) == 1
     assert "seed 0, episode" in capsys.readouterr().out
 
 
 def test_a_run_of_one_worker_is_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for _ in range(2):
-        fuzz.main(["--episode", "3", "--seed", "5", "--backend", "memory", "--tasks", "1", "--rounds", "2"])
+        fuzz.main(["--episode", "3", "--seed", "5", "--storage", "memory", "--tasks", "1", "--rounds", "2"])
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]
 

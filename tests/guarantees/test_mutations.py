@@ -62,7 +62,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a commit on one that is not durable": (
         "guarantees/test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
-        Edit(APPEND + "_create", "await self._log.backend.sync()", "pass"),
+        Edit(APPEND + "_create", "await self._log.storage.sync()", "pass"),
     ),
     "gc deletes before its record stands": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_stands",
@@ -102,7 +102,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "a second fragment of one host passes": (
         "transactions/test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
-        Edit(COOPERATIVE + "_deliver", "await self._backend.get(key) == data", "True"),
+        Edit(COOPERATIVE + "_deliver", "await self._storage.get(key) == data", "True"),
     ),
     "only the first host's deletions count": (
         "transactions/test_group.py::test_what_any_host_deletes_is_gone",
@@ -116,7 +116,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
         "guarantees/test_durability.py::test_a_fragment_that_is_delivered_again_is_made_durable",
         Edit(
             COOPERATIVE + "_deliver",
-            "await self._backend.flush(self.member.folder, self.durability)",
+            "await self._storage.flush(self.member.folder, self.durability)",
             "pass",
         ),
     ),

@@ -119,7 +119,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(
             READER + "newest",
             "known = self._newest\n",
-            "known = self._newest or await read_hint(self.backend)\n",
+            "known = self._newest or await read_hint(self.storage)\n",
         ),
     ],
     "the hint need not exist": [Edit(READER + "_gallop_from_hint", "sure=False", "sure=True")],
@@ -214,14 +214,14 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a redelivered fragment is not forced": [
-        Edit(COOPERATIVE + "_deliver", "await self._backend.flush(self.member.folder, self.durability)", "pass")
+        Edit(COOPERATIVE + "_deliver", "await self._storage.flush(self.member.folder, self.durability)", "pass")
     ],
     "an own commit met again is not forced": [Edit(APPEND + "_catch_up", "await self._settle(version)", "pass")],
-    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.backend.sync()", "pass")],
+    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
     "packs are not forced": [
         Edit(
             "tstore.data.writer:PackSet.flush",
-            "await self._backend.flush(self._folder, self._durability)",
+            "await self._storage.flush(self._folder, self._durability)",
             "pass",
         )
     ],
@@ -406,26 +406,26 @@ def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
 
 
 async def test_a_power_failure_takes_what_was_not_forced() -> None:
-    storage = SharedObjects({})
+    shared = SharedObjects({})
     host = Host("a", "a", CALM, 0, lambda _who, _what: None)
-    backend = HostStorage(storage, host)
-    await backend.create("commits/1", b"forced", Durability.FSYNC)
-    storage.create("commits/2", b"its creator died before it had forced the folder")
-    await backend.create("txn/a/pack-1", b"scratch", Durability.NONE)
-    pack = backend.writer("txn/b/pack-1", Durability.FSYNC)
+    storage = HostStorage(shared, host)
+    await storage.create("commits/1", b"forced", Durability.FSYNC)
+    shared.create("commits/2", b"its creator died before it had forced the folder")
+    await storage.create("txn/a/pack-1", b"scratch", Durability.NONE)
+    pack = storage.writer("txn/b/pack-1", Durability.FSYNC)
     pack.append([b"data"], 4)
     pack.finish()
-    chances = [storage.photograph().after_power_failure(random.Random(seed)).objects for seed in range(20)]
+    chances = [shared.photograph().after_power_failure(random.Random(seed)).objects for seed in range(20)]
     assert {frozenset(objects) for objects in chances} == {
         frozenset({"commits/1"}),
         frozenset({"commits/1", "commits/2"}),
     }
-    await backend.flush("txn/b", Durability.FSYNC)
-    await backend.flush("commits", Durability.FSYNC)
-    left = storage.after_power_failure(random.Random(0)).objects
+    await storage.flush("txn/b", Durability.FSYNC)
+    await storage.flush("commits", Durability.FSYNC)
+    left = shared.after_power_failure(random.Random(0)).objects
     assert left.keys() == {"commits/1", "commits/2", "txn/b/pack-1"}
-    await backend.sync()
-    assert storage.after_power_failure(random.Random(0)).objects == storage.objects
+    await storage.sync()
+    assert shared.after_power_failure(random.Random(0)).objects == shared.objects
 
 
 def test_virtual_time_passes_at_once_and_in_order() -> None:

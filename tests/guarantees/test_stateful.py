@@ -222,13 +222,13 @@ class Repeatable(World):
 
 
 class Slow:
-    """A backend whose calls take a while each, so that what goes on at once is interleaved."""
+    """A storage whose calls take a while each, so that what goes on at once is interleaved."""
 
-    def __init__(self, backend: Storage) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
+        found = getattr(self._storage, name)
         if not inspect.iscoroutinefunction(found):
             return found
 
@@ -272,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.stores = [self.run(tstore.open(self.url)) for _ in range(2)]
         for store in self.stores:
-            store.log.backend = cast(Storage, Slow(store.log.backend))
+            store.log.storage = cast(Storage, Slow(store.log.storage))
         self.begin_transaction(0, False, "good", None, None, [])
         for path, wide in (("a", NARROW), ("g/x", WIDE)):
             self.create_array(self.open[0], path, (5, 4), (2, 3), (wide == WIDE, True, True))

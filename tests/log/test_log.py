@@ -67,11 +67,11 @@ def expected(version: int) -> list[int]:
 async def test_the_newest_version_is_found_with_any_hint(hint: bytes | None) -> None:
     url = anew()
     await fill(url, 70)
-    backend = (await tstore.open(url)).log.backend
+    storage = (await tstore.open(url)).log.storage
     if hint is None:
-        await backend.delete("latest")
+        await storage.delete("latest")
     else:
-        await backend.hint("latest", hint)
+        await storage.hint("latest", hint)
     assert await state(url) == (70, expected(70))
     await fill(url, 1)
     assert await state(url) == (71, expected(71))
@@ -80,18 +80,18 @@ async def test_the_newest_version_is_found_with_any_hint(hint: bytes | None) -> 
 async def test_the_hint_and_a_root_are_written_at_every_64th_version() -> None:
     url = anew()
     await fill(url, 130)
-    backend = (await tstore.open(url)).log.backend
-    assert await backend.list("roots/") == [root_key(64), root_key(128)]
-    assert await backend.get("latest") == b"128"
+    storage = (await tstore.open(url)).log.storage
+    assert await storage.list("roots/") == [root_key(64), root_key(128)]
+    assert await storage.get("latest") == b"128"
     assert await state(url) == (130, expected(130))
 
 
 async def test_roots_only_save_time() -> None:
     url = anew()
     await fill(url, 130)
-    backend = (await tstore.open(url)).log.backend
-    for key in await backend.list("roots/"):
-        await backend.delete(key)
+    storage = (await tstore.open(url)).log.storage
+    for key in await storage.list("roots/"):
+        await storage.delete(key)
         assert await state(url) == (130, expected(130))
 
 
@@ -115,16 +115,16 @@ async def test_opening_and_following_cost_a_bounded_number_of_reads() -> None:
 @pytest.mark.parametrize("kind", ["memory", "served"])
 async def test_the_gallop_ends_at_the_newest(kind: str) -> None:
     memory = MemoryStorage(str(uuid.uuid4()))
-    backend = served(memory) if kind == "served" else memory
+    storage = served(memory) if kind == "served" else memory
     for version in range(1, 140):
-        await backend.create(commit_key(version), b"a record", NONE)
+        await storage.create(commit_key(version), b"a record", NONE)
         if version % 7 in (1, 2) or version % ROOT_EVERY < 4:
             for hint in (0, max(0, version - 70), max(0, version - 3), version, version + 1):
-                assert await LogReader(backend, hint).newest() == version
+                assert await LogReader(storage, hint).newest() == version
 
 
 async def started(url: str) -> tuple[tstore.Store, Faults, tstore.Transaction]:
-    """Return a store with one commit, its faulty backend, and a transaction that is ready to commit."""
+    """Return a store with one commit, its faulty storage, and a transaction that is ready to commit."""
     await fill(url, 1)
     store, faults = await open_faulty(url)
     tx = store.transaction("mine")
@@ -338,7 +338,7 @@ async def test_versions_and_tags_that_are_not_there_are_named() -> None:
 
 
 @pytest.mark.parametrize("operation", ["head", "get", "list"])
-async def test_a_backend_that_does_not_answer_is_unavailable(operation: str) -> None:
+async def test_a_storage_that_does_not_answer_is_unavailable(operation: str) -> None:
     url = anew()
     await fill(url, 3)
     store, faults = await open_faulty(url)
@@ -355,7 +355,7 @@ async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
     url = anew()
     await fill(url, 9)
     store = await tstore.open(url)
-    await store.log.backend.delete(commit_key(hole))
+    await store.log.storage.delete(commit_key(hole))
     report = await (await tstore.open(url)).verify()
     assert len(report.faults) == 1
     assert commit_key(hole) in report.faults[0]
@@ -385,10 +385,10 @@ async def test_a_damaged_record_stops_what_needs_it_and_no_more() -> None:
     url = anew()
     await fill(url, 5)
     store = await tstore.open(url)
-    data = bytearray(await store.log.backend.get(commit_key(4)))
+    data = bytearray(await store.log.storage.get(commit_key(4)))
     data[20] ^= 1
-    await store.log.backend.delete(commit_key(4))
-    await store.log.backend.create(commit_key(4), bytes(data), NONE)
+    await store.log.storage.delete(commit_key(4))
+    await store.log.storage.create(commit_key(4), bytes(data), NONE)
     fresh = await tstore.open(url)
     with pytest.raises(Corrupt, match=commit_key(4)):
         await fresh.snapshot()
@@ -429,7 +429,7 @@ async def test_a_tree_that_is_evicted_while_a_root_is_read() -> None:
     store, faults = await open_faulty(url)
     for step in range(ROOT_EVERY + 2):
         await tstore.save(store, {"x": step}, step)
-    await store.log.backend.delete(root_key(ROOT_EVERY))
+    await store.log.storage.delete(root_key(ROOT_EVERY))
     reader, faults = await open_faulty(url, "r")
     await reader.log.reader.tree(1)
     gate = faults.hold("get", root_key(ROOT_EVERY))

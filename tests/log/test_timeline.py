@@ -146,21 +146,21 @@ async def test_roots_of_versions_that_expired_are_no_fault(replaces: bool, tmp_p
 # ---- open stores and caches beside a restored backup
 
 
-async def put_back(backend: Storage, backup: dict[str, bytes]) -> None:
+async def put_back(storage: Storage, backup: dict[str, bytes]) -> None:
     """Restore a backup at the store's URL, and delete everything that is newer."""
-    for key in await backend.list(""):
-        await backend.delete(key)
+    for key in await storage.list(""):
+        await storage.delete(key)
     for key, data in backup.items():
-        await backend.create(key, data, Durability.NONE)
+        await storage.create(key, data, Durability.NONE)
 
 
-async def backed_up(backend: Storage) -> dict[str, bytes]:
-    return {key: await backend.get(key) for key in await backend.list("")}
+async def backed_up(storage: Storage) -> dict[str, bytes]:
+    return {key: await storage.get(key) for key in await storage.list("")}
 
 
 @pytest.fixture(params=["local", "server"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
-    """Return another backend of the same store, as another process has one."""
+    """Return another storage of the same store, as another process has one."""
     name = str(uuid.uuid4())
     return lambda: tmp_path / "store" if request.param == "local" else Remote(MemoryStorage(name))
 
@@ -170,21 +170,21 @@ async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callabl
     """`since` is the number of commits since the backup, before the open store is used again."""
     other = await tstore.open(connect())
     await write(other, 5, 0)
-    backup = await backed_up(other.log.backend)
+    backup = await backed_up(other.log.storage)
     handle = await tstore.open(connect())
     await write(handle, 8, 0)
     late = handle.transaction()
     await (await late.array("w"))[0].write(-1)
-    await put_back(other.log.backend, backup)
+    await put_back(other.log.storage, backup)
     if since:
         await fill(connect(), 5 + since, 1000)
-    before = await backed_up(other.log.backend)
+    before = await backed_up(other.log.storage)
     for work in (handle.snapshot(), handle.snapshot(3), handle.tags(), write(handle, 20, 0), handle.outcome("t")):
         with pytest.raises(TimelineChanged, match="open it anew"):
             await work
     with pytest.raises(TimelineChanged):
         await late.commit()
-    after = await backed_up(other.log.backend)
+    after = await backed_up(other.log.storage)
     assert {key for key in after if key.startswith("commits/")} == {k for k in before if k.startswith("commits/")}
     fresh = await tstore.open(connect())
     assert await state(fresh) == expected(5 + since, 5, 1000)
@@ -195,9 +195,9 @@ async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callabl
 async def test_a_damaged_newest_record_is_not_taken_for_another_history(connect: Callable[[], Any]) -> None:
     handle = await tstore.open(connect())
     await write(handle, 3, 0)
-    record = await handle.log.backend.get(commit_key(3))
-    await handle.log.backend.delete(commit_key(3))
-    await handle.log.backend.create(commit_key(3), record[:-1] + b"?", Durability.NONE)
+    record = await handle.log.storage.get(commit_key(3))
+    await handle.log.storage.delete(commit_key(3))
+    await handle.log.storage.create(commit_key(3), record[:-1] + b"?", Durability.NONE)
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(3)):
         await handle.snapshot()
 
@@ -208,11 +208,11 @@ async def test_a_cache_does_not_show_what_a_restored_backup_has_not(
 ) -> None:
     await fill(connect(), 60)
     plain = await tstore.open(connect())
-    backup = await backed_up(plain.log.backend)
+    backup = await backed_up(plain.log.storage)
     await fill(connect(), 70)
     for at in (None, 62, 64, 70):
         await state(await tstore.open(connect(), "r", cache=tmp_path / "cache"), at)
-    await put_back(plain.log.backend, backup)
+    await put_back(plain.log.storage, backup)
     reader = await tstore.open(connect(), "r", cache=tmp_path / "cache")
     assert (await reader.snapshot()).version == 60
     await fill(connect(), upto, 1000)

@@ -426,16 +426,16 @@ async def test_a_listing_that_is_old_makes_nothing_go(url: str) -> None:
         await w.write(np.arange(4000))
     async with store.transaction() as tx:
         await (await tx.array("w"))[:2000].write(7)
-    backend = Faults(store.log.backend)
-    listed = backend.list
+    storage = Faults(store.log.storage)
+    listed = storage.list
 
     async def old_list(prefix: str) -> list[str]:
         keys = await listed(prefix)
         collected = len(await listed("commits/")) > 2
         return [key for key in keys if collected or "/pack-" not in key]
 
-    backend.list = old_list  # type: ignore[method-assign]
-    await tstore.Store(backend, store.uuid, "a").collect(Keep(last=1))
+    storage.list = old_list  # type: ignore[method-assign]
+    await tstore.Store(storage, store.uuid, "a").collect(Keep(last=1))
     assert (await (await (await store.snapshot()).array("w")).read())[[0, 2000]].tolist() == [7, 2000]
     assert (await store.verify()).ok
 

@@ -41,7 +41,7 @@ async def check_step(store: tstore.Store, step: int) -> None:
 async def forge(store: tstore.Store, record: Record) -> None:
     """Puts a record with a right checksum in the place of the next commit, as another program could."""
     version = await store.log.reader.newest() + 1
-    await store.log.backend.create(commit_key(version), forged(record), Durability.NONE)
+    await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)
 
 
 async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_p
     store = await saved(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}", 0, 1, 2)
     ids = [(await store.log.reader.record(v)).transaction for v in (1, 2, 3)]
     entries = tuple(Alive(v, ids[v - 1], 1.0, (f"step/{v - 1}",), True, {}, ()) for v in (1, 2, 3))
-    living = [key for key in await store.log.backend.list("txn/") if "/pack-" in key]
+    living = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
     names = ("tstore.json", "latest", commit_key(1), "", "..", "../x", "txn", "txn//x", "a\0b", *living)
     await forge(store, Record("forged", 3, 1.0, collection=Collection(entries, (), {}, ("", "..", "x/y"), names)))
     store = await tstore.open(store.url)

@@ -189,7 +189,7 @@ async def test_versions_that_were_read_through_a_root(url: str) -> None:
         async with store.transaction(durability="none") as tx:
             await (await tx.array("ids"))[i % 10].write(100 + i)
     cold = await tstore.open(url, "r")
-    assert await cold.log.backend.size(root_key(ROOT_EVERY))
+    assert await cold.log.storage.size(root_key(ROOT_EVERY))
     assert [(a.path, a.chunks) for a in (await cold.diff(1)).arrays] == [("ids", 5)]
 
 

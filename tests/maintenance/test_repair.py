@@ -38,8 +38,8 @@ async def filled(*steps: int, url: str = "") -> tstore.Store:
 
 async def damage(store: tstore.Store, version: int, data: bytes = b"garbage") -> bytes:
     """Put other bytes in the place of a record, and return its own."""
-    before = await store.log.backend.get(commit_key(version))
-    await store.log.backend.hint(commit_key(version), data)
+    before = await store.log.storage.get(commit_key(version))
+    await store.log.storage.hint(commit_key(version), data)
     return before
 
 
@@ -62,17 +62,17 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
     store = await filled(0, 1, 2)
     await damage(store, version)
     store = await tstore.open(store.url)
-    before = {key: await store.log.backend.get(key) for key in await store.log.backend.list("")}
+    before = {key: await store.log.storage.get(key) for key in await store.log.storage.list("")}
     report = await store.repair()
     assert [(found.version, found.readable) for found in report.damaged] == [(version, False)]
     assert commit_key(version) in report.damaged[0].reason
     assert not report.ok
-    assert {key: await store.log.backend.get(key) for key in await store.log.backend.list("")} == before
+    assert {key: await store.log.storage.get(key) for key in await store.log.storage.list("")} == before
     report = await store.repair([version])
     assert (report.ok, report.voided) == (True, [version])
     [kept] = report.kept
     assert kept.startswith(f"damaged/{version:020d}-")
-    assert await store.log.backend.get(kept) == b"garbage"
+    assert await store.log.storage.get(kept) == b"garbage"
     store = await tstore.open(store.url)
     assert sorted(await tstore.steps(store)) == sorted({0, 1, 2} - {version - 1})
     await check_works(store.url)
@@ -97,9 +97,9 @@ async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
     async with store.transaction(tag="big") as tx:
         for i in range(150):
             await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
-    backend = store.log.backend
-    [manifest] = [key for key in await backend.list("txn/") if "/manifest" in key]
-    await backend.delete(manifest)
+    storage = store.log.storage
+    [manifest] = [key for key in await storage.list("txn/") if "/manifest" in key]
+    await storage.delete(manifest)
     store = await tstore.open(store.url)
     [found] = (await store.repair()).damaged
     assert (found.version, found.readable) == (2, True)
@@ -110,15 +110,15 @@ async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
 
 async def test_a_pack_that_is_gone_is_listed() -> None:
     store = await filled(0)
-    [pack] = [key for key in await store.log.backend.list("txn/") if "/pack-" in key]
-    await store.log.backend.delete(pack)
+    [pack] = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
+    await store.log.storage.delete(pack)
     [found] = (await (await tstore.open(store.url)).repair()).damaged
     assert pack in found.reason
 
 
 async def test_a_missing_record_is_filled() -> None:
     store = await filled(0, 1, 2)
-    await store.log.backend.delete(commit_key(2))
+    await store.log.storage.delete(commit_key(2))
     store = await tstore.open(store.url)
     assert [found.version for found in (await store.repair()).damaged] == [2]
     assert (await store.repair([2])).kept == []
@@ -130,7 +130,7 @@ async def test_a_missing_record_is_filled() -> None:
 async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) -> None:
     store = await filled(*range(6))
     for version in gone:
-        await store.log.backend.delete(commit_key(version))
+        await store.log.storage.delete(commit_key(version))
     store = await tstore.open(store.url)
     found = await store.repair()
     assert [one.version for one in found.damaged] == list(gone)
@@ -143,18 +143,18 @@ async def test_nothing_is_voided_where_it_could_not_be_told() -> None:
     """No commit can follow while later records lie behind a gap."""
     store = await filled(*range(6))
     for version in (3, 4):
-        await store.log.backend.delete(commit_key(version))
+        await store.log.storage.delete(commit_key(version))
     store = await tstore.open(store.url)
-    before = await store.log.backend.list("")
+    before = await store.log.storage.list("")
     for void, readable in (((), (1,)), ((3,), ()), ((4,), (2,))):
         with pytest.raises(InvalidArgument, match=r"nothing was voided; restore it from a copy, or void [34]"):
             await store.repair(void, void_readable=readable)
-    assert await store.log.backend.list("") == before
+    assert await store.log.storage.list("") == before
 
 
 async def test_a_record_far_behind_the_others_is_not_counted_up_to() -> None:
     store = await filled(0)
-    await store.log.backend.hint(commit_key(10**19), b"garbage")
+    await store.log.storage.hint(commit_key(10**19), b"garbage")
     assert len((await store.repair()).damaged) == 1000
 
 
@@ -163,10 +163,10 @@ async def test_roots_that_may_hold_what_was_voided_go() -> None:
     for i in range(ROOT_EVERY):
         async with store.transaction(tag=f"t{i}", durability="none") as tx:
             await tx.create_group(f"g{i}", {"i": i})
-    assert await store.log.backend.size(root_key(ROOT_EVERY)) is not None
+    assert await store.log.storage.size(root_key(ROOT_EVERY)) is not None
     store = await tstore.open(store.url)
     await store.repair(void_readable=[5])
-    assert await store.log.backend.size(root_key(ROOT_EVERY)) is None
+    assert await store.log.storage.size(root_key(ROOT_EVERY)) is None
     store = await tstore.open(store.url)
     assert "t3" not in await store.tags()
     assert "t4" in await store.tags()
@@ -185,7 +185,7 @@ async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch:
         for _ in range(3):
             async with store.transaction(durability="none"):
                 pass
-        made.append(await store.log.backend.size(root_key(ROOT_EVERY)))
+        made.append(await store.log.storage.size(root_key(ROOT_EVERY)))
         return await commit(*arguments)
 
     monkeypatch.setattr(repair, "_commit_repair", commit_late)
@@ -198,7 +198,7 @@ async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch:
 async def test_a_forged_garbage_collection_is_undone() -> None:
     store = await filled(0, 1, 2)
     gone = Collection((), (1, 2, 3), {}, (), ("txn/a/pack-0",))
-    await store.log.backend.create(
+    await store.log.storage.create(
         commit_key(4), forged(Record("gc-forged", 3, 1.0, collection=gone)), Durability.NONE
     )
     async with store.transaction():
@@ -276,8 +276,8 @@ async def test_a_repair_that_is_killed_is_finished_by_another(step: int, monkeyp
             assert step < 11
     report = await (await tstore.open(store.url)).repair([2])
     assert report.ok
-    keys = await store.log.backend.list("damaged/")
-    assert [await store.log.backend.get(key) for key in keys] == [b"garbage"]
+    keys = await store.log.storage.list("damaged/")
+    assert [await store.log.storage.get(key) for key in keys] == [b"garbage"]
     await check_works(store.url)
 
 
@@ -295,11 +295,11 @@ async def test_an_open_store_says_that_the_timeline_changed(version: int) -> Non
 
 async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None:
     store = await filled(0, 1, 2)
-    cached = await tstore.open(store.log.backend, "r", cache=tmp_path)
+    cached = await tstore.open(store.log.storage, "r", cache=tmp_path)
     assert await tstore.steps(cached) == [0, 1, 2]
     await (await tstore.open(store.url)).repair(void_readable=[2])
     for _ in range(2):
-        cached = await tstore.open((await tstore.open(store.url)).log.backend, "r", cache=tmp_path)
+        cached = await tstore.open((await tstore.open(store.url)).log.storage, "r", cache=tmp_path)
         try:
             assert await tstore.steps(cached) == [0, 2]
         except TimelineChanged:
@@ -313,14 +313,14 @@ async def test_a_commit_that_says_it_is_a_repair_harms_nobody() -> None:
     store = await filled(0, 1)
     await store.snapshot()
     record = Record("repair-forged", 2, 1.0, metadata={"voided": [1, 2, -5, "x", 10**9]})
-    await store.log.backend.create(commit_key(3), forged(record), Durability.NONE)
+    await store.log.storage.create(commit_key(3), forged(record), Durability.NONE)
     assert await tstore.steps(store) == [0, 1]
     await check_works(store.url)
 
 
 async def test_a_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await filled(0)
-    monkeypatch.setattr(store.log.backend, "url", "https://example.org/store")
+    monkeypatch.setattr(store.log.storage, "url", "https://example.org/store")
     assert (await store.repair()).ok
     with pytest.raises(Denied, match="on the host of the server"):
         await store.repair(void_readable=[1])
@@ -396,7 +396,7 @@ def test_a_record_that_names_no_collection_names_the_repair(
 
 async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
     store = await filled(0, 1)
-    record = decode(await store.log.backend.get(commit_key(2)), Record)
+    record = decode(await store.log.storage.get(commit_key(2)), Record)
     await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
@@ -413,9 +413,9 @@ async def test_a_repair_far_below_the_newest_version_is_met_once() -> None:
     for _ in range(330):
         async with store.transaction(durability="none"):
             pass
-    backend = store.log.backend
-    for key in await backend.list("roots/"):
-        await backend.delete(key)
+    storage = store.log.storage
+    for key in await storage.list("roots/"):
+        await storage.delete(key)
     store = await tstore.open(store.url)
     assert await tstore.steps(store) == [0]
     assert (await store.snapshot(300)).paths() == ["b", "w"]

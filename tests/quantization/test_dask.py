@@ -37,5 +37,5 @@ async def test_a_cluster_quantizes(tmp_path: Path, client: Client, monkeypatch: 
         assert packed[row.path].to_bytes() == exmy.quantize(tree[row.path], row.format, block=block).to_bytes()
     store = await tstore.open(tmp_path)
     assert (await store.verify()).ok
-    packs = {key.rsplit("-", 1)[0] for key in await store.log.backend.list("txn/") if "pack-" in key}
+    packs = {key.rsplit("-", 1)[0] for key in await store.log.storage.list("txn/") if "pack-" in key}
     assert len(packs) == 4  # of the save, and of three tasks

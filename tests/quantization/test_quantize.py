@@ -177,10 +177,10 @@ class Reads:
         self.bytes: dict[str, int] = {}
         read_chunks = tstore.snapshot.read_chunks
 
-        async def counting(backend: Any, jobs: Any) -> None:
+        async def counting(storage: Any, jobs: Any) -> None:
             for job in jobs:
                 self.bytes[job.path] = self.bytes.get(job.path, 0) + job.out.nbytes
-            await read_chunks(backend, jobs)
+            await read_chunks(storage, jobs)
 
         monkeypatch.setattr("tstore.snapshot.read_chunks", counting)
 

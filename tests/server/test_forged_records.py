@@ -34,22 +34,22 @@ async def filled(*steps: int) -> tstore.Store:
     return store
 
 
-async def keys(backend: Storage) -> set[str]:
-    return set(await backend.list(""))
+async def keys(storage: Storage) -> set[str]:
+    return set(await storage.list(""))
 
 
 async def test_a_gc_deletes_no_record_that_a_forged_one_holds() -> None:
     """One that expires names a record as re-used, and one that stays another: a gc would take it for data."""
     store = await filled(0)
-    backend = store.log.backend
+    storage = store.log.storage
     for number in (1, 2):
         record = Record(f"forged{number}", number, 0.0, tags=(f"step/{number}",), reused=(commit_key(number),))
-        await backend.create(commit_key(number + 1), forged(record), Durability.NONE)
+        await storage.create(commit_key(number + 1), forged(record), Durability.NONE)
     store = await tstore.open(store.url)
     for _ in range(2):
         with pytest.raises(Corrupt, match=r"commits/0000000000000000000[23]: .*the name of a pack"):
             await store.collect(Keep(last=1), abandoned=timedelta(0))
-    assert {commit_key(v) for v in (1, 2, 3)} <= await keys(backend)
+    assert {commit_key(v) for v in (1, 2, 3)} <= await keys(storage)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 61])
@@ -58,7 +58,7 @@ async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
     store = await filled(0, 1)
     gone = Collection((), (), {}, (), ())
     record = Record("forged", 2, 0.0, collected=3 + ahead, collection=gone)
-    await store.log.backend.create(commit_key(3), forged(record), Durability.NONE)
+    await store.log.storage.create(commit_key(3), forged(record), Durability.NONE)
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match="commits/00000000000000000003: it refers to version 3 or a later one"):
         async with asyncio.timeout(10):
@@ -71,9 +71,9 @@ async def test_a_root_whose_tag_names_no_version_is_passed_over(named: int) -> N
     for _ in range(ROOT_EVERY - 1):
         async with store.transaction(durability="none"):
             pass
-    backend = store.log.backend
-    root = decode(await backend.get(root_key(ROOT_EVERY)), Root)
-    await backend.hint(root_key(ROOT_EVERY), forged(root, tags={"step/0": named}))
+    storage = store.log.storage
+    root = decode(await storage.get(root_key(ROOT_EVERY)), Root)
+    await storage.hint(root_key(ROOT_EVERY), forged(root, tags={"step/0": named}))
     store = await tstore.open(store.url, "r")
     assert await store.tags() == {"step/0": 1}
     assert np.array_equal((await tstore.restore(store, 0))["w"], VALUES)
@@ -84,13 +84,13 @@ async def test_a_root_whose_tag_names_no_version_is_passed_over(named: int) -> N
 async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int]) -> None:
     """Their sum is right, modulo 2^64."""
     store = await filled(0)
-    backend = store.log.backend
-    record = decode(await backend.get(commit_key(1)), Record)
+    storage = store.log.storage
+    record = decode(await storage.get(commit_key(1)), Record)
     [manifest] = await store.log.reader.objects.manifests(1, record)
     assert len(manifest.paths) == 3  # with the root group
     column = np.array([*counts, 0], "<i8").tobytes()
     wrong = msgspec.structs.replace(manifest, count=column)
-    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match="columns of a manifest do not fit"):
         await store.snapshot()
@@ -99,11 +99,11 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
 async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
     """A store of three small versions, of which one has a manifest that no writer makes."""
     store = await filled(0, 1, 2)
-    backend = store.log.backend
-    record = decode(await backend.get(commit_key(bad)), Record)
+    storage = store.log.storage
+    record = decode(await storage.get(commit_key(bad)), Record)
     [manifest] = await store.log.reader.objects.manifests(bad, record)
     wrong = msgspec.structs.replace(manifest, **values)
-    await backend.hint(commit_key(bad), forged(record, manifests=(wrong,)))
+    await storage.hint(commit_key(bad), forged(record, manifests=(wrong,)))
     return await tstore.open(store.url, "r")
 
 
@@ -143,10 +143,10 @@ async def test_an_odd_manifest_is_damage_to_verify_and_repair(values: dict[str, 
 )
 async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
     store = await filled(0)
-    backend = store.log.backend
-    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    storage = store.log.storage
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
     wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
-    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .*the name of a pack"):
         await store.snapshot()
@@ -161,19 +161,19 @@ async def test_a_fragment_of_a_base_below_zero_is_not_committed() -> None:
     await (await first.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
     with pytest.raises(DeadlineExceeded):
         await first.commit(timeout=0.01)
-    backend = store.log.backend
-    [part] = [key for key in await backend.list("txn/") if "/part-" in key]
-    await backend.hint(part, forged(decode(await backend.get(part), Fragment), base=-5))
+    storage = store.log.storage
+    [part] = [key for key in await storage.list("txn/") if "/part-" in key]
+    await storage.hint(part, forged(decode(await storage.get(part), Fragment), base=-5))
     with pytest.raises(Corrupt):
         await second.commit(timeout=5)
-    assert {key for key in await keys(backend) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
+    assert {key for key in await keys(storage) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
 
 
 async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
     store = await filled(0)
     for hosts in ("1000000", "99999999999"):
         name = f"txn/n.a.{'0' * 32}-of-{hosts}"
-        await store.log.backend.hint(f"{name}/part-00000-of-{hosts}", b"")
+        await store.log.storage.hint(f"{name}/part-00000-of-{hosts}", b"")
     async with asyncio.timeout(10):
         assert [p.hosts for p in await store.pending()] == [1, 1]
         for transaction in await store.pending():
@@ -190,19 +190,19 @@ async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() 
     url = f"memory://{uuid.uuid4()}"
     await tstore.copy(store, url)
     await tstore.save(store, {"w": VALUES}, 1)
-    backend = store.log.backend
-    record = decode(await backend.get(commit_key(1)), Record)
+    storage = store.log.storage
+    record = decode(await storage.get(commit_key(1)), Record)
     [reference] = record.manifests
     [manifest] = await store.log.reader.objects.manifests(1, record)
     data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
-    await backend.hint(reference.key, data)
+    await storage.hint(reference.key, data)
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
     changed = msgspec.structs.replace(record, manifests=(other,))
-    await backend.hint(commit_key(1), encode(changed))
+    await storage.hint(commit_key(1), encode(changed))
     async with store.transaction():  # the newest record of both is the same one
         pass
-    there = (await tstore.open(url)).log.backend
-    await there.create(commit_key(2), await backend.get(commit_key(2)), Durability.NONE)
+    there = (await tstore.open(url)).log.storage
+    await there.create(commit_key(2), await storage.get(commit_key(2)), Durability.NONE)
     before = {key: await there.get(key) for key in await keys(there)}
     with pytest.raises(Conflict, match="from version 1 on"):
         await tstore.copy(await tstore.open(store.url), url)
@@ -225,9 +225,9 @@ async def test_attributes_under_the_name_of_tstore_may_hold_anything(own: Any) -
 
 async def test_a_marker_that_is_nested_deeply_is_damaged() -> None:
     store = await filled(0)
-    await store.log.backend.hint("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
+    await store.log.storage.hint("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
     with pytest.raises(Corrupt):
-        await read_marker(store.log.backend)
+        await read_marker(store.log.storage)
 
 
 def test_what_readers_refuse_is_not_encoded() -> None:
@@ -251,14 +251,14 @@ def test_what_readers_refuse_is_not_encoded() -> None:
 )
 async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
     store = await filled(0)
-    backend = store.log.backend
-    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    storage = store.log.storage
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
     at = manifest.paths.index("")
     number = int.from_bytes(manifest.document[4 * at : 4 * at + 4], "little")
     documents = tuple(document if i == number else d for i, d in enumerate(manifest.documents))
     wrong = msgspec.structs.replace(manifest, documents=documents)
     record = Record("forged", 1, 0.0, replaces=True, manifests=(wrong,), reused=tuple(filter(None, wrong.packs)))
-    await backend.create(commit_key(2), forged(record), Durability.NONE)
+    await storage.create(commit_key(2), forged(record), Durability.NONE)
     store = await tstore.open(store.url, "r")
     report = await store.verify()
     assert (report.arrays, report.chunks) == (2, 2)
@@ -269,11 +269,11 @@ async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: by
 
 async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record() -> None:
     store = await filled(0)
-    backend = store.log.backend
-    [manifest] = await store.log.reader.objects.manifests(1, decode(await backend.get(commit_key(1)), Record))
+    storage = store.log.storage
+    [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
     deep = b'{"zarr_format":3,"node_type":"group","attributes":' + b'{"a":' * 800 + b"1" + b"}" * 801
     wrong = msgspec.structs.replace(manifest, documents=(deep, *manifest.documents[1:]))
-    await backend.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
+    await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
     with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .* levels of nesting"):
         await store.snapshot()
@@ -281,12 +281,12 @@ async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record()
 
 async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
     store = await filled(0)
-    backend = store.log.backend
-    await backend.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
+    storage = store.log.storage
+    await storage.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
     assert [p.heartbeats for p in await store.pending()] == [{}]
-    await backend.hint("tstore.json", await backend.get("tstore.json") + b" " * 5000)
+    await storage.hint("tstore.json", await storage.get("tstore.json") + b" " * 5000)
     with pytest.raises(Corrupt, match="longer than 4096 bytes"):
-        await read_marker(backend)
+        await read_marker(storage)
 
 
 async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> None:
@@ -305,7 +305,7 @@ async def test_a_gc_behind_void_records_is_found() -> None:
     assert (await store.collect(Keep(last=1))).version == 3
     for version in (4, 5):
         void = Record(f"repair-{version}", version - 1, 1.0, void=True, collected=version - 1)
-        await store.log.backend.create(commit_key(version), encode(void), Durability.NONE)
+        await store.log.storage.create(commit_key(version), encode(void), Durability.NONE)
     store = await tstore.open(store.url)
     assert await last_collection(store.log.reader, 5) == 3
     with pytest.raises(SnapshotExpired):

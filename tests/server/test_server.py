@@ -302,17 +302,17 @@ async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
     """Its pages come from one listing; a new list sees what is new."""
     names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
     async with Server("memory://a-long-list") as server, client_of(server) as client:
-        backend = server._served.storage
+        storage = server._served.storage
         for name in names:
-            await backend.create(name, b"x", Durability.NONE)
+            await storage.create(name, b"x", Durability.NONE)
         calls: list[str] = []
-        real = backend.list
+        real = storage.list
 
         async def counted(prefix: str) -> list[str]:
             calls.append(prefix)
             return await real(prefix)
 
-        backend.list = counted  # type: ignore[method-assign]
+        storage.list = counted  # type: ignore[method-assign]
 
         async def listed(query: str) -> list[str]:
             found: list[str] = []
@@ -327,7 +327,7 @@ async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
         assert await listed("&prefix=txn/&delimiter=/") == [name[:-6] for name in names]
         assert calls == ["", "txn/"]
         await client.create("/txn/t9/pack-0", b"x")
-        await backend.delete(names[-1])
+        await storage.delete(names[-1])
         assert await listed("") == [*names[:-1], "txn/t9/pack-0"]
         assert calls == ["", "txn/", ""]
 

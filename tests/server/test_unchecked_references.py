@@ -44,16 +44,16 @@ async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Pat
 async def test_a_copy_makes_no_object_that_a_forged_reference_names(name: str) -> None:
     source = await tstore.open(f"memory://{uuid.uuid4()}")
     await tstore.save(source, {"w": np.arange(10)}, step=0)
-    backend = source.log.backend
+    storage = source.log.storage
     data = encode(Manifest.of([]))
-    await backend.create(name, data, Durability.NONE)
+    await storage.create(name, data, Durability.NONE)
     forgery = Record("forged", 1, 0.0, manifests=(reference(name, data),))
-    await backend.create(commit_key(2), forged(forgery), Durability.NONE)
-    await backend.create(commit_key(3), forged(Record("behind", 2, 0.0)), Durability.NONE)
+    await storage.create(commit_key(2), forged(forgery), Durability.NONE)
+    await storage.create(commit_key(3), forged(Record("behind", 2, 0.0)), Durability.NONE)
     destination = f"memory://{uuid.uuid4()}"
     with pytest.raises(Corrupt, match="00000000000000000002"):
         await tstore.copy(source.url, destination)
-    found = await (await tstore.open(destination, "a")).log.backend.list("")
+    found = await (await tstore.open(destination, "a")).log.storage.list("")
     assert name not in found
     with pytest.raises(Corrupt, match="00000000000000000002"):
         await (await tstore.open(source.url, "r")).snapshot()
@@ -143,7 +143,7 @@ async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
     node = Manifest.of([(path, group, True, [])])
     records = [Record("forged", 0, 0.0, manifests=(node,)), Record("deleting", 1, 0.0, deleted=("b",))]
     for version, record in enumerate(records, 1):
-        await store.log.backend.create(commit_key(version), forged(record), Durability.NONE)
+        await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)
     began = time.process_time()
     with pytest.raises(Corrupt, match=r"has (65,537 char|300,001 char|257 levels)"):
         await (await tstore.open(store.url, "r")).snapshot()

@@ -122,19 +122,19 @@ async def test_a_folder_that_may_only_be_read(public: Path) -> None:
 
 @pytest.mark.parametrize("key", ["\ud800", "a/\udcff"], ids=ascii)
 async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None:
-    backend = LocalStorage(tmp_path)
-    for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
+    storage = LocalStorage(tmp_path)
+    for call in (storage.get(key), storage.size(key), storage.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="UTF-8"):
             await call
 
 
 @pytest.mark.parametrize("key", ["x" * 300, "x/" * 3000 + "x"], ids=len)
 async def test_names_that_are_too_long(tmp_path: Path, key: str) -> None:
-    backend = LocalStorage(tmp_path)
-    for call in (backend.get(key), backend.size(key), backend.create(key, b"", Durability.NONE)):
+    storage = LocalStorage(tmp_path)
+    for call in (storage.get(key), storage.size(key), storage.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="too long"):
             await call
-    assert await backend.empty()
+    assert await storage.empty()
 
 
 async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
@@ -143,14 +143,14 @@ async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "s" / "b").symlink_to(tmp_path / "nowhere")
-    backend = LocalStorage(tmp_path / "s")
+    storage = LocalStorage(tmp_path / "s")
     for key in ("a", "b"):
         with pytest.raises(AlreadyExists):
-            await backend.create(key, b"mine", Durability.FSYNC)
+            await storage.create(key, b"mine", Durability.FSYNC)
         with pytest.raises(AlreadyExists):
-            backend.writer(key, Durability.FSYNC)
-    await backend.hint("a", b"hint")
-    await backend.delete("b")
+            storage.writer(key, Durability.FSYNC)
+    await storage.hint("a", b"hint")
+    await storage.delete("b")
     assert (tmp_path / "elsewhere").read_bytes() == b"keep"
     assert not (tmp_path / "nowhere").exists()
 
@@ -174,8 +174,8 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 @pytest.mark.usefixtures("locks")
 def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path) -> None:
-    backends = [LocalStorage(tmp_path / "s") for _ in range(2)]
-    first, second = [b.upload("txn/a/pack-0", 4, Durability.FSYNC) for b in backends]
+    storages = [LocalStorage(tmp_path / "s") for _ in range(2)]
+    first, second = [s.upload("txn/a/pack-0", 4, Durability.FSYNC) for s in storages]
     for writer in (second, first):
         writer.append([b"data"], 4)
     first.finish()

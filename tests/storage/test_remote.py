@@ -101,8 +101,8 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
     rounds = Rounds(MemoryStorage(name))
-    backend = Remote(rounds)
-    store = await rounds.expect(tstore.open(backend), 2)  # the marker and the hint
+    storage = Remote(rounds)
+    store = await rounds.expect(tstore.open(storage), 2)  # the marker and the hint
     found = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
     assert np.array_equal(found["w0003"], tree(10, 20_000)["w0003"])
     await rounds.expect(tstore.restore(store), 2, 1)  # the newest record again and the next number; the pack
@@ -202,7 +202,7 @@ async def test_verifying_reads_few_long_ranges() -> None:
     reader = await open_remote(store.url.removeprefix("memory://"))
     assert (await reader.verify()).bytes == size
     assert reader.traffic is not None
-    packs = [key for key in await reader.log.backend.list("txn/") if "/pack-" in key]
+    packs = [key for key in await reader.log.storage.list("txn/") if "/pack-" in key]
     assert reader.traffic.requests["read"] <= len(packs) + size // PACK
 
 
@@ -222,7 +222,7 @@ async def test_a_restore_of_many_arrays_reads_few_long_ranges() -> None:
     assert after is not None
     assert all(np.array_equal(values, found[path.replace(" ", "_")]) for path, values in arrays.items())
     size = sum(v.nbytes for v in arrays.values())
-    packs = [key for key in await reader.log.backend.list("txn/") if "/pack-" in key]
+    packs = [key for key in await reader.log.storage.list("txn/") if "/pack-" in key]
     assert after.requests["read"] - before.requests.get("read", 0) <= len(packs) + size // PACK
     assert after.bytes_read - before.bytes_read < 1.1 * size
 
@@ -241,7 +241,7 @@ async def test_a_save_sends_packs_while_it_goes_on_and_reads_its_own_writes() ->
         assert (await array[0, :10].read()).sum() == 0
     values[0, :10] = 0
     assert np.array_equal(await (await (await store.snapshot()).array("w")).read(), values)
-    packs = [key for key in await store.log.backend.list("txn/") if "/pack-" in key]
+    packs = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
     assert len(packs) >= 3
     assert (await store.verify()).ok
 
@@ -253,7 +253,7 @@ async def test_what_was_given_up_is_removed_and_its_memory_returned() -> None:
         array = await tx.create_array("w", (3, PACK // 4), "f4", (1, PACK // 16))
         await array.write(np.ones((3, PACK // 4), "f4"))
         await tx.abort()
-    assert await store.log.backend.list("txn/") == []
+    assert await store.log.storage.list("txn/") == []
     assert_all_memory_is_free()
 
 
@@ -318,8 +318,8 @@ async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
         ) -> None:
             raise StorageFull("no room")
 
-    backend = Remote(Full(MemoryStorage(anew())))
-    pack = backend.writer("txn/a/pack-0", Durability.FSYNC)
+    storage = Remote(Full(MemoryStorage(anew())))
+    pack = storage.writer("txn/a/pack-0", Durability.FSYNC)
     pack.append([b"x"], 1)
     pack.finish()
     ended = pack.upload.ended  # type: ignore[union-attr]
@@ -327,7 +327,7 @@ async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
     del pack, ended
     gc.collect()
     with pytest.raises(StorageFull):
-        await backend.flush("txn/a", Durability.FSYNC)
+        await storage.flush("txn/a", Durability.FSYNC)
 
 
 async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -> None:
@@ -387,8 +387,8 @@ async def test_a_reader_overtaken_by_a_gc_is_told_so() -> None:
     await store.collect(tstore.Keep(last=1))
     with pytest.raises(SnapshotExpired):
         await (await snapshot.array("w0000")).read()
-    pack = next(key for key in await store.log.backend.list("txn/") if "/pack-" in key)
-    await store.log.backend.delete(pack)  # not by a gc
+    pack = next(key for key in await store.log.storage.list("txn/") if "/pack-" in key)
+    await store.log.storage.delete(pack)  # not by a gc
     with pytest.raises(Corrupt, match=r"v, chunk .*: its pack is gone"):
         await tstore.restore(store)
 
@@ -406,12 +406,12 @@ def test_one_session_serves_the_blocking_twins_and_many_loops() -> None:
             self.seen.add(asyncio.get_running_loop())
             return await call()
 
-    backend = served(Loops(MemoryStorage(name)))
-    with blocking.open(backend) as store:
+    storage = served(Loops(MemoryStorage(name)))
+    with blocking.open(storage) as store:
         blocking.save(store, tree(5, 10_000), step=1)
 
     async def restore() -> Any:
-        return await tstore.restore(await tstore.open(backend))
+        return await tstore.restore(await tstore.open(storage))
 
     for _ in range(2):
         assert asyncio.run(restore())["w0004"][7] == 4

@@ -1,4 +1,4 @@
-"""What every backend must do, for each backend that there is."""
+"""What every implementation of `Storage` must do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKS = [b"", b"x", bytes(range(256)) * 100]
 
 
 @pytest.fixture(params=["local", "memory", "faulty", "remote"])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return connect(tmp_path / "new" / "store")
     if request.param == "remote":
@@ -39,156 +39,156 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 @pytest.mark.parametrize("data", MARKS, ids=len)
 @pytest.mark.parametrize("durability", Durability)
-async def test_what_was_created_is_read(backend: Storage, data: bytes, durability: Durability) -> None:
-    await backend.create("a/b/c", data, durability)
-    assert await backend.get("a/b/c") == data
-    assert await backend.size("a/b/c") == len(data)
+async def test_what_was_created_is_read(storage: Storage, data: bytes, durability: Durability) -> None:
+    await storage.create("a/b/c", data, durability)
+    assert await storage.get("a/b/c") == data
+    assert await storage.size("a/b/c") == len(data)
 
 
-async def test_create_never_replaces(backend: Storage) -> None:
-    await backend.create("k", b"first", FSYNC)
+async def test_create_never_replaces(storage: Storage) -> None:
+    await storage.create("k", b"first", FSYNC)
     for data in (b"second", b"first", b""):
         with pytest.raises(AlreadyExists, match="k"):
-            await backend.create("k", data, FSYNC)
-    assert await backend.get("k") == b"first"
+            await storage.create("k", data, FSYNC)
+    assert await storage.get("k") == b"first"
 
 
-async def test_what_is_missing_is_not_found(backend: Storage) -> None:
-    assert await backend.size("nothing/here") is None
+async def test_what_is_missing_is_not_found(storage: Storage) -> None:
+    assert await storage.size("nothing/here") is None
     with pytest.raises(NotFound, match="here"):
-        await backend.get("nothing/here")
+        await storage.get("nothing/here")
     with pytest.raises(NotFound, match="here"):
-        backend.reader("nothing/here").read_into(0, [bytearray(1)], 1)
-    await backend.delete("nothing/here")
-    assert await backend.list("nothing/") == []
-    assert await backend.list("") == []
+        storage.reader("nothing/here").read_into(0, [bytearray(1)], 1)
+    await storage.delete("nothing/here")
+    assert await storage.list("nothing/") == []
+    assert await storage.list("") == []
 
 
-async def test_empty_until_something_is_there(backend: Storage) -> None:
-    assert await backend.empty()
-    await backend.create("a", b"", FSYNC)
-    assert not await backend.empty()
+async def test_empty_until_something_is_there(storage: Storage) -> None:
+    assert await storage.empty()
+    await storage.create("a", b"", FSYNC)
+    assert not await storage.empty()
 
 
-async def test_list_gives_the_keys_with_a_prefix_in_order(backend: Storage) -> None:
+async def test_list_gives_the_keys_with_a_prefix_in_order(storage: Storage) -> None:
     keys = ["a/1", "a/10", "a/2", "ab", "b/a/1", "b/a/2/3", "a0/x"]
     for key in keys:
-        await backend.create(key, key.encode(), NONE)
+        await storage.create(key, key.encode(), NONE)
     for prefix in ("", "a", "a/", "a/1", "b/a", "b/a/", "c", "c/d/"):
-        assert await backend.list(prefix) == sorted(k for k in keys if k.startswith(prefix)), prefix
+        assert await storage.list(prefix) == sorted(k for k in keys if k.startswith(prefix)), prefix
 
 
-async def test_deleted_is_gone_and_can_be_created_again(backend: Storage) -> None:
-    await backend.create("a/b", b"1", FSYNC)
-    await backend.create("a/c", b"2", FSYNC)
-    await backend.delete("a/b")
-    await backend.delete("a/b")
-    assert await backend.size("a/b") is None
-    assert await backend.list("") == ["a/c"]
-    await backend.create("a/b", b"3", FSYNC)
-    assert await backend.get("a/b") == b"3"
+async def test_deleted_is_gone_and_can_be_created_again(storage: Storage) -> None:
+    await storage.create("a/b", b"1", FSYNC)
+    await storage.create("a/c", b"2", FSYNC)
+    await storage.delete("a/b")
+    await storage.delete("a/b")
+    assert await storage.size("a/b") is None
+    assert await storage.list("") == ["a/c"]
+    await storage.create("a/b", b"3", FSYNC)
+    assert await storage.get("a/b") == b"3"
 
 
-async def test_a_hint_replaces(backend: Storage) -> None:
-    await backend.create("any", b"", FSYNC)
+async def test_a_hint_replaces(storage: Storage) -> None:
+    await storage.create("any", b"", FSYNC)
     for data in (b"1", b"22222", b"", b"3"):
-        await backend.hint("latest", data)
-        assert await backend.get("latest") == data
-    assert await backend.list("") == ["any", "latest"]
+        await storage.hint("latest", data)
+        assert await storage.get("latest") == data
+    assert await storage.list("") == ["any", "latest"]
 
 
 @pytest.mark.parametrize(
     "key", ["with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "new\nline"]
 )
-async def test_odd_names(backend: Storage, key: str) -> None:
-    await backend.create(key, key.encode(), FSYNC)
-    assert await backend.get(key) == key.encode()
-    assert await backend.list("") == [key]
+async def test_odd_names(storage: Storage, key: str) -> None:
+    await storage.create(key, key.encode(), FSYNC)
+    assert await storage.get(key) == key.encode()
+    assert await storage.list("") == [key]
 
 
 @pytest.mark.parametrize(
     "key",
     ["", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "./a", "a/./b", "a/.tmp", "a\0b"],
 )
-async def test_names_that_lead_outside_or_have_two_spellings_are_refused(backend: Storage, key: str) -> None:
+async def test_names_that_lead_outside_or_have_two_spellings_are_refused(storage: Storage, key: str) -> None:
     with pytest.raises(InvalidArgument):
-        await backend.create(key, b"x", FSYNC)
-    for call in (backend.get, backend.size, backend.delete):
+        await storage.create(key, b"x", FSYNC)
+    for call in (storage.get, storage.size, storage.delete):
         with pytest.raises(InvalidArgument):
             await call(key)
     with pytest.raises(InvalidArgument):
-        backend.writer(key, FSYNC)
+        storage.writer(key, FSYNC)
     with pytest.raises(InvalidArgument):
-        backend.reader(key)
-    assert await backend.empty()
+        storage.reader(key)
+    assert await storage.empty()
 
 
 @pytest.mark.parametrize("durability", Durability)
-async def test_packs_are_written_in_pieces_and_read_anywhere(backend: Storage, durability: Durability) -> None:
+async def test_packs_are_written_in_pieces_and_read_anywhere(storage: Storage, durability: Durability) -> None:
     rng = np.random.default_rng(0)
     pieces = [rng.bytes(n) for n in (1, 0, 1000, 3, 70_000)] + [rng.bytes(7) for _ in range(3000)]
-    pack = backend.writer("txn/1/pack", durability)
+    pack = storage.writer("txn/1/pack", durability)
     offsets = [pack.append([p], len(p)) for p in pieces[:5]]
     offsets.append(pack.append(pieces[5:], sum(map(len, pieces[5:]))))  # more buffers than one call takes
     pack.finish()
-    await backend.flush("txn/1", durability)
+    await storage.flush("txn/1", durability)
     whole = b"".join(pieces)
     assert offsets == [0, 1, 1, 1001, 1004, 71004]
-    assert await backend.size("txn/1/pack") == len(whole)
-    assert await backend.get("txn/1/pack") == whole
-    reader = backend.reader("txn/1/pack")
+    assert await storage.size("txn/1/pack") == len(whole)
+    assert await storage.get("txn/1/pack") == whole
+    reader = storage.reader("txn/1/pack")
     for offset, sizes in [(0, [len(whole)]), (5, [1, 2, 3]), (len(whole) - 1, [1]), (17, [9] * 3000)]:
         buffers = [bytearray(n) for n in sizes]
         reader.read_into(offset, buffers, sum(sizes))
         assert b"".join(buffers) == whole[offset : offset + sum(sizes)]
 
 
-async def test_a_pack_can_be_read_before_it_is_finished(backend: Storage) -> None:
-    pack = backend.writer("p", FSYNC)
+async def test_a_pack_can_be_read_before_it_is_finished(storage: Storage) -> None:
+    pack = storage.writer("p", FSYNC)
     pack.append([b"abc"], 3)
     buffer = bytearray(2)
-    backend.reader("p").read_into(1, [buffer], 2)
+    storage.reader("p").read_into(1, [buffer], 2)
     assert buffer == b"bc"
     pack.append([b"d"], 1)
-    backend.reader("p").read_into(2, [buffer], 2)
+    storage.reader("p").read_into(2, [buffer], 2)
     assert buffer == b"cd"
     pack.finish()
 
 
 @pytest.mark.parametrize(("offset", "sizes"), [(0, [5]), (3, [1, 1]), (4, [1]), (100, [1]), (0, [1] * 2000)])
-async def test_a_pack_that_is_too_short_is_corrupt(backend: Storage, offset: int, sizes: list[int]) -> None:
-    pack = backend.writer("t/p", FSYNC)
+async def test_a_pack_that_is_too_short_is_corrupt(storage: Storage, offset: int, sizes: list[int]) -> None:
+    pack = storage.writer("t/p", FSYNC)
     pack.append([b"abcd"], 4)
     pack.finish()
-    await backend.flush("t", FSYNC)
+    await storage.flush("t", FSYNC)
     with pytest.raises(Corrupt):
-        backend.reader("t/p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
+        storage.reader("t/p").read_into(offset, [bytearray(n) for n in sizes], sum(sizes))
 
 
-async def test_a_discarded_pack_is_gone(backend: Storage) -> None:
-    pack = backend.writer("a/p", FSYNC)
+async def test_a_discarded_pack_is_gone(storage: Storage) -> None:
+    pack = storage.writer("a/p", FSYNC)
     pack.append([b"abc"], 3)
     pack.discard()
-    assert await backend.list("") == []
+    assert await storage.list("") == []
 
 
-async def test_a_second_writer_of_a_pack_is_refused(backend: Storage) -> None:
-    pack = backend.writer("t/p", FSYNC)
+async def test_a_second_writer_of_a_pack_is_refused(storage: Storage) -> None:
+    pack = storage.writer("t/p", FSYNC)
     pack.append([b"abc"], 3)
     with pytest.raises(AlreadyExists):
-        backend.writer("t/p", FSYNC)
+        storage.writer("t/p", FSYNC)
     pack.finish()
-    await backend.flush("t", FSYNC)
-    assert await backend.get("t/p") == b"abc"
+    await storage.flush("t", FSYNC)
+    assert await storage.get("t/p") == b"abc"
 
 
-async def test_a_create_has_one_winner_among_threads(backend: Storage) -> None:
+async def test_a_create_has_one_winner_among_threads(storage: Storage) -> None:
     start = threading.Barrier(8)
 
     def race(number: int) -> list[bool]:
         async def one(turn: int) -> bool:
             try:
-                await backend.create(f"r/{turn}", bytes([number]), NONE)
+                await storage.create(f"r/{turn}", bytes([number]), NONE)
             except AlreadyExists:
                 return False
             return True
@@ -204,7 +204,7 @@ async def test_a_create_has_one_winner_among_threads(backend: Storage) -> None:
     assert [sum(w[i] for w in won) for i in range(25)] == [1] * 25
     for turn in range(25):
         winner = next(i for i, w in enumerate(won) if w[turn])
-        assert await backend.get(f"r/{turn}") == bytes([winner])
+        assert await storage.get(f"r/{turn}") == bytes([winner])
 
 
 def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
@@ -214,16 +214,16 @@ def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
         from tstore.storage.connect import connect
         from tstore.storage.objects import Durability
         async def main():
-            backend = connect(sys.argv[1])
+            storage = connect(sys.argv[1])
             print("ready", flush=True)
             sys.stdin.readline()
             won = ""
             for turn in range(100):
                 try:
-                    await backend.create(f"r/{turn}", sys.argv[2].encode() * 1000, Durability.NONE)
+                    await storage.create(f"r/{turn}", sys.argv[2].encode() * 1000, Durability.NONE)
                     won += "1"
                 except AlreadyExists:
-                    assert len(await backend.get(f"r/{turn}")) == 1000
+                    assert len(await storage.get(f"r/{turn}")) == 1000
                     won += "0"
             print(won)
         asyncio.run(main())
@@ -268,19 +268,19 @@ async def test_without_links_a_rename_that_replaces_nothing_takes_over(
         raise OSError(number, "no links on this file system", target)
 
     monkeypatch.setattr(os, "link", refuse)
-    backend = LocalStorage(tmp_path)
-    await backend.create("k", b"first", FSYNC)
+    storage = LocalStorage(tmp_path)
+    await storage.create("k", b"first", FSYNC)
     with pytest.raises(AlreadyExists):
-        await backend.create("k", b"second", FSYNC)
-    assert await backend.get("k") == b"first"
+        await storage.create("k", b"second", FSYNC)
+    assert await storage.get("k") == b"first"
     assert [p.name for p in tmp_path.iterdir()] == ["k"]
 
 
 async def test_what_a_crash_leaves_is_not_listed(tmp_path: Path) -> None:
-    backend = LocalStorage(tmp_path)
+    storage = LocalStorage(tmp_path)
     (tmp_path / ".0123456789abcdef.tmp").write_bytes(b"half")
-    assert await backend.list("") == []
-    assert await backend.empty()
+    assert await storage.list("") == []
+    assert await storage.empty()
 
 
 def test_the_last_room_on_a_disk_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,62 +327,62 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    backend = LocalStorage(tmp_path)
+    storage = LocalStorage(tmp_path)
     (tmp_path / "d").mkdir()
     monkeypatch.setattr(os, "open", closed)
     monkeypatch.setattr(os, "stat", closed)
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(Denied, match="permission"):
-        await getattr(backend, call)("d/x")
+        await getattr(storage, call)("d/x")
 
 
-async def test_folders_and_what_is_in_them(backend: Storage) -> None:
-    assert await backend.folders("txn/") == []
+async def test_folders_and_what_is_in_them(storage: Storage) -> None:
+    assert await storage.folders("txn/") == []
     for key in ("txn/b/pack", "txn/a/one", "txn/a/two", "txn/plain", "other/c/x"):
-        await backend.create(key, b"x", NONE)
-    assert await backend.folders("txn/") == ["a", "b"]
-    age = await backend.age("txn/a")
+        await storage.create(key, b"x", NONE)
+    assert await storage.folders("txn/") == ["a", "b"]
+    age = await storage.age("txn/a")
     assert age is not None
     assert -1 < age < 100
-    assert await backend.age("txn/nothing") is None
+    assert await storage.age("txn/nothing") is None
     for key in ("txn/a/one", "txn/a", "txn/a/two"):
-        await backend.delete(key)
-        assert await backend.list("txn/b") == ["txn/b/pack"]
-    assert await backend.list("txn/a/") == []
-    await backend.delete("txn/a")
-    assert await backend.folders("txn/") == ["b"]
+        await storage.delete(key)
+        assert await storage.list("txn/b") == ["txn/b/pack"]
+    assert await storage.list("txn/a/") == []
+    await storage.delete("txn/a")
+    assert await storage.folders("txn/") == ["b"]
 
 
 async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> None:
-    backend = connect(tmp_path)
-    await backend.create("txn/a/one", b"x", NONE)
+    storage = connect(tmp_path)
+    await storage.create("txn/a/one", b"x", NONE)
     (tmp_path / "txn/a/.left.tmp").write_bytes(b"")  # by a create that was killed
     os.utime(tmp_path / "txn/a/one", (0, 0))
-    await backend.delete("txn/a")
-    assert await backend.get("txn/a/one") == b"x"
-    await backend.delete("txn/a/one")
-    await backend.delete("txn/a")
+    await storage.delete("txn/a")
+    assert await storage.get("txn/a/one") == b"x"
+    await storage.delete("txn/a/one")
+    await storage.delete("txn/a")
     assert os.listdir(tmp_path / "txn") == []
-    await backend.create("txn/a/one", b"y", FSYNC)
-    assert await backend.get("txn/a/one") == b"y"
+    await storage.create("txn/a/one", b"y", FSYNC)
+    assert await storage.get("txn/a/one") == b"y"
 
 
 async def test_packs_are_discarded_in_a_thread_while_others_list() -> None:
     """A transaction is aborted while a gc looks at what there is."""
-    backend = connect(f"memory://{uuid.uuid4()}")
+    storage = connect(f"memory://{uuid.uuid4()}")
     for i in range(5000):
-        await backend.create(f"txn/{i}/pack", b"", NONE)
+        await storage.create(f"txn/{i}/pack", b"", NONE)
     ended = threading.Event()
 
     def abort() -> None:
         while not ended.is_set():
-            backend.writer("txn/aborted/pack", NONE).discard()
+            storage.writer("txn/aborted/pack", NONE).discard()
 
     with ThreadPoolExecutor(1) as threads:
         aborting = threads.submit(abort)
         try:
             for _ in range(100):
-                assert len(await backend.folders("txn/")) >= 5000
+                assert len(await storage.folders("txn/")) >= 5000
         finally:
             ended.set()
         aborting.result()

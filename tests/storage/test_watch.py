@@ -19,31 +19,31 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells wha
 
 @linux
 async def test_a_wait_ends_when_an_object_appears(tmp_path: Path) -> None:
-    backend = LocalStorage(tmp_path)
-    await backend.create("commits/1", b"", Durability.NONE)
+    storage = LocalStorage(tmp_path)
+    await storage.create("commits/1", b"", Durability.NONE)
     for number in "23":  # the second watch has the descriptor of the first
-        async with Watch(backend, "commits") as watch:
+        async with Watch(storage, "commits") as watch:
             assert watch.notified
             waiting = asyncio.create_task(watch.wait(3600))
-            await backend.create(f"commits/{number}", b"", Durability.NONE)
+            await storage.create(f"commits/{number}", b"", Durability.NONE)
             await asyncio.wait_for(waiting, 60)
 
 
 @linux
 async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
-    backend = LocalStorage(tmp_path)
-    await backend.create("commits/1", b"", Durability.NONE)
-    async with Watch(backend, "commits") as watch:
+    storage = LocalStorage(tmp_path)
+    await storage.create("commits/1", b"", Durability.NONE)
+    async with Watch(storage, "commits") as watch:
         await watch.wait(0)
-        await backend.create("commits/2", b"", Durability.NONE)
+        await storage.create("commits/2", b"", Durability.NONE)
         await asyncio.wait_for(watch.wait(3600), 60)
 
 
 @linux
 async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
-    backend = LocalStorage(tmp_path)
-    await backend.create("commits/1", b"", Durability.NONE)
-    async with Watch(backend, "commits") as watch:
+    storage = LocalStorage(tmp_path)
+    await storage.create("commits/1", b"", Durability.NONE)
+    async with Watch(storage, "commits") as watch:
         waiting = asyncio.create_task(watch.wait(3600))
         (tmp_path / "commits" / ".x.tmp").touch()
         await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
         for _ in range(3):  # each turn of the loop hears all that was told before
             await loop.run_in_executor(None, lambda: None)
         assert not waiting.done()
-        await backend.create("commits/2", b"", Durability.NONE)
+        await storage.create("commits/2", b"", Durability.NONE)
         await asyncio.wait_for(waiting, 60)
 
 

@@ -100,7 +100,7 @@ async def test_eight_hosts_make_one_commit(url: str) -> None:
 async def test_nothing_is_visible_before_the_last_host(url: str) -> None:
     waiting = [asyncio.create_task(save(url, h)) for h in range(1, HOSTS)]
     store = await tstore.open(url)
-    while len([k for k in await store.log.backend.list("txn/") if "/part-" in k]) < HOSTS - 1:
+    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < HOSTS - 1:
         await asyncio.wait(waiting, timeout=0.01)
     assert (await store.snapshot()).version == 0
     assert await tstore.steps(store) == []
@@ -123,7 +123,7 @@ async def test_an_absent_host_is_named(url: str) -> None:
 async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
     waiting = asyncio.create_task(save(url, 1, timeout=300))
     store = await tstore.open(url)
-    while not await store.log.backend.list("txn/"):
+    while not await store.log.storage.list("txn/"):
         await asyncio.wait([waiting], timeout=0.01)
     waiting.cancel()
     done, _ = await asyncio.wait([waiting], timeout=5)

@@ -125,7 +125,7 @@ async def test_a_write_that_fails_under_a_commit_fails_it(url: str, operation: s
         await tx.commit()
     assert isinstance((await asyncio.gather(write, return_exceptions=True))[0], StorageFull | None)
     assert (await store.snapshot()).version == 0
-    assert await store.log.backend.list("txn/") == []
+    assert await store.log.storage.list("txn/") == []
 
 
 async def test_a_cancelled_write_leaves_nothing_half_done(store: tstore.Store) -> None:
@@ -146,7 +146,7 @@ async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> N
     write = await begun(a.write(np.ones(BIG)))
     await tx.abort()
     assert write.done()
-    assert await store.log.backend.list("txn/") == []
+    assert await store.log.storage.list("txn/") == []
     with pytest.raises(Misuse, match="aborted"):
         await a.write(1)
 
@@ -173,24 +173,24 @@ class HeldPacks(MemoryStorage):
 
 @pytest.mark.parametrize("how", ["abort", "commit that is cancelled"])
 async def test_no_pack_is_discarded_while_a_thread_writes_it(how: str) -> None:
-    backend = HeldPacks()
-    store = await tstore.open(backend)
+    storage = HeldPacks()
+    store = await tstore.open(storage)
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
     write = await begun(a.write(np.ones(BIG)))
-    await asyncio.to_thread(backend.reached.wait, 20)
+    await asyncio.to_thread(storage.reached.wait, 20)
     end = await begun(tx.abort() if how == "abort" else tx.commit())
     if how != "abort":
         end.cancel()
     for _ in range(20):
         await asyncio.sleep(0)
     assert not end.done()
-    assert await backend.list("txn/") != []
-    backend.released.set()
+    assert await storage.list("txn/") != []
+    storage.released.set()
     await asyncio.wait([end])
     await write
     assert tx.ended
-    assert await backend.list("txn/") == []
+    assert await storage.list("txn/") == []
     assert (await store.snapshot()).version == 0
 
 
@@ -204,7 +204,7 @@ async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.St
         await commit
     assert write.done()
     assert tx.ended
-    assert await store.log.backend.list("txn/") == []
+    assert await store.log.storage.list("txn/") == []
     assert (await store.snapshot()).version == 0
 
 

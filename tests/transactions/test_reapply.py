@@ -136,7 +136,7 @@ async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path
     for store in (await tstore.open(served(MemoryStorage(name))), await tstore.open(tmp_path / "store")):
         async with store.transaction() as tx:
             await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
-        faults = Faults(store.log.backend)
+        faults = Faults(store.log.storage)
         tx = Store(faults, store.uuid, "r+").transaction()
         await (await tx.array("w"))[1].write(-1)
         await overwrite(store, 0, 4)

@@ -63,7 +63,7 @@ async def test_a_large_group_merges_as_a_tree(url: str) -> None:
     opened = [await open_faulty(url) for _ in range(MANY)]
     assert await asyncio.gather(*[host(s, h, MANY) for h, (s, _) in enumerate(opened)]) == [1] * MANY
     await check(opened[0][0], MANY)
-    merges = await opened[0][0].log.backend.list(
+    merges = await opened[0][0].log.storage.list(
         f"txn/{opened[0][0].transaction(name='n', host=0, hosts=MANY, attempt='a').id}/merge-"
     )
     assert [k.rpartition("/")[2] for k in merges] == [f"merge-1-{i:05d}-of-{MANY:05d}" for i in range(3)]
@@ -76,7 +76,7 @@ async def test_a_host_of_a_large_group_that_dies_after_its_fragment(url: str) ->
     """The refused host had claimed its block, so another merges it."""
     store, faults = await open_faulty(url)
     others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 150]
-    while len([k for k in await store.log.backend.list("txn/") if "/part-" in k]) < MANY - 1:
+    while len([k for k in await store.log.storage.list("txn/") if "/part-" in k]) < MANY - 1:
         await asyncio.wait(others, timeout=0.05)
     faults.fail("list", "*/part-001*")
     with pytest.raises(Unavailable):
@@ -113,16 +113,16 @@ class Dead(BaseException):
 
 
 class Dying:
-    """A backend whose user dies at the n-th call after its fragment, before or after the call takes effect."""
+    """A storage whose user dies at the n-th call after its fragment, before or after the call takes effect."""
 
-    def __init__(self, backend: Any, nth: int, *, done: bool) -> None:
-        self._backend = backend
+    def __init__(self, storage: Any, nth: int, *, done: bool) -> None:
+        self._storage = storage
         self._nth = nth
         self._done = done
         self._seen = -1
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
+        found = getattr(self._storage, name)
         return self._mortal(found) if asyncio.iscoroutinefunction(found) else found
 
     def _mortal(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: 
     while True:
         shutil.copytree(tmp_path / "before", tmp_path / "store")
         store = await tstore.open(tmp_path / "store")
-        mortal = tstore.Store(Dying(store.log.backend, steps, done=done), store.uuid, "a")  # type: ignore[arg-type]
+        mortal = tstore.Store(Dying(store.log.storage, steps, done=done), store.uuid, "a")  # type: ignore[arg-type]
         try:
             await host(mortal, last, hosts)
         except Dead:
@@ -260,7 +260,7 @@ async def test_a_host_that_waits_is_seen_alive(url: str, monkeypatch: pytest.Mon
     assert 0 <= state.heartbeats[1] < 30
     assert await outcomes(host(store, 0, 3), host(store, 2, 3), waiting) == [1] * 3
     assert await store.pending() == []
-    assert not [k for k in await store.log.backend.list("txn/") if "/alive-" in k]
+    assert not [k for k in await store.log.storage.list("txn/") if "/alive-" in k]
 
 
 async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.
     faults.fail("hint", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)
     assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
-    assert isinstance(store.log.backend, Faults)
+    assert isinstance(store.log.storage, Faults)
     await check(store, 3)
 
 

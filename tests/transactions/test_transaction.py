@@ -114,7 +114,7 @@ async def test_an_exception_aborts(store: tstore.Store) -> None:
     class Mine(Exception):
         pass
 
-    objects = await store.log.backend.list("")
+    objects = await store.log.storage.list("")
     tx = store.transaction()
 
     async def fails() -> None:
@@ -128,7 +128,7 @@ async def test_an_exception_aborts(store: tstore.Store) -> None:
     assert tx.version is None
     assert (await newest(store) == BASE).all()
     assert (await store.snapshot()).version == 1
-    assert await store.log.backend.list("") == objects
+    assert await store.log.storage.list("") == objects
     assert await store.outcome(tx.id) is None
 
 

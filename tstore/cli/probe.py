@@ -32,14 +32,14 @@ def probe(url: str, as_json: bool) -> int:
     from tstore.conformance import Subject, judge
 
     async def work(progress: Progress) -> Document:
-        backend = connect(url)
+        storage = connect(url)
         try:
-            if isinstance(backend, LocalStorage):
-                await backend.empty()  # raises `NotFound` if it is a file
-            await read_marker(backend)  # fail at once if a server is unreachable, not in every check
+            if isinstance(storage, LocalStorage):
+                await storage.empty()  # raises `NotFound` if it is a file
+            await read_marker(storage)  # fail at once if a server is unreachable, not in every check
         finally:
-            await backend.close()
-        created = [folder for folder in _folders(backend) if not folder.exists()]
+            await storage.close()
+        created = [folder for folder in _folders(storage) if not folder.exists()]
         findings = await judge(Subject.of(url), tell=lambda name: progress.doing(f"probing {url}: {name}"))
         with contextlib.suppress(OSError):  # another process may have written there
             for folder in created:
@@ -47,7 +47,7 @@ def probe(url: str, as_json: bool) -> int:
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]
         return {
-            "url": backend.url,
+            "url": storage.url,
             "ok": not {"fails", "unknown"} & set(outcomes),
             "writable": create.outcome != "skipped",
             **{outcome: outcomes.count(outcome) for outcome in ("holds", "fails", "skipped", "unknown")},
@@ -57,9 +57,9 @@ def probe(url: str, as_json: bool) -> int:
     return run(work, show_probed, as_json)
 
 
-def _folders(backend: Storage) -> list[Path]:
+def _folders(storage: Storage) -> list[Path]:
     """Return the folder of a local store and its parents, innermost first; none for remote storage."""
-    if not isinstance(backend, LocalStorage):
+    if not isinstance(storage, LocalStorage):
         return []
-    folder = Path(backend.url)
+    folder = Path(storage.url)
     return [folder, *folder.parents]

@@ -298,5 +298,5 @@ class _FaultyReader:
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
     """Return the store at a URL, and the faults between it and its storage: none without rules."""
     store = await open(url, mode)
-    faults = Faults(store.log.backend)
+    faults = Faults(store.log.storage)
     return Store(faults, store.uuid, mode), faults

@@ -100,22 +100,22 @@ def serve() -> None:
 
 
 async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> None:
-    backend = connect(task["url"], task["options"])
+    storage = connect(task["url"], task["options"])
     try:
-        await backend.size(f"{task['keys'][0]}-ready")
+        await storage.size(f"{task['keys'][0]}-ready")
         os.write(ready, b".")
         os.close(ready)
         os.read(gate, 1)  # until the parent closes the other end
         won = []
         for key in task["keys"]:
             try:
-                await backend.create(key, _body(number, key), Durability.NONE)
+                await storage.create(key, _body(number, key), Durability.NONE)
                 won.append(key)
             except AlreadyExists:
                 pass
         os.write(1, json.dumps([number, won]).encode() + b"\n")
     finally:
-        await backend.close()
+        await storage.close()
 
 
 def _body(number: int, key: str) -> bytes:

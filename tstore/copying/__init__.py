@@ -1,4 +1,4 @@
-"""Copying a store between any two backends.
+"""Copying a store from one URL to another.
 
 1. `inventory`: the manifests and packs that versions need, and the checksum of each block.
 2. `source_records`: the commit records to create, from one unchanged history of the source.

@@ -1,4 +1,4 @@
-"""Copying a store between any two backends: the committed objects, unchanged, under the same names.
+"""Copying a store from one URL to another: the committed objects, unchanged, under the same names.
 
 1. Fix a version: the newest of the source, or the one requested. Later commits are not copied.
 2. Check the destination. It must be empty; or hold the beginning of such a copy (objects of this store's
@@ -109,7 +109,7 @@ async def copy(
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):
-            return await copy_to(store, uncached(destination.log.backend), at, progress)
+            return await copy_to(store, uncached(destination.log.storage), at, progress)
         target = connect(destination, storage_options)
         try:
             return await copy_to(store, target, at, progress)
@@ -120,14 +120,14 @@ async def copy(
 async def copy_to(
     store: Store, target: Storage, at: At = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CopyReport:
-    """Copy an open store to a backend, as `copy` does."""
+    """Copy an open store to a destination, as `copy` does."""
     if target.url == store.url:
         raise InvalidArgument(f"{store.url} can't be copied to itself; choose another destination")
     while True:
         # a fresh Store: `store` may have cached records of an earlier history
-        source = Store(uncached(store.log.backend), store.uuid, "r")
+        source = Store(uncached(store.log.storage), store.uuid, "r")
         log = source.log.reader
-        marker = await read_marker(log.backend)
+        marker = await read_marker(log.storage)
         if marker is None:
             raise NotFound(f"{store.url} has lost its marker; restore it from a copy")
         if at is not None:
@@ -147,11 +147,11 @@ async def copy_to(
 async def _copy_all(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
-    records = await SourceRecords.up_to(log.backend, version)
+    records = await SourceRecords.up_to(log.storage, version)
     existing = await destination.newest(records)
     ahead = existing is not None and existing > version
     alive = await (
-        living_as_of(LogReader(destination.backend), existing or 0) if ahead else living_as_of(log, version)
+        living_as_of(LogReader(destination.storage), existing or 0) if ahead else living_as_of(log, version)
     )
     inventory = await records.guard(take_inventory(log, version, alive))
     return await _Copy(log, records, destination, inventory, existing, progress).run()
@@ -160,13 +160,13 @@ async def _copy_all(
 async def _copy_one(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
-    records = await SourceRecords.up_to(log.backend, version)
+    records = await SourceRecords.up_to(log.storage, version)
     inventory = await records.guard(take_version_inventory(log, version))
     last = await _expiry_of_others(log, inventory, destination.uuid)
     records = records if last is None else records.followed_by(last)
     existing = await destination.newest(records)
     if existing is not None and existing > records.newest:
-        alive = await living_as_of(LogReader(destination.backend), existing)
+        alive = await living_as_of(LogReader(destination.storage), existing)
         if not all(v in alive for v in inventory.versions):
             inventory = Inventory(version, (), {}, {})
     return await _Copy(log, records, destination, inventory, existing, progress).run()
@@ -212,10 +212,10 @@ class _Copy:
         progress: Callable[[int, int], None],
     ) -> None:
         self._log = log
-        self._source = log.backend
+        self._source = log.storage
         self._records = records
         self._destination = destination
-        self._target = destination.backend
+        self._target = destination.storage
         self._inventory = inventory
         self._existing = existing
         self._progress = progress

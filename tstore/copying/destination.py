@@ -19,10 +19,10 @@ __all__ = ["Destination"]
 
 
 class Destination:
-    """A backend that is, or is to be, the store of `marker`; counts the objects and bytes created."""
+    """A storage that is, or is to be, the store of `marker`; counts the objects and bytes created."""
 
-    def __init__(self, backend: Storage, marker: Marker) -> None:
-        self.backend = backend
+    def __init__(self, storage: Storage, marker: Marker) -> None:
+        self.storage = storage
         self.objects = self.bytes = 0
         self._marker = marker
 
@@ -36,13 +36,13 @@ class Destination:
 
         Raise `AlreadyExists` if it is another store, `Conflict` if its records differ from the source's.
         """
-        marker = await read_marker(self.backend)
-        if not self.backend.capabilities.conditional_create:  # known after the first response
-            await prove(self.backend)
+        marker = await read_marker(self.storage)
+        if not self.storage.capabilities.conditional_create:  # known after the first response
+            await prove(self.storage)
         if marker is None:
             return None
         self._check_marker(marker)
-        newest = await LogReader(self.backend).newest()
+        newest = await LogReader(self.storage).newest()
         common = min(newest, records.newest)
         if common and not await self._agrees(records, common):
             raise self._diverged(records, await self._first_difference(records, common))
@@ -57,7 +57,7 @@ class Destination:
     async def create(self, key: str, data: bytes, durability: Durability = Durability.FSYNC) -> bool:
         """Create an object unless it exists; return whether this call created it."""
         try:
-            await self.backend.create(key, data, durability)
+            await self.storage.create(key, data, durability)
         except AlreadyExists:
             return False
         self.objects += 1
@@ -73,35 +73,35 @@ class Destination:
         """
         if await self.create(commit_key(version), data, durability):
             return True
-        if await self.backend.get(commit_key(version)) != data:
+        if await self.storage.get(commit_key(version)) != data:
             raise self._diverged(records, version)
         return False
 
     async def create_marker(self) -> None:
         """Create the marker, which makes it a store; raise `AlreadyExists` if it is another store by now."""
         if not await self.create(MARKER, self._marker.encode()):
-            marker = await read_marker(self.backend)
+            marker = await read_marker(self.storage)
             if marker is not None:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
         """Delete a damaged object whose replacement has been read and checked."""
         try:
-            await self.backend.delete(key)
+            await self.storage.delete(key)
         except Denied as error:
             raise Denied(
-                f"{self.backend.url}: {key} is damaged and can't be replaced: {error}; delete it where it is "
+                f"{self.storage.url}: {key} is damaged and can't be replaced: {error}; delete it where it is "
                 "stored, and repeat the copy"
             ) from error
 
     async def sizes(self, keys: list[str]) -> Mapping[str, int]:
         """Return the sizes of the keys that exist."""
-        sizes = zip(keys, await together(self.backend.size, keys), strict=True)
+        sizes = zip(keys, await together(self.storage.size, keys), strict=True)
         return {key: size for key, size in sizes if size is not None}
 
     def _diverged(self, records: SourceRecords, version: int) -> Conflict:
         return Conflict(
-            f"{self.backend.url} and {records.backend.url} have diverged: their commits differ from version "
+            f"{self.storage.url} and {records.storage.url} have diverged: their commits differ from version "
             f"{version} on, so nothing later was created; copy to an empty destination",
             [],
         )
@@ -109,12 +109,12 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.backend.url} is another store: its uuid is {marker.uuid}, that of the copy would be "
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, that of the copy would be "
                 f"{self._marker.uuid}; choose an empty destination"
             )
 
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
-        return await self.backend.get(commit_key(version)) == await records.read(version)
+        return await self.storage.get(commit_key(version)) == await records.read(version)
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
         """Return the first version whose records differ, given one whose records differ."""

@@ -25,27 +25,27 @@ T = TypeVar("T")
 class SourceRecords:
     """The records of a source up to version `base`, followed by `last`, which the source does not have."""
 
-    def __init__(self, backend: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
-        self.backend = backend
+    def __init__(self, storage: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
+        self.storage = storage
         self.base = base
         self.newest = base + (last is not None)
         self._anchor = anchor
         self._last = None if last is None else encode(last)
 
     @staticmethod
-    async def up_to(backend: Storage, base: int) -> SourceRecords:
+    async def up_to(storage: Storage, base: int) -> SourceRecords:
         """Return the records of a source up to a version."""
-        return SourceRecords(backend, base, await _read(backend, base) if base else b"")
+        return SourceRecords(storage, base, await _read(storage, base) if base else b"")
 
     def followed_by(self, last: Record) -> SourceRecords:
         """Return the same records with another one appended."""
-        return SourceRecords(self.backend, self.base, self._anchor, last)
+        return SourceRecords(self.storage, self.base, self._anchor, last)
 
     async def read(self, version: int) -> bytes:
         """Return the bytes of one record; raise `Corrupt` if it is damaged or missing."""
         if version > self.base and self._last is not None:
             return self._last
-        return await _read(self.backend, version)
+        return await _read(self.storage, version)
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[tuple[int, bytes], None]:
         """Yield the versions with the bytes of their records, read in batches.
@@ -69,23 +69,23 @@ class SourceRecords:
     async def check_unchanged(self) -> None:
         """Raise `Conflict` if the history of the source is not the one with which the copy began."""
         try:
-            unchanged = not self.base or await self.backend.get(commit_key(self.base)) == self._anchor
+            unchanged = not self.base or await self.storage.get(commit_key(self.base)) == self._anchor
         except NotFound:
             unchanged = False
         if not unchanged:
             raise Conflict(
-                f"{self.backend.url} was replaced during the copy: version {self.base} is not the same as at the "
+                f"{self.storage.url} was replaced during the copy: version {self.base} is not the same as at the "
                 "start; repeat the copy",
                 [],
             )
 
 
-async def _read(backend: Storage, version: int) -> bytes:
+async def _read(storage: Storage, version: int) -> bytes:
     try:
-        data = await backend.get(commit_key(version))
+        data = await storage.get(commit_key(version))
         decode(data, Record)
     except (Corrupt, NotFound) as error:
         raise Corrupt(
-            f"{backend.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
+            f"{storage.url}: {commit_key(version)} can't be copied: {error}; restore it from a copy"
         ) from error
     return data

@@ -1,10 +1,10 @@
-"""The transfer of packs from one backend to another, verified before they are written.
+"""The transfer of packs from one storage to another, verified before they are written.
 
 A few packs are copied concurrently. Each is read in pieces, a few ahead of the writer, and a piece is written only
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
 all. The pieces of all packs share a fixed number of buffers.
 
-No backend replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
+No storage replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
 replacement has been read, checked, and staged for publication.
 """
 
@@ -46,15 +46,15 @@ class DamagedPack(Corrupt):
         super().__init__(f"{key}: checksum mismatch at byte {offset}")
 
 
-async def is_intact(backend: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
+async def is_intact(storage: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
     """Whether all blocks of a pack, an object of `size` bytes, match their checksums."""
-    return size >= blocks.end and await run(_is_intact, backend, key, size, blocks.check())
+    return size >= blocks.end and await run(_is_intact, storage, key, size, blocks.check())
 
 
-def _is_intact(backend: Storage, key: str, size: int, check: PackCheck) -> bool:
+def _is_intact(storage: Storage, key: str, size: int, check: PackCheck) -> bool:
     with scratch(_PIECE) as buffer:
         try:
-            reader = backend.reader(key)
+            reader = storage.reader(key)
             for start in range(0, size, _PIECE):
                 piece = buffer[: min(_PIECE, size - start)]
                 reader.read_into(start, [piece], len(piece))
@@ -78,7 +78,7 @@ class PackTransfer:
     ) -> None:
         self._source = source
         self._destination = destination
-        self._target = destination.backend
+        self._target = destination.storage
         self._damaged = damaged
         self._progress = progress
         self._total = total

@@ -41,7 +41,7 @@ class PackedChunks(NamedTuple):
     numbers: range
 
 
-async def packed_chunks(backend: Storage, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+async def packed_chunks(storage: Storage, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
     """Return the chunks of each request, read in one call and verified; those at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in wanted:
@@ -53,7 +53,7 @@ async def packed_chunks(backend: Storage, wanted: Sequence[PackedChunks]) -> lis
         region = Selection((range(numbers.start * size, numbers.stop * size),))
         jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))
         payloads.append(out)
-    await read_chunks(backend, jobs)
+    await read_chunks(storage, jobs)
     quantized = []
     for chunks, payload in zip(wanted, payloads, strict=True):
         meta, codec = chunks.meta, chunks.meta.chain.packed
@@ -65,11 +65,11 @@ async def packed_chunks(backend: Storage, wanted: Sequence[PackedChunks]) -> lis
     return quantized
 
 
-async def read_packed(backend: Storage, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
+async def read_packed(storage: Storage, path: str, meta: ArrayMeta, source: ChunkSource) -> exmy.Quantized:
     """Return the codes of a whole array; raise `InvalidArgument` if it is not in an eXmY format."""
     if not is_packed(meta):
         raise InvalidArgument(f"{path} is not stored in an eXmY format; read its values instead")
-    [parts] = await packed_chunks(backend, [PackedChunks(path, meta, source, range(meta.chunk_count))])
+    [parts] = await packed_chunks(storage, [PackedChunks(path, meta, source, range(meta.chunk_count))])
     return join_chunks(path, meta, parts)
 
 

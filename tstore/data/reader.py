@@ -39,13 +39,13 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
         raise InvalidArgument(f"{path}: {error}, which exceeds the memory available; read a part of it") from error
 
 
-async def read_chunks(backend: Storage, jobs: Iterable[ReadJob]) -> None:
+async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     """Fill the `out` of every job; raise `NotFound` for a chunk never written, `Corrupt` for a damaged one."""
-    pieces = [piece for job in jobs for piece in _pieces(job, backend.url)]
+    pieces = [piece for job in jobs for piece in _pieces(job, storage.url)]
     if not pieces:
         return
     pieces.sort(key=_place)
-    transfer = backend.tuning
+    transfer = storage.tuning
     batches = _batches(pieces, transfer)
     first = list(itertools.islice(batches, transfer.streams))
     workers = len(first)
@@ -54,14 +54,14 @@ async def read_chunks(backend: Storage, jobs: Iterable[ReadJob]) -> None:
 
     def read(batch: list[Piece]) -> None:
         try:
-            _read_batch(backend, batch)
+            _read_batch(storage, batch)
         except MemoryError as error:
             raise InvalidArgument(f"{batch[0].label}: too little memory to read it ({error})") from error
         except Corrupt:
             pack = batch[0].pack
-            if isinstance(pack, bytes) or not forget(backend, pack):
+            if isinstance(pack, bytes) or not forget(storage, pack):
                 raise
-            _read_batch(backend, batch)
+            _read_batch(storage, batch)
 
     await each(read, itertools.chain(first, batches), workers)
 
@@ -114,12 +114,12 @@ def _batches(pieces: Iterable[Piece], transfer: Tuning) -> Iterator[list[Piece]]
         yield batch
 
 
-def _read_batch(backend: Storage, batch: list[Piece]) -> None:
+def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     first = batch[0]
-    reader = pack_reader(backend, first.pack, first.label)
+    reader = pack_reader(storage, first.pack, first.label)
     targets = [piece.destination() for piece in batch]
     if len(batch) == 1 and targets[0] is not None:
-        _read_into(reader, first, backend)
+        _read_into(reader, first, storage)
         return
     room = sum(aligned(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
     gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
@@ -143,22 +143,22 @@ def _read_batch(backend: Storage, batch: list[Piece]) -> None:
             others = f" (or one of the {len(batch) - 1} after it)" if len(batch) > 1 else ""
             raise Corrupt(f"{first.label}{others}: {error}") from error
         for piece, buffer in zip(batch, data, strict=True):
-            piece.deliver(buffer, backend.url)
+            piece.deliver(buffer, storage.url)
 
 
-def _read_into(reader: PackReader, piece: Piece, backend: Storage) -> None:
+def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:
     """Read a piece straight into the result, in parts that are verified while they are in the CPU's caches."""
-    for part in piece.split(backend.tuning.piece):
+    for part in piece.split(storage.tuning.piece):
         target = part.destination()
         assert target is not None
         try:
             reader.read_into(part.offset, [target], part.size)
         except Corrupt as error:
             raise Corrupt(f"{part.label}: {error}") from error
-        part.deliver(target, backend.url)
+        part.deliver(target, storage.url)
 
 
-def pack_reader(backend: Storage, pack: str | bytes, label: str) -> PackReader:
+def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
     """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
 
     On some storage only the first read shows that; its error does not name the chunk.
@@ -166,7 +166,7 @@ def pack_reader(backend: Storage, pack: str | bytes, label: str) -> PackReader:
     if isinstance(pack, bytes):
         return _InlinePack(pack)
     try:
-        return _RequiredPack(backend.reader(pack))
+        return _RequiredPack(storage.reader(pack))
     except NotFound as error:
         raise Corrupt(f"{label}: its pack is gone: {error}") from error
 

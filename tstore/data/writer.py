@@ -101,8 +101,8 @@ class _Encoded(NamedTuple):
 class PackSet:
     """The packs and the inline chunks of one host in one transaction."""
 
-    def __init__(self, backend: Storage, folder: str, durability: Durability) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage, folder: str, durability: Durability) -> None:
+        self._storage = storage
         self._folder = folder
         self._durability = durability
         self._idle: list[PackWriter] = []
@@ -131,7 +131,7 @@ class PackSet:
         """Finish all packs; return when they are durable, if the transaction's durability asks for it."""
         if self._all:
             await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
-            await self._backend.flush(self._folder, self._durability)
+            await self._storage.flush(self._folder, self._durability)
         self._all, self._idle = [], []
 
     async def discard(self) -> None:
@@ -145,7 +145,7 @@ class PackSet:
             with self._lock:
                 pack = self._idle.pop() if self._idle else None
                 if pack is None:
-                    pack = self._backend.writer(f"{self._prefix}-{self._made}", self._durability)
+                    pack = self._storage.writer(f"{self._prefix}-{self._made}", self._durability)
                     self._made += 1
                     self._all.append(pack)
             try:

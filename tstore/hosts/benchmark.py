@@ -152,18 +152,18 @@ async def _lost(store: tstore.Store, made: list[int]) -> int:
 
 async def _remove(url: str) -> bool:
     """Remove the store; return False, with nothing removed, if the server forbids it, as `tstore serve` does."""
-    backend = connect(url)
+    storage = connect(url)
     try:
-        if isinstance(backend, LocalStorage):
-            await run(shutil.rmtree, backend.url)
+        if isinstance(storage, LocalStorage):
+            await run(shutil.rmtree, storage.url)
         else:
-            keys = await backend.list("")
-            await backend.delete(MARKER)
-            await together(backend.delete, keys)
+            keys = await storage.list("")
+            await storage.delete(MARKER)
+            await together(storage.delete, keys)
     except (Denied, Unavailable):
         return False
     finally:
-        await backend.close()
+        await storage.close()
     return True
 
 

@@ -202,7 +202,7 @@ class _Worker:
         """Saves what it holds; with `halt` it stops for ever when half of its bytes are written."""
         async with await tstore.open(store) as opened:
             if halt:
-                opened.log.backend = _Halting(opened.log.backend, self._held // 2, self._halted)
+                opened.log.storage = _Halting(opened.log.storage, self._held // 2, self._halted)
             started = time.perf_counter()
             version = await tstore.save(
                 opened,

@@ -70,7 +70,7 @@ class FramedRecord(NamedTuple):
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
     """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or a pack it reuses."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
-        check_condemned(log.backend.url, record, version, collection)
+        check_condemned(log.storage.url, record, version, collection)
 
 
 class Append:
@@ -90,7 +90,7 @@ class Append:
         self._validate = validate
         self._retried = retried
         self._durability = durability
-        self._candidate = _Candidate(log.backend, durability, first)
+        self._candidate = _Candidate(log.storage, durability, first)
         self._seen = record.base  # the record is valid on top of this version
         self._requested = 0  # the number whose creation was requested last
         self._collected = 0  # the newest garbage collection up to `_seen`
@@ -142,7 +142,7 @@ class Append:
                 if self._collected <= self._seen:
                     raise
                 raise Conflict(
-                    f"{self._log.backend.url}: version {self._collected} collected a version that was committed "
+                    f"{self._log.storage.url}: version {self._collected} collected a version that was committed "
                     f"after version {self._seen}, so this transaction cannot be validated against it and is not "
                     "committed; read again and repeat it",
                     [],
@@ -153,7 +153,7 @@ class Append:
     async def _create(self) -> bool:
         """Request the creation of the next version; return whether it succeeded. Raises `AlreadyExists`."""
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
-            await self._log.backend.sync()
+            await self._log.storage.sync()
         self._requested = self._seen + 1
         try:
             stored = await self._candidate.create(self._requested, self._record, self._collected)
@@ -188,7 +188,7 @@ class Append:
         void = replace(void, collected=self._collected)
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
-                await self._log.backend.create(commit_key(self._requested), encode(void), Durability.FSYNC)
+                await self._log.storage.create(commit_key(self._requested), encode(void), Durability.FSYNC)
         except AlreadyExists:
             return
         except TStoreError:
@@ -204,14 +204,14 @@ class Append:
     async def _settle(self, version: int) -> None:
         """Make a commit durable that exists already; its creator may have died before it did so."""
         try:
-            await self._log.backend.flush("commits", self._durability)
+            await self._log.storage.flush("commits", self._durability)
         except Unavailable as error:
             raise self._unknown(version, error) from error
 
     def _unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
         return CommitOutcomeUnknown(
-            f"{self._log.backend.url}: no response to the creation of version {version}, nor to asking again "
+            f"{self._log.storage.url}: no response to the creation of version {version}, nor to asking again "
             f"({cause}); the commit may exist, and nothing was deleted. Call store.outcome({transaction!r}) later",
             transaction,
         )
@@ -226,8 +226,8 @@ class Append:
 class _Candidate:
     """The bytes of a record, prepared once for as many numbers as must be tried."""
 
-    def __init__(self, backend: Storage, durability: Durability, first: FramedRecord) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
+        self._storage = storage
         self._durability = durability
         self._framed = first
         self._offer: Offer | None = None
@@ -245,7 +245,7 @@ class _Candidate:
             await self.withdraw()
             self._framed, self._offer = FramedRecord.from_record(record), None
         if self._offer is None:
-            self._offer = self._backend.offer(self._framed.data, self._durability)
+            self._offer = self._storage.offer(self._framed.data, self._durability)
         await self._offer.create(commit_key(version))
         return Stored(self._framed.record, check_of(self._framed.data))
 
@@ -259,13 +259,13 @@ async def _write_root(log: LogReader, version: int) -> None:
     """Write the root of a version and the hint; a failure costs later readers some reads."""
     try:
         root = (await log.tree(version)).root((await log.stored(version)).check)
-        await log.backend.create(root_key(version), encode(root), Durability.FSYNC)
+        await log.storage.create(root_key(version), encode(root), Durability.FSYNC)
     except AlreadyExists:
         pass  # another process wrote the same bytes
     except TStoreError:
         return
     log.trees.replace(Tree.of(root))  # with one span for each array in place of one for each commit
     try:
-        await log.backend.hint(HINT, str(version).encode())
+        await log.storage.hint(HINT, str(version).encode())
     except (Denied, StorageFull, Unavailable):
         return

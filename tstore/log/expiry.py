@@ -51,7 +51,7 @@ async def existing_collection(log: LogReader, version: int) -> int:
     while version and (record := await log.record(version)).collection is None:
         if not record.void:
             raise Corrupt(
-                f"{log.backend.url}: {commit_key(version)} is named as the record of a garbage collection, but is "
+                f"{log.storage.url}: {commit_key(version)} is named as the record of a garbage collection, but is "
                 f"none; {log.objects.advice}"
             )
         version = record.collected
@@ -95,7 +95,7 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
             if state in collection.expired:
                 raise await _expired(log, f"version {version}", number)
         raise Corrupt(
-            f"{log.backend.url}: version {version} is not alive according to the record of version {last}, but no "
+            f"{log.storage.url}: version {version} is not alive according to the record of version {last}, but no "
             "garbage collection removed it; run tstore verify for details"
         )
 
@@ -150,6 +150,6 @@ async def ledger_since(log: LogReader, collection: int, alive: Iterable[Alive], 
 async def _expired(log: LogReader, what: str, collection: int) -> SnapshotExpired:
     when = date_of((await log.record(collection)).time)
     return SnapshotExpired(
-        f"{log.backend.url}: {what} was removed by the garbage collection of version {collection} at "
+        f"{log.storage.url}: {what} was removed by the garbage collection of version {collection} at "
         f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer version (tstore log lists those that are alive)"
     )

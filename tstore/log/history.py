@@ -73,12 +73,12 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     """
     if isinstance(at, int):
         if not 0 <= at <= newest:
-            raise NotFound(f"{log.backend.url} has no version {at}; its newest is {newest}")
+            raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}")
         return at
     tags = (await log.tree(newest)).tags
     if at not in tags:
         raise NotFound(
-            f"{log.backend.url} has no tag {shown(at)}; {inventory('tags', sorted(tags, key=tags.__getitem__))}"
+            f"{log.storage.url} has no tag {shown(at)}; {inventory('tags', sorted(tags, key=tags.__getitem__))}"
         )
     return tags[at]
 
@@ -91,7 +91,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
         async for version, record in records:
             if min(date_of(part.time) for part in record.parts or (record,)) <= at:
                 return version
-    raise NotFound(f"{log.backend.url} had no commit by {at.isoformat()}")
+    raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
 
 
 def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:

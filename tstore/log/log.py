@@ -21,7 +21,7 @@ class Log:
     """The commits of one store: read through `reader`, extended by `append`."""
 
     def __init__(self, reader: LogReader) -> None:
-        self.backend: Storage = reader.backend
+        self.storage: Storage = reader.storage
         self.reader = reader
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
         self._queues = weakref.WeakKeyDictionary()  # one for each loop; a forked child has another loop
@@ -70,6 +70,6 @@ class Log:
     async def make_durable(self, version: int, durability: Durability) -> None:
         """Make an existing commit as durable as asked; its creator may have died before it did so."""
         if durability is Durability.FSYNC and not (await self.reader.record(version)).durable:
-            await self.backend.sync()
+            await self.storage.sync()
         else:
-            await self.backend.flush("commits", durability)
+            await self.storage.flush("commits", durability)

@@ -64,47 +64,47 @@ class _Format(msgspec.Struct):
     format: int
 
 
-async def read_marker(backend: Storage) -> Marker | None:
+async def read_marker(storage: Storage) -> Marker | None:
     """Return the marker, or None if there is none.
 
     Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
     """
     try:
-        data = await backend.get(MARKER)
+        data = await storage.get(MARKER)
     except NotFound:
         return None
-    return _decoded(backend, data)
+    return _decoded(storage, data)
 
 
-def _decoded(backend: Storage, data: bytes) -> Marker:
+def _decoded(storage: Storage, data: bytes) -> Marker:
     try:
         return Marker.decode(data)
     except UnsupportedFormat as error:
-        raise UnsupportedFormat(f"{backend.url}: {error}; install a newer one") from error
+        raise UnsupportedFormat(f"{storage.url}: {error}; install a newer one") from error
     except Corrupt as error:
-        raise Corrupt(f"{backend.url}: {error}; restore this small file from a copy") from error
+        raise Corrupt(f"{storage.url}: {error}; restore this small file from a copy") from error
 
 
-async def create_marker(backend: Storage, racers: int) -> tuple[Marker, bool]:
+async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     `racers` creations, each with another uuid, race for it: storage on which not exactly one wins is refused.
     Raises `NotAStore` (the folder holds other files), `Denied`.
     """
     try:
-        empty = await backend.empty()
+        empty = await storage.empty()
     except NotFound as error:
         raise NotAStore(
-            f"{backend.url} is no folder, so no store can be created there; choose another path"
+            f"{storage.url} is no folder, so no store can be created there; choose another path"
         ) from error
-    if not empty and await read_marker(backend) is None:  # another host may have created it just now
+    if not empty and await read_marker(storage) is None:  # another host may have created it just now
         raise NotAStore(
-            f"{backend.url} holds other files and no {MARKER}, so no store is created there; choose an empty or a "
+            f"{storage.url} holds other files and no {MARKER}, so no store is created there; choose an empty or a "
             "new folder"
         )
-    if not backend.capabilities.conditional_create:
-        await prove(backend)
+    if not storage.capabilities.conditional_create:
+        await prove(storage)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
     markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
-    ended = await race(backend, MARKER, [m.encode() for m in markers])
-    return _decoded(backend, ended.stored), ended.ours
+    ended = await race(storage, MARKER, [m.encode() for m in markers])
+    return _decoded(storage, ended.stored), ended.ours

@@ -33,8 +33,8 @@ class MetadataObjects:
     By default a record is decoded without checking its manifests, which are checked when they are used.
     """
 
-    def __init__(self, backend: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
-        self.backend = backend
+    def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
+        self.storage = storage
         self._parse = parse
         self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._long_reads = weakref.WeakKeyDictionary()
@@ -42,7 +42,7 @@ class MetadataObjects:
     @property
     def advice(self) -> str:
         """What to do about a record that is damaged or missing."""
-        return f"restore it from a copy of the store, or see tstore repair {self.backend.url}"
+        return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
 
     async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
         """Return what `take` makes of the bytes of an object.
@@ -50,7 +50,7 @@ class MetadataObjects:
         `cached` returns what another task made of a long object while this one waited for its turn, or None.
         """
         try:
-            data = await self.backend.get(key, SHORT)
+            data = await self.storage.get(key, SHORT)
         except Corrupt:  # it is longer; if it is damaged, the next `get` raises the same
             return await self.load_long(key, take, cached)
         return take(data)
@@ -59,11 +59,11 @@ class MetadataObjects:
         """Return the same for an object that is longer than `SHORT`, one at a time."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
-            return take(await self.backend.get(key)) if value is None else value
+            return take(await self.storage.get(key)) if value is None else value
 
     async def read(self, key: str, kind: type[T]) -> T:
         """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""
-        return self.decode(key, await self.backend.get(key), kind)
+        return self.decode(key, await self.storage.get(key), kind)
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record, fetching those that are not inline.
@@ -75,13 +75,13 @@ class MetadataObjects:
             for manifest in inline:
                 manifest.validate()
         except Corrupt as error:
-            raise Corrupt(f"{self.backend.url}: {commit_key(version)}: {error}; {self.advice}") from error
+            raise Corrupt(f"{self.storage.url}: {commit_key(version)}: {error}; {self.advice}") from error
         if len(inline) == len(record.manifests):
             return inline
         total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
         if total > MANIFEST_BYTES:
             raise Corrupt(
-                f"{self.backend.url}: {commit_key(version)} refers to manifests of {total:,} bytes, more than the "
+                f"{self.storage.url}: {commit_key(version)} refers to manifests of {total:,} bytes, more than the "
                 f"{MANIFEST_BYTES:,} that a commit may have; {self.advice}"
             )
         return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
@@ -91,12 +91,12 @@ class MetadataObjects:
         if isinstance(reference, Manifest):
             reference.validate()
             return reference
-        data = await self.backend.get(reference.key, reference.length)
-        if not reference.is_to(data) and await run(forget, self.backend, reference.key):
-            data = await self.backend.get(reference.key, reference.length)
+        data = await self.storage.get(reference.key, reference.length)
+        if not reference.is_to(data) and await run(forget, self.storage, reference.key):
+            data = await self.storage.get(reference.key, reference.length)
         if not reference.is_to(data):
             raise Corrupt(
-                f"{self.backend.url}: {reference.key} is not the object that was committed: expected "
+                f"{self.storage.url}: {reference.key} is not the object that was committed: expected "
                 f"{reference.length} bytes and the checksum in its record, got {len(data)} bytes; restore it from "
                 "a copy of the store"
             )
@@ -120,4 +120,4 @@ class MetadataObjects:
 
     def _named(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
         advice = f"; {self.advice}" if key.startswith("commits/") and isinstance(error, Corrupt) else ""
-        return type(error)(f"{self.backend.url}: {key}: {error}{advice}")
+        return type(error)(f"{self.storage.url}: {key}: {error}{advice}")

@@ -38,10 +38,10 @@ __all__ = ["LogReader", "read_hint"]
 _MOST_AHEAD = 32
 
 
-async def read_hint(backend: Storage) -> int:
+async def read_hint(storage: Storage) -> int:
     """Return the newest version according to the hint, which may be wrong; 0 if there is none."""
     try:
-        hint = int(await backend.get(HINT))
+        hint = int(await storage.get(HINT))
     except (NotFound, ValueError, Corrupt):
         return 0
     return hint if 0 < hint < NEVER else 0
@@ -62,20 +62,20 @@ class LogReader:
     """
 
     def __init__(
-        self, backend: Storage, hint: int | None = None, *, objects: MetadataObjects | None = None
+        self, storage: Storage, hint: int | None = None, *, objects: MetadataObjects | None = None
     ) -> None:
-        self.backend = backend
-        self.objects = MetadataObjects(backend) if objects is None else objects
+        self.storage = storage
+        self.objects = MetadataObjects(storage) if objects is None else objects
         self.records = Records(self.objects)
         self.trees = Trees(self.objects, self.records)
         self._hint = hint
         self._newest = 0
-        self._search = Search(self._exist, waits=backend.tuning.waits)
+        self._search = Search(self._exist, waits=storage.tuning.waits)
 
     @staticmethod
-    def strict(backend: Storage) -> LogReader:
+    def strict(storage: Storage) -> LogReader:
         """Return a reader that checks each record completely when it reads it, including its manifests."""
-        return LogReader(backend, objects=MetadataObjects(backend, functools.partial(decode, kind=Record)))
+        return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
     def record(self, version: int) -> Coroutine[Any, Any, Record]:
         """Return the record of a version; raise `NotFound`."""
@@ -99,7 +99,7 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
-        if known and self.backend.tuning.waits:
+        if known and self.storage.tuning.waits:
             more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(known))
             if not more:
                 return known
@@ -114,7 +114,7 @@ class LogReader:
             low, high = await self._gallop_from_hint()
         while high - low > 1:
             between = self._search.between(low, high)
-            last_look = self.backend.tuning.waits and len(between) == high - low - 1
+            last_look = self.storage.tuning.waits and len(between) == high - low - 1
             below = self.trees.missing_records(low) if last_look else []
             (low, high), _ = await asyncio.gather(self._search.narrowed(low, between, high), self._exist(below))
         self._newest = max(self._newest, low)
@@ -160,7 +160,7 @@ class LogReader:
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
         """Return the version above `above` that committed a transaction, or None, and the last version read."""
         version = above
-        while version + 1 in self.records or await self.backend.size(commit_key(version + 1)) is not None:
+        while version + 1 in self.records or await self.storage.size(commit_key(version + 1)) is not None:
             newer = (await self._read_above(version)).records
             if not newer:
                 break
@@ -181,7 +181,7 @@ class LogReader:
             records.append(cached.record)
         last, since = version + len(records), asyncio.get_running_loop().time()
         numbers = range(max(1, last), version + _MOST_AHEAD + 2)
-        objects, hole, cut = await self.backend.leading(map(commit_key, numbers))
+        objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
         objects.reverse()  # each is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
@@ -195,10 +195,10 @@ class LogReader:
 
     async def _gallop_from_hint(self) -> tuple[int, int]:
         """Gallop from the hint, or from version 0 if the hint is stale."""
-        hint = await read_hint(self.backend) if self._hint is None else self._hint
+        hint = await read_hint(self.storage) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
-        rooted = hint if self.backend.tuning.waits and hint % ROOT_EVERY == 0 else 0
+        rooted = hint if self.storage.tuning.waits and hint % ROOT_EVERY == 0 else 0
         (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(rooted))
         if low < hint:
             return await self._gallop(0)
@@ -210,7 +210,7 @@ class LogReader:
         low, high = await self._search.gallop(base)
         if high == NEVER:
             raise Corrupt(
-                f"{self.backend.url} returns an object for every key, even {commit_key(low)}: expected 404 for an "
+                f"{self.storage.url} returns an object for every key, even {commit_key(low)}: expected 404 for an "
                 "absent key; check the URL and the server"
             )
         return low, high
@@ -218,8 +218,8 @@ class LogReader:
     async def _exists(self, version: int) -> bool:
         if version in self.records:
             return True
-        if not self.backend.tuning.waits:
-            return await self.backend.size(commit_key(version)) is not None
+        if not self.storage.tuning.waits:
+            return await self.storage.size(commit_key(version)) is not None
         try:  # takes as long as asking for its length, and it is needed next as a rule
             return await self.records.stored_or_none(version) is not None
         except (Corrupt, UnsupportedFormat):

@@ -44,7 +44,7 @@ class Records:
 
     def __init__(self, objects: MetadataObjects) -> None:
         self._objects = objects
-        self._backend = objects.backend
+        self._storage = objects.storage
         self._cached: VersionCache[Stored] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self._replaced = ""  # why the cache is no longer valid
@@ -83,7 +83,7 @@ class Records:
             return cached
         key = commit_key(version)
         try:  # as `MetadataObjects.load`, with one call less for each of thousands of records
-            data = await self._backend.get(key, SHORT)
+            data = await self._storage.get(key, SHORT)
         except Corrupt:
             return await self._objects.load_long(
                 key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
@@ -160,7 +160,7 @@ class Records:
             self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "is not the record that was there before"
         self._replaced = (
-            f"{self._backend.url}: {commit_key(version)} {what}: the store was replaced while it was open, as by "
+            f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, as by "
             "restoring a backup; open it anew"
         )
         self.check_timeline()
@@ -168,7 +168,7 @@ class Records:
     def hole(self, version: int) -> Corrupt:
         """Return the error for a record that is missing below later ones."""
         return Corrupt(
-            f"{self._backend.url}: {commit_key(version)} is missing, though later commits exist, so nothing can "
+            f"{self._storage.url}: {commit_key(version)} is missing, though later commits exist, so nothing can "
             f"be committed; {self._objects.advice}"
         )
 

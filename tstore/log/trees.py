@@ -80,7 +80,7 @@ class Trees:
             listed = sorted(voided)
             last = max([listed[-1], *self._records.cached_versions()])
             rooted = range(-(-listed[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
-            await run(_forget_all, self._objects.backend, [*map(commit_key, listed), *map(root_key, rooted)])
+            await run(_forget_all, self._objects.storage, [*map(commit_key, listed), *map(root_key, rooted)])
             for version in listed:
                 voided.discard(version)
                 cached = self._records.cached(version)
@@ -136,11 +136,11 @@ class Trees:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
         tree = tree_of(root, version, stored)
-        if tree is None and root is not None and await run(forget, self._objects.backend, root_key(version)):
+        if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
             tree = tree_of(await self.root(version), version, stored)  # the cached one was of another timeline
         return tree
 
 
-def _forget_all(backend: Storage, keys: Iterable[str]) -> None:
+def _forget_all(storage: Storage, keys: Iterable[str]) -> None:
     for key in keys:
-        forget(backend, key)
+        forget(storage, key)

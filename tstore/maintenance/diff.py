@@ -93,14 +93,14 @@ class Diff(NamedTuple):
         }
 
 
-async def diff_snapshots(backend: Storage, before: Snapshot, after: Snapshot) -> Diff:
+async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) -> Diff:
     """Compare two snapshots of one store."""
     old, new = before.tree, after.tree
     paths = sorted(old.nodes.keys() | new.nodes.keys())
     touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # no commit touched the others
     nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
     pairs = {p: _ArrayPair(p, a, b) for p, (a, b) in nodes.items() if a is not None and b is not None}
-    distances = await _distances(backend, list(pairs.values()))
+    distances = await _distances(storage, list(pairs.values()))
     arrays = []
     for path, (a, b) in nodes.items():
         both = pairs.get(path)
@@ -160,7 +160,7 @@ class _ArrayPair:
             )
 
 
-async def _distances(backend: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
+async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
     """Measure the distance between the values of each pair, one batch of chunks in memory at a time."""
     distances: dict[str, exmy.Difference] = {}
     batch: list[tuple[_ArrayPair, Selection]] = []
@@ -171,15 +171,15 @@ async def _distances(backend: Storage, pairs: Sequence[_ArrayPair]) -> dict[str,
             batch.append((pair, region))
             size += math.prod(region.shape) * width
             if size >= _BATCH_BYTES:
-                await _compare(backend, batch, distances)
+                await _compare(storage, batch, distances)
                 batch, size = [], 0
     if batch:
-        await _compare(backend, batch, distances)
+        await _compare(storage, batch, distances)
     return distances
 
 
 async def _compare(
-    backend: Storage, batch: Sequence[tuple[_ArrayPair, Selection]], distances: dict[str, exmy.Difference]
+    storage: Storage, batch: Sequence[tuple[_ArrayPair, Selection]], distances: dict[str, exmy.Difference]
 ) -> None:
     values: list[list[npt.NDArray[Any]]] = []
     jobs = []
@@ -187,7 +187,7 @@ async def _compare(
         values.append([np.empty(region.shape, meta.dtype) for meta in pair.metas])
         for node, meta, out in zip(pair.nodes, pair.metas, values[-1], strict=True):
             jobs.append(ReadJob(pair.path, meta, node, region, out))
-    await read_chunks(backend, jobs)
+    await read_chunks(storage, jobs)
 
     def measure() -> None:
         for (pair, _), (a, b) in zip(batch, values, strict=True):

@@ -121,9 +121,9 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 condemned = plan.collection()
                 if version is None and (condemned.transactions or condemned.objects):
                     # condemned by an earlier collection, which may have died before its record was durable
-                    await log.backend.flush("commits", Durability.FSYNC)
+                    await log.storage.flush("commits", Durability.FSYNC)
                 await _delete(reader, condemned)
-                await log.backend.sweep()
+                await log.storage.sweep()
             except (Denied, Unavailable) as error:
                 if version is None:
                     raise
@@ -218,12 +218,12 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
         await _release(log, plan, run, heir)
     before, plan.ledger = ledger, ledger.without(plan.expired)
     plan.roots = _roots(plan)
-    names = [name for name in await log.backend.folders("txn/") if is_transaction(name)]
+    names = [name for name in await log.storage.folders("txn/") if is_transaction(name)]
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
         plan.leftover_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
         single = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
-        sizes = await together(log.backend.size, single)
+        sizes = await together(log.storage.size, single)
         plan.leftover_objects = {k for k, size in zip(single, sizes, strict=True) if size is not None}
     return plan
 
@@ -283,7 +283,7 @@ async def _find_abandoned(
     known = before.transactions | {owner_of(key) for key in before.held}
     known |= set(earlier.transactions) if earlier is not None else set()
     unknown = [name for name in names if name not in known]
-    ages = await together(lambda name: log.backend.age(f"txn/{name}"), unknown)
+    ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
     old = [n for n, age in zip(unknown, ages, strict=True) if age is not None and age >= limit.total_seconds()]
     for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
         if all(map(is_object, keys)):
@@ -294,7 +294,7 @@ async def _find_abandoned(
 async def _check_may_delete(log: LogReader, transaction: str) -> None:
     """Raise `Denied` if deletion is not allowed, as with a token without the admin scope."""
     try:
-        await log.backend.delete(f"txn/{transaction}/pack-trial")
+        await log.storage.delete(f"txn/{transaction}/pack-trial")
     except Denied as error:
         raise Denied(f"{error}. Nothing was collected, because a gc needs permission to delete") from error
 
@@ -329,7 +329,7 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     for transaction, keys in zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True):
         plan.listed[transaction] = keys
     keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
-    sizes = await together(log.backend.size, keys)
+    sizes = await together(log.storage.size, keys)
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
@@ -339,10 +339,10 @@ async def _delete(log: LogReader, condemned: Collection) -> None:
     This is the only function that deletes objects of the store. It never deletes markers, records or hints,
     even if a (forged) record condemns them.
     """
-    await together(log.backend.delete, filter(is_collectable, condemned.objects))
+    await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):
-        await together(log.backend.delete, await _objects(log, transaction))
-        await log.backend.delete(f"txn/{transaction}")
+        await together(log.storage.delete, await _objects(log, transaction))
+        await log.storage.delete(f"txn/{transaction}")
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
@@ -355,4 +355,4 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
 
 async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
     """List the objects of a transaction; an invalid id, as in a forged record, has none."""
-    return await log.backend.list(f"txn/{transaction}/") if is_transaction(transaction) else []
+    return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -83,21 +83,21 @@ class RepairReport(NamedTuple):
         return all(damage.version in self.voided for damage in self.damaged)
 
 
-async def repair_store(backend: Storage, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
+async def repair_store(storage: Storage, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
     """Find the damaged versions and void those requested, by the steps at the top of this file.
 
     `void` names versions with damaged records, `void_readable` versions to void even if their records are
     readable. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
     """
-    backend = uncached(backend)
-    log = LogReader.strict(backend)
+    storage = uncached(storage)
+    log = LogReader.strict(storage)
     damaged = await _damaged(log)
     wanted = sorted({*void, *void_readable})
     if not wanted:
         return RepairReport(damaged, [], [], None)
-    if backend.url.startswith(("http://", "https://")):
+    if storage.url.startswith(("http://", "https://")):
         raise Denied(
-            f"{backend.url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the "
+            f"{storage.url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the "
             "server, where `tstore serve` runs"
         )
     reachable = await log.newest()  # the last version before a gap in the log
@@ -106,12 +106,12 @@ async def repair_store(backend: Storage, void: Sequence[int], void_readable: Seq
         await _check_voidable(log, version, newest, damaged, void_readable)
     if missing := [d.version for d in damaged if d.version > reachable and d.version not in wanted]:
         raise InvalidArgument(
-            f"{backend.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
+            f"{storage.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, missing))} too"
         )
-    kept = [key for version in wanted for key in await _void(backend, version, newest)]
-    commit = await _commit_repair(Log(LogReader.strict(backend)), wanted, kept)
-    await _delete_roots(backend, wanted[0], commit)  # writers may have made some until they noticed the commit
+    kept = [key for version in wanted for key in await _void(storage, version, newest)]
+    commit = await _commit_repair(Log(LogReader.strict(storage)), wanted, kept)
+    await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
     return RepairReport(damaged, wanted, kept, commit)
 
 
@@ -143,12 +143,12 @@ async def _damaged(log: LogReader) -> list[DamagedVersion]:
 
 async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
     """Return the versions after `newest` whose records are missing although later ones exist, up to a limit."""
-    if log.backend.capabilities.listing:
-        existing = {int(k.rpartition("/")[2]) for k in await log.backend.list("commits/") if is_record(k)}
+    if log.storage.capabilities.listing:
+        existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
     else:
-        existing = {newest + 2} if await log.backend.size(commit_key(newest + 2)) is not None else set()
+        existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
     absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
-    reason = f"{log.backend.url}: {{}} is missing although later commits exist"
+    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
     return [
         DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MOST_MISSING)
     ]
@@ -163,42 +163,42 @@ async def _check_objects(log: LogReader, version: int, record: Record) -> None:
         for key, stop in zip(table.packs, stops.tolist(), strict=True):
             if isinstance(key, str):
                 ends[key] = max(ends.get(key, 0), stop)
-    sizes = await together(log.backend.size, list(ends))
+    sizes = await together(log.storage.size, list(ends))
     for (key, end), size in zip(ends.items(), sizes, strict=True):
         if size is None or size < end:
             actual = "is missing" if size is None else f"has {size} bytes"
-            raise NotFound(f"{log.backend.url}: {key} {actual}; expected at least {end} bytes")
+            raise NotFound(f"{log.storage.url}: {key} {actual}; expected at least {end} bytes")
 
 
 async def _check_voidable(
     log: LogReader, version: int, newest: int, damaged: Sequence[DamagedVersion], void_readable: Sequence[int]
 ) -> None:
     if not 1 <= version <= newest:
-        raise InvalidArgument(f"{log.backend.url} has no version {version} to void; its newest is {newest}")
+        raise InvalidArgument(f"{log.storage.url} has no version {version} to void; its newest is {newest}")
     unreadable = any(damage.version == version and not damage.readable for damage in damaged)
     if unreadable or version in void_readable or await _is_voided(log, version):  # voided: finish that repair
         return
     raise InvalidArgument(
-        f"{log.backend.url}: the record of version {version} is readable, so nothing was voided; to void it "
+        f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
         f"anyway, pass --void-readable {version} (void_readable=({version},))"
     )
 
 
-async def _void(backend: Storage, version: int, newest: int) -> list[str]:
+async def _void(storage: Storage, version: int, newest: int) -> list[str]:
     """Replace the record of a version by a void record, and return the key under which its bytes were saved."""
-    log, key, saved = LogReader.strict(backend), commit_key(version), []
+    log, key, saved = LogReader.strict(storage), commit_key(version), []
     try:
-        data = await backend.get(key)
+        data = await storage.get(key)
     except NotFound:
         data = b""
     if not await _is_voided(log, version):
         if data:
             saved = [f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"]
             try:
-                await backend.create(saved[0], data, Durability.FSYNC)
+                await storage.create(saved[0], data, Durability.FSYNC)
             except AlreadyExists:  # an earlier repair was interrupted
-                await backend.flush("damaged", Durability.FSYNC)
-        await _delete_roots(backend, version, newest)
+                await storage.flush("damaged", Durability.FSYNC)
+        await _delete_roots(storage, version, newest)
         void = Record(
             REPAIR + world.token(12),
             version - 1,
@@ -208,9 +208,9 @@ async def _void(backend: Storage, version: int, newest: int) -> list[str]:
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
         )
-        await backend.hint(key, encode(void))
-        await backend.sync()
-    await _delete_roots(backend, version, newest)
+        await storage.hint(key, encode(void))
+        await storage.sync()
+    await _delete_roots(storage, version, newest)
     return saved
 
 
@@ -232,11 +232,11 @@ async def _gc_before(log: LogReader, version: int) -> int:
     return 0
 
 
-async def _delete_roots(backend: Storage, version: int, newest: int) -> None:
+async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
     first = -(-version // ROOT_EVERY) * ROOT_EVERY
-    last = max(newest, await LogReader.strict(backend).newest())
+    last = max(newest, await LogReader.strict(storage).newest())
     for numbers in batched(range(first, last + 1, ROOT_EVERY)):
-        await together(backend.delete, [root_key(number) for number in numbers])
+        await together(storage.delete, [root_key(number) for number in numbers])
 
 
 class _Overtaken(Exception):
@@ -302,7 +302,7 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int]) -> tuple[Led
         entry = ledger.alive[version]
         heir = min((v for v in ledger.alive if v > version and v not in listed), default=None)
         if heir is not None:
-            written = is_transaction(entry.transaction) and await log.backend.list(f"txn/{entry.transaction}/")
+            written = is_transaction(entry.transaction) and await log.storage.list(f"txn/{entry.transaction}/")
             ledger.inherit(heir, [*entry.holds, *(written or ())], replaces=ledger.alive[heir].replaces)
     tags = {tag: v for v in listed for tag in ledger.alive[v].tags}
     return ledger.without(listed), Collection((), tuple(listed), tags, earlier.transactions, earlier.objects)

@@ -107,9 +107,9 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
             if version % ROOT_EVERY == 0:
                 await replayed.check_root(version, faults)
     await _check_numbers(log, newest, faults)
-    await _check_chunks(log.backend, chunks.values(), faults)
+    await _check_chunks(log.storage, chunks.values(), faults)
     size = sum(row.length for row, _ in chunks.values())
-    return VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), await _foreign(log.backend)), gc
+    return VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), await _foreign(log.storage)), gc
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ async def _check_collected(
         named = await existing_collection(log, record.collected)
         if last >= 0 and named != last:
             faults.append(
-                f"{log.backend.url}: {commit_key(version)} names version {named} as the last garbage collection "
+                f"{log.storage.url}: {commit_key(version)} names version {named} as the last garbage collection "
                 f"before it, but that is version {last}; `tstore repair` can void it"
             )
     if record.collection is not None:
@@ -185,25 +185,25 @@ def _check_group(path: str, node: Node) -> None:
 
 async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None:
     """Report a gap in the version numbers: readers stop at it and do not see later commits."""
-    if not log.backend.capabilities.listing:
+    if not log.storage.capabilities.listing:
         return
-    records = [k for k in await log.backend.list("commits/") if is_record(k)]
+    records = [k for k in await log.storage.list("commits/") if is_record(k)]
     beyond = [k for k in records if k > commit_key(newest)]
     absent = newest + 1
-    while beyond and await log.backend.size(commit_key(absent)) is not None:  # committed during verification
+    while beyond and await log.storage.size(commit_key(absent)) is not None:  # committed during verification
         beyond = [k for k in beyond if k > commit_key(absent)]
         absent += 1
     if beyond:
         faults.append(
-            f"{log.backend.url}: {commit_key(absent)} is missing although {len(beyond)} later commits exist, up "
+            f"{log.storage.url}: {commit_key(absent)} is missing although {len(beyond)} later commits exist, up "
             f"to {beyond[-1]}; restore it from a copy, until then they can't be read"
         )
 
 
-async def _foreign(backend: Storage) -> list[str]:
-    if not backend.capabilities.listing:
+async def _foreign(storage: Storage) -> list[str]:
+    if not storage.capabilities.listing:
         return []
-    names = [key for key in await backend.list("") if not is_object(key)]
+    names = [key for key in await storage.list("") if not is_object(key)]
     return [name.encode(errors="backslashreplace").decode() for name in names]  # file names may be invalid UTF-8
 
 
@@ -219,7 +219,7 @@ class _ReplayedTree:
         """Report the root of a version if it is damaged, of another record, or differs from the replayed tree."""
         await self._advance(version)
         key = root_key(version)
-        name, advice = f"{self._log.backend.url}: {key}", "delete this object: it only saves time"
+        name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
             root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
             tree = Tree.of(root)
@@ -258,27 +258,27 @@ class _ReplayedTree:
             )
 
 
-async def _check_chunks(backend: Storage, rows: Iterable[_Row], faults: list[str]) -> None:
+async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str]) -> None:
     in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
-    tuning = backend.tuning
+    tuning = storage.tuning
 
     def check(batch: list[_Row]) -> None:
         if len(batch) == 1:
-            _check_long(backend, *batch[0], tuning.piece, faults)
+            _check_long(storage, *batch[0], tuning.piece, faults)
             return
         begin = batch[0][0].offset
         size = batch[-1][0].offset + batch[-1][0].length - begin
         with scratch(size) as buffer:
             try:
-                pack_reader(backend, batch[0][0].pack, "").read_into(begin, [buffer], size)
+                pack_reader(storage, batch[0][0].pack, "").read_into(begin, [buffer], size)
             except (Corrupt, NotFound):  # report each chunk separately
                 for row, label in batch:
-                    _check_long(backend, row, label, tuning.piece, faults)
+                    _check_long(storage, row, label, tuning.piece, faults)
                 return
             for row, label in batch:
                 start = row.offset - begin
                 if block_checks(buffer[start : start + row.length].data) != row.checks:
-                    faults.append(f"{label}: {row.mismatch(0, backend.url)}")
+                    faults.append(f"{label}: {row.mismatch(0, storage.url)}")
 
     await each(check, _batches(in_order, tuning), tuning.streams)
 
@@ -300,13 +300,13 @@ def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _check_long(backend: Storage, row: ChunkRow, label: str, most: int, faults: list[str]) -> None:
+def _check_long(storage: Storage, row: ChunkRow, label: str, most: int, faults: list[str]) -> None:
     """Check one chunk in pieces of whole blocks, of about `most` bytes."""
     most = max(BLOCK, most - most % BLOCK)
     with scratch(min(row.length, most)) as buffer:
         checks = b""
         try:
-            reader = pack_reader(backend, row.pack, label)
+            reader = pack_reader(storage, row.pack, label)
             for i in range(0, row.length, most):
                 part = buffer[: min(most, row.length - i)]
                 reader.read_into(row.offset + i, [part], len(part))
@@ -315,4 +315,4 @@ def _check_long(backend: Storage, row: ChunkRow, label: str, most: int, faults: 
             faults.append(str(error) if str(error).startswith(label) else f"{label}: {error}")
             return
         if checks != row.checks:
-            faults.append(f"{label}: {row.mismatch(0, backend.url)}")
+            faults.append(f"{label}: {row.mismatch(0, storage.url)}")

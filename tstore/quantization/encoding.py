@@ -112,7 +112,7 @@ _Entry = tuple[_Box, WriteJob, npt.NDArray[Any]]
 
 
 async def encode_batch(
-    backend: Storage,
+    storage: Storage,
     packs: PackSet,
     batch: Sequence[Values],
     choices: Mapping[str, Choice],
@@ -132,7 +132,7 @@ async def encode_batch(
         jobs = [
             (v, choices[v.path].codecs[i]) for v in batch if v.path not in done and i < len(choices[v.path].codecs)
         ]
-        for written in await _write(backend, packs, jobs, profiles):
+        for written in await _write(storage, packs, jobs, profiles):
             path = written.values.path
             encoded = written.encoded(profiles[path].exponents if path in profiles else None)
             floor, loss = choices[path].floor, encoded.difference
@@ -165,7 +165,7 @@ def _obstacle(meta: ArrayMeta, known: Profile) -> str:
 
 
 async def _write(
-    backend: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
+    storage: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
 ) -> list[_Written]:
     """Write and measure the arrays in these codecs: all at once, or a large one box by box."""
     if not jobs:
@@ -179,11 +179,11 @@ async def _write(
     all_boxes = [box for w in written for box in w.boxes()]
     large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
     for some in [[box] for box in all_boxes] if large else [all_boxes]:
-        await _write_boxes(backend, packs, some)
+        await _write_boxes(storage, packs, some)
     return written
 
 
-async def _write_boxes(backend: Storage, packs: PackSet, some: Sequence[_Box]) -> None:
+async def _write_boxes(storage: Storage, packs: PackSet, some: Sequence[_Box]) -> None:
     """Write and measure these boxes together."""
     parts = await in_threads(lambda box: box.written.values.read(box.region), some)
     jobs = [
@@ -194,8 +194,8 @@ async def _write_boxes(backend: Storage, packs: PackSet, some: Sequence[_Box]) -
     for box, job in zip(some, jobs, strict=True):
         box.written.rows += job.rows
     entries = list(zip(some, jobs, parts, strict=True))
-    await _measure(backend, [entry for entry in entries if is_packed(entry[1].meta)])
-    await _check_lossless(backend, [entry for entry in entries if not is_packed(entry[1].meta)])
+    await _measure(storage, [entry for entry in entries if is_packed(entry[1].meta)])
+    await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
 
 def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
@@ -213,10 +213,10 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
     return with_configuration(codecs, {"format": fitted, "scale": "none"})
 
 
-async def _measure(backend: Storage, entries: Sequence[_Entry]) -> None:
+async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
     """Note how far each stored chunk lies from its source values, and how many of them it clips."""
     wanted = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
-    stored = await packed_chunks(backend, wanted)
+    stored = await packed_chunks(storage, wanted)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
         counts = [-(-n // c) for n, c in zip(x.shape, box.written.meta.chunks, strict=True)]
@@ -239,14 +239,14 @@ async def _measure(backend: Storage, entries: Sequence[_Entry]) -> None:
     await each(measure, chunks)
 
 
-async def _check_lossless(backend: Storage, entries: Sequence[_Entry]) -> None:
+async def _check_lossless(storage: Storage, entries: Sequence[_Entry]) -> None:
     """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
     copies = [np.empty(x.shape, x.dtype) for _, _, x in entries]
     jobs = []
     for (box, job, _), copy in zip(entries, copies, strict=True):
         region = Selection(tuple(range(s.start, s.stop) for s in box.region))
         jobs.append(ReadJob(job.path, job.meta, _stored(job), region, copy))
-    await read_chunks(backend, jobs)
+    await read_chunks(storage, jobs)
 
     def check(item: tuple[_Entry, npt.NDArray[Any]]) -> None:
         (_, job, x), copy = item

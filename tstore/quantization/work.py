@@ -169,7 +169,7 @@ class _Batches:
     """Work on batches of the arrays of one version, whose values stay in memory while there is room."""
 
     def __init__(self, store: Store, source: Snapshot, memory: int) -> None:
-        self._backend = store.log.backend
+        self._storage = store.log.storage
         self._source = source
         self.cache = ValueCache(memory)
 
@@ -183,7 +183,7 @@ class _Batches:
     ) -> list[Encoded]:
         """Encode the arrays of a batch, and drop their values."""
         async with self.cache.read(self._source, batch) as values:
-            encoded = await encode_batch(self._backend, packs, values, choices, profiles)
+            encoded = await encode_batch(self._storage, packs, values, choices, profiles)
         self.cache.drop(batch)
         return encoded
 
@@ -191,7 +191,7 @@ class _Batches:
 @contextlib.asynccontextmanager
 async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
     """Yield packs of the transaction: durable after the block, discarded if it fails."""
-    packs = PackSet(store.log.backend, workspace.folder, workspace.durability)
+    packs = PackSet(store.log.storage, workspace.folder, workspace.durability)
     try:
         yield packs
         await packs.flush()

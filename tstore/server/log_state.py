@@ -55,12 +55,12 @@ class LogState:
         self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
 
     @staticmethod
-    async def read(backend: Storage, version: int) -> LogState:
+    async def read(storage: Storage, version: int) -> LogState:
         """Read the state as of an existing version; raise `Corrupt` or `NotFound` if the log is damaged."""
         state = LogState()
         if version == 0:
             return state
-        log = LogReader.strict(backend)
+        log = LogReader.strict(storage)
         state._ledger = None
         state.version, state.check = version, (await log.stored(version)).check
         async for number, record in each(log.record, range(max(1, version - _RECENT_VERSIONS + 1), version + 1)):
@@ -85,9 +85,9 @@ class LogState:
             if len(self._condemned) in (len(before), _RECENT_COLLECTIONS):
                 break
 
-    async def follow(self, backend: Storage, version: int) -> bool:
+    async def follow(self, storage: Storage, version: int) -> bool:
         """Advance to a later version by records that others created; return False if one voided an older one."""
-        log = LogReader.strict(backend)
+        log = LogReader.strict(storage)
         async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
@@ -124,28 +124,28 @@ class LogState:
         before = weight_of_tags(self.tree.tags) if record.replaces else self.weight
         return before + size + weight_of_tags(record.tags)
 
-    async def is_current(self, backend: Storage) -> bool:
+    async def is_current(self, storage: Storage) -> bool:
         """Whether the record of this version is unchanged in the storage."""
         try:
-            return not self.version or check_of(await backend.get(commit_key(self.version))) == self.check
+            return not self.version or check_of(await storage.get(commit_key(self.version))) == self.check
         except NotFound:
             return False
 
-    async def ledger(self, backend: Storage) -> Ledger:
+    async def ledger(self, storage: Storage) -> Ledger:
         """Return a copy of the ledger of living versions; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
-            ledger = await ledger_since(LogReader.strict(backend), self.gc, self._alive, version)
+            ledger = await ledger_since(LogReader.strict(storage), self.gc, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger
         return Ledger(self._ledger.alive.values())
 
-    async def needs(self, backend: Storage, key: str) -> bool:
+    async def needs(self, storage: Storage, key: str) -> bool:
         """Whether a living version needs an object, or another object of its transaction."""
         version, transactions, held = self._needed
         if version != self.version:
-            version, ledger = self.version, await self.ledger(backend)
+            version, ledger = self.version, await self.ledger(storage)
             transactions, held = ledger.transactions, ledger.held
             self._needed = version, transactions, held
         return key in held or owner_of(key) in transactions

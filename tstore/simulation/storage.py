@@ -322,36 +322,36 @@ class HostStorage(Storage):
 
 
 class _SimulatedPack:
-    def __init__(self, backend: HostStorage, key: str, data: bytearray, durability: Durability) -> None:
+    def __init__(self, storage: HostStorage, key: str, data: bytearray, durability: Durability) -> None:
         self.key = key
         self._durability = durability
-        self._backend = backend
+        self._storage = storage
         self._data = data
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        self._backend.fail(f"append {self.key}")
+        self._storage.fail(f"append {self.key}")
         offset = len(self._data)
-        if offset and offset + size > self._backend.capacity:
+        if offset and offset + size > self._storage.capacity:
             return None
         for buffer in buffers:
             self._data += buffer
         return offset
 
     def finish(self) -> None:
-        self._backend.finish(self.key, self._data, self._durability)
+        self._storage.finish(self.key, self._data, self._durability)
 
     def discard(self) -> None:
-        self._backend.discard(self.key)
+        self._storage.discard(self.key)
 
 
 class _SimulatedReader:
-    def __init__(self, backend: HostStorage, key: str, data: bytes | bytearray) -> None:
-        self._backend = backend
+    def __init__(self, storage: HostStorage, key: str, data: bytes | bytearray) -> None:
+        self._storage = storage
         self._key = key
         self._data = data
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        self._backend.fail(f"read {self._key}")
+        self._storage.fail(f"read {self._key}")
         if offset + size > len(self._data):
             raise Corrupt(f"simulated: {self._key} ends before {offset + size}")
         for buffer in buffers:

@@ -69,7 +69,7 @@ class CooperativeCommit:
         self.member = member
         self.durability = durability
         self.fragments = FragmentTree(log.reader, member, durability)
-        self._backend = log.backend
+        self._storage = log.storage
 
     async def commit(self, fragment: Fragment, timeout: float | None) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
@@ -85,10 +85,10 @@ class CooperativeCommit:
         Raises `DeadlineExceeded`, which names the absent hosts, at once if some have not delivered, and
         `NotFound`.
         """
-        keys = await self._backend.list(f"{self.member.folder}/part-")
+        keys = await self._storage.list(f"{self.member.folder}/part-")
         if not keys:
             raise NotFound(
-                f"{self._backend.url}: no host has delivered a fragment of the cooperative transaction "
+                f"{self._storage.url}: no host has delivered a fragment of the cooperative transaction "
                 f"{self.member.transaction!r}; check the id"
             )
         fragment = await self.log.reader.objects.read(keys[0], Fragment)
@@ -99,7 +99,7 @@ class CooperativeCommit:
         absent = await self.fragments.absent_hosts()
         if absent:
             raise DeadlineExceeded(
-                f"{self._backend.url}: transaction {self.member.name!r} cannot be committed: hosts {absent} of "
+                f"{self._storage.url}: transaction {self.member.name!r} cannot be committed: hosts {absent} of "
                 f"{self.member.hosts} have not delivered; start the job again with another attempt",
                 absent,
             )
@@ -125,7 +125,7 @@ class CooperativeCommit:
                 conflicts = [*overlap.fatal, *overlap.chunks]
                 if conflicts:
                     raise Conflict(
-                        f"{self._backend.url}: version {version} changed the same as transaction "
+                        f"{self._storage.url}: version {version} changed the same as transaction "
                         f"{self.member.name!r}, which is not committed",
                         conflicts,
                     )
@@ -138,26 +138,26 @@ class CooperativeCommit:
         if self.member.hosts <= FAN or self.member.host % FAN == 0:  # one host of each block is enough
             await self._check_hosts("")
         try:
-            await self._backend.create(key, data, self.durability)
+            await self._storage.create(key, data, self.durability)
         except AlreadyExists:
-            if await self._backend.get(key) == data:
-                await self._backend.flush(self.member.folder, self.durability)  # its creator may have died first
+            if await self._storage.get(key) == data:
+                await self._storage.flush(self.member.folder, self.durability)  # its creator may have died first
                 return
             raise Inconsistent(
-                f"{self._backend.url}: host {self.member.host} has already delivered a different fragment of "
+                f"{self._storage.url}: host {self.member.host} has already delivered a different fragment of "
                 f"transaction {self.member.name!r}; was it started twice? A restarted job needs another attempt",
                 [key],
             ) from None
 
     async def _check_hosts(self, part: str) -> None:
         """Raise `Inconsistent` if fragments, whose names begin with `part`, name another number of hosts."""
-        for hosts in await self._backend.folders(self.member.family):
+        for hosts in await self._storage.folders(self.member.family):
             if int(hosts) == self.member.hosts:
                 continue
-            keys = await self._backend.list(f"{self.member.family}{hosts}/part-{part}")
+            keys = await self._storage.list(f"{self.member.family}{hosts}/part-{part}")
             if keys:
                 raise Inconsistent(
-                    f"{self._backend.url}: transaction {self.member.name!r} was begun with another number of "
+                    f"{self._storage.url}: transaction {self.member.name!r} was begun with another number of "
                     f"hosts than {self.member.hosts}; another number of hosts needs another attempt",
                     keys,
                 )
@@ -165,15 +165,15 @@ class CooperativeCommit:
     async def _write_manifest(self, data: bytes, durability: Durability) -> ObjectRef:
         key = f"{self.member.folder}/manifest"
         try:
-            await self._backend.create(key, data, durability)
+            await self._storage.create(key, data, durability)
         except AlreadyExists:
-            if await self._backend.get(key) != data:  # every host makes the same
+            if await self._storage.get(key) != data:  # every host makes the same
                 raise Inconsistent(
-                    f"{self._backend.url}: the manifest of transaction {self.member.name!r} does not follow from "
+                    f"{self._storage.url}: the manifest of transaction {self.member.name!r} does not follow from "
                     "its fragments, so the transaction cannot be committed; repeat it with another attempt",
                     [key],
                 ) from None
-            await self._backend.flush(self.member.folder, durability)
+            await self._storage.flush(self.member.folder, durability)
         return reference(key, data)
 
 
@@ -195,7 +195,7 @@ class _Waiter:
         """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
         began = self._clock()
         self._next_help = began + _GRACE + self._grace * world.uniform(0, 2)
-        async with Watch(self._commit.log.backend, "commits") as watch:
+        async with Watch(self._commit.log.storage, "commits") as watch:
             while True:
                 await self._pause(watch, self._clock() - began)
                 version, self._seen = await self._commit.log.reader.scan(
@@ -234,7 +234,7 @@ class _Waiter:
         if absent:
             member = self._commit.member
             raise DeadlineExceeded(
-                f"{self._commit.log.backend.url}: transaction {member.name!r} waited {self._limit:g} s for hosts "
+                f"{self._commit.log.storage.url}: transaction {member.name!r} waited {self._limit:g} s for hosts "
                 f"{absent} of {member.hosts} and is not committed, unless they still deliver; start the job again "
                 "with another attempt, or allow more time",
                 absent,

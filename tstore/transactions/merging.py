@@ -29,7 +29,7 @@ class FragmentTree:
 
     def __init__(self, log: LogReader, member: Membership, durability: Durability) -> None:
         self._objects = log.objects
-        self._backend = log.backend
+        self._storage = log.storage
         self._member = member
         self._durability = durability
 
@@ -72,7 +72,7 @@ class FragmentTree:
 
     async def absent_hosts(self) -> list[int]:
         """Return the hosts whose fragment is absent, and merge every complete block that is not merged yet."""
-        fragments = set(await self._backend.list(f"{self._member.folder}/part-"))
+        fragments = set(await self._storage.list(f"{self._member.folder}/part-"))
 
         async def absent_below(level: int, block: int) -> list[int]:
             members = self._member.block(level, block)
@@ -99,13 +99,13 @@ class FragmentTree:
 
     async def _present(self, level: int, block: int) -> set[int]:
         """Return the members of a block whose fragment exists."""
-        keys = set(await self._backend.list(self._member.block_prefix(level, block)))
+        keys = set(await self._storage.list(self._member.block_prefix(level, block)))
         return {i for i in self._member.block(level, block) if self._member.fragment_key(level, i) in keys}
 
     async def _claim(self, level: int, block: int) -> bool:
         key, host = self._member.claim_key(level, block), str(self._member.host).encode()
         try:
-            await self._backend.create(key, host, Durability.NONE)
+            await self._storage.create(key, host, Durability.NONE)
         except (AlreadyExists, Unavailable):
             return False  # another host merges the block; should it die, those that wait help
         return True
@@ -113,6 +113,6 @@ class FragmentTree:
     async def _merge(self, level: int, block: int) -> None:
         try:
             data = encode(await self.merged(level, block))
-            await self._backend.create(self._member.fragment_key(level + 1, block), data, self._durability)
+            await self._storage.create(self._member.fragment_key(level + 1, block), data, self._durability)
         except AlreadyExists:
             return  # another host created the same bytes

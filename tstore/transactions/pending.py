@@ -62,8 +62,8 @@ class Heartbeat(msgspec.Struct):
 class HeartbeatWriter:
     """Renews the heartbeat of one host while it is at work."""
 
-    def __init__(self, backend: Storage, member: Membership) -> None:
-        self._backend = backend
+    def __init__(self, storage: Storage, member: Membership) -> None:
+        self._storage = storage
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
         self._share = member.hosts / _BEATS
@@ -91,7 +91,7 @@ class HeartbeatWriter:
         """Delete the heartbeat, if there is one."""
         if self._written:
             with contextlib.suppress(TStoreError):  # it only tells people who is alive
-                await self._backend.delete(self._key)
+                await self._storage.delete(self._key)
 
     async def _beat(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -101,7 +101,7 @@ class HeartbeatWriter:
             await asyncio.sleep(max(0.0, self._due - clock()))
             self._due, self._written = clock() + max(_EVERY, self._share), True
             with contextlib.suppress(TStoreError):
-                await self._backend.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
+                await self._storage.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
 
 class _Hosts(NamedTuple):
@@ -114,7 +114,7 @@ class _Hosts(NamedTuple):
 async def pending(log: LogReader) -> list[PendingTransaction]:
     """Return the cooperative transactions that have objects and no commit; reads every record."""
     transactions: dict[str, _Hosts] = {}
-    for key in await log.backend.list(TRANSACTIONS):
+    for key in await log.storage.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
         if match:
             hosts = transactions.setdefault(match[1], _Hosts(set(), set()))
@@ -133,13 +133,13 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     named = [p for p in under_way if p.name == name] or [p for p in under_way if slug(p.name) == slug(name)]
     if len(named) > 1:
         raise InvalidArgument(
-            f"{log.backend.url}: several attempts of transaction {shown(name)} are under way; pass the id of one: "
+            f"{log.storage.url}: several attempts of transaction {shown(name)} are under way; pass the id of one: "
             + ", ".join(p.transaction for p in named)
         )
     member = Membership.from_id(named[0].transaction) if named else None
     if member is None:
         known = inventory("pending transactions", [p.transaction for p in under_way])
-        raise NotFound(f"{log.backend.url}: no transaction {shown(name)} is under way; {known}")
+        raise NotFound(f"{log.storage.url}: no transaction {shown(name)} is under way; {known}")
     return member
 
 
@@ -152,7 +152,7 @@ async def _state(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTran
     for host in sorted(hosts.beating):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
         try:
-            beat = msgspec.json.decode(await log.backend.get(key), type=Heartbeat)
+            beat = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
         except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # its commit has just ended
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)

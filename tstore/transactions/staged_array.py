@@ -126,7 +126,7 @@ class StagedArray:
 
     async def apply_patches(
         self,
-        backend: Storage,
+        storage: Storage,
         packs: PackSet,
         base: ChunkSource,
         only: Iterable[int] | None = None,
@@ -145,7 +145,7 @@ class StagedArray:
             layers = {n: self.patches[n] for n in some if n in self.patches}
             chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in layers}
             rows = {n: row for n in layers if (row := self.whole.row(n) or base.row(n)) is not None}
-            await read_chunks(backend, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
+            await read_chunks(storage, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in layers[number]:
                     chunk[inside] = values

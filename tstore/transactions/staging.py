@@ -62,13 +62,13 @@ class Staging:
         self._adopted = 0
         self._manifests = 0
         self.transaction = world.token(12) if member is None else member.transaction
-        self.life = Lifecycle(log.backend.url)
+        self.life = Lifecycle(log.storage.url)
         self.structure = b""
         self.reused: tuple[str, ...] = ()
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
-        self._packs = PackSet(log.backend, folder_of(self.transaction), durability)
-        self._heartbeat = None if member is None else HeartbeatWriter(log.backend, member)
+        self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
+        self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
 
@@ -147,7 +147,7 @@ class Staging:
                 await self._apply_patches(staged, own)
                 staged.check_handle(path, meta)  # it may have been resized or deleted meanwhile
             jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
-            await self._on_base(staged, read_chunks(self._log.backend, jobs))
+            await self._on_base(staged, read_chunks(self._log.storage, jobs))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
@@ -202,7 +202,7 @@ class Staging:
             return manifest
         self._manifests += 1
         key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifests}"
-        await self._log.backend.create(key, data, self._durability)
+        await self._log.storage.create(key, data, self._durability)
         return reference(key, data)
 
     async def validate(self, own: Changes, newer: Newer) -> Retry | None:
@@ -219,7 +219,7 @@ class Staging:
         version = newer[-1][0]  # older ones may have expired; if this one has, a newer one exists to look at
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
-            work = staged.arrays[path].apply_patches(self._log.backend, self._packs, nodes[path], numbers)
+            work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
             await unexpired(self._log.reader, version, work)
         await self._packs.flush()
         return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
@@ -241,7 +241,7 @@ class Staging:
 
     async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
         if array.patches:
-            work = array.apply_patches(self._log.backend, self._packs, staged.below(array.path))
+            work = array.apply_patches(self._log.storage, self._packs, staged.below(array.path))
             await self._on_base(staged, work)
 
     async def _on_base(self, staged: StagedTree, work: Awaitable[None]) -> None:
@@ -257,12 +257,12 @@ class Staging:
 
     async def _checked(self) -> StagedTree:
         staged = await self._based()
-        self._tags.check(staged.base.tags, self._log.backend.url)
+        self._tags.check(staged.base.tags, self._log.storage.url)
         return staged
 
     async def _based(self) -> StagedTree:
         if self._staged is None:
             tree = await newest_tree(self._log.reader)
             if self._staged is None:  # two concurrent first uses must see one base
-                self._staged = StagedTree(tree, f"{self._log.backend.url} at version {tree.version}")
+                self._staged = StagedTree(tree, f"{self._log.storage.url} at version {tree.version}")
         return self._staged

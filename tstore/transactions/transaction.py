@@ -76,7 +76,7 @@ class Transaction:
         self.retries: list[Retry] = []
 
     def __repr__(self) -> str:
-        return f"<tstore.Transaction {self.id} on {self._log.backend.url}: {self._life.state}>"
+        return f"<tstore.Transaction {self.id} on {self._log.storage.url}: {self._life.state}>"
 
     @property
     def ended(self) -> bool:
