@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.store_model import Region
 from tstore.format.retention import Keep
-from tstore.simulation.store_model import Region
 
 __all__ = [
     "Acknowledged",

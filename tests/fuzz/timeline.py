@@ -31,9 +31,9 @@ from tests.fuzz.journal import (
     Resize,
     Write,
 )
+from tests.support.store_model import Grid, State
 from tstore.errors import NotFound, SnapshotExpired
-from tstore.simulation.retained import retained
-from tstore.simulation.store_model import Grid, State
+from tstore.simulation.checker import retained
 
 __all__ = ["Mismatch", "Timeline", "Version"]
 

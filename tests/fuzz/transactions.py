@@ -11,6 +11,7 @@ import tstore
 from tests.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sample
 from tests.fuzz.timeline import reading
 from tests.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
+from tests.support.store_model import is_below
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -20,7 +21,6 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.simulation.store_model import is_below
 from tstore.transactions.transaction import staging_of
 
 __all__ = [

@@ -66,12 +66,11 @@ from tests.support.mutation import Edit
 from tstore.log import append, trees
 from tstore.runtime import pool
 from tstore.simulation.__main__ import main
-from tstore.simulation.miniature import reduced
+from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.runs import simulate, simulate_many
-from tstore.simulation.scenario import prepare_initial_stores
+from tstore.simulation.scenario import prepare_initial_stores, reduced
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
-from tstore.simulation.weather import CALM, Host
 from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 
@@ -286,7 +285,7 @@ def beginnings() -> None:
 def test_hundreds_of_runs_keep_every_promise(first: int) -> None:
     outcomes = [simulate(seed) for seed in range(first, first + PART)]
     broken = {o.seed: o.violations for o in outcomes if o.violations}
-    assert not broken, f"replay with python -m tstore.simulation --seed N --story: {broken}"
+    assert not broken, f"replay with python -m tstore.simulation --seed N --trace: {broken}"
     assert sum(o.commits for o in outcomes) > 5 * PART
 
 
@@ -315,7 +314,7 @@ def test_the_table_above_lists_the_faults() -> None:
 
 
 def fingerprint(seeds: range) -> str:
-    """A digest of the stories of some runs."""
+    """A digest of the events of some runs."""
     outcomes = [simulate(seed) for seed in seeds]
     return hashlib.sha256(repr(outcomes).encode()).hexdigest()
 
@@ -344,8 +343,8 @@ print(hashlib.sha256(repr(outcomes).encode()).hexdigest())
     assert others == [mine, mine]
 
 
-def test_the_command_tells_the_story_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "7", "--story"]) == 0
+def test_the_command_tells_the_events_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "7", "--trace"]) == 0
     told = capsys.readouterr().out
     assert "starts at version" in told
     assert "creates commits/" in told
@@ -384,7 +383,7 @@ def test_the_runs_meet_all_that_may_go_wrong() -> None:
     }
     missing = faults | ends | places | works
     for seed in range(MOST):
-        told = "\n".join(simulate(seed).story)
+        told = "\n".join(simulate(seed).trace)
         missing = {what for what in missing if what not in told}
         if not missing:
             break
@@ -407,7 +406,7 @@ def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
 
 async def test_a_power_failure_takes_what_was_not_forced() -> None:
     shared = SharedObjects({})
-    host = Host("a", "a", CALM, 0, lambda _who, _what: None)
+    host = Host("a", "a", NO_FAULTS, 0, lambda _who, _what: None)
     storage = HostStorage(shared, host)
     await storage.create("commits/1", b"forced", Durability.FSYNC)
     shared.create("commits/2", b"its creator died before it had forced the folder")

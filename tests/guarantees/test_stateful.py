@@ -1,4 +1,4 @@
-"""Random work on a store, by hypothesis, beside a trivial model of it (`tstore.simulation.store_model`).
+"""Random work on a store, by hypothesis, beside a trivial model of it (`tests.support.store_model`).
 
     pytest tests/guarantees/test_stateful.py                                 # a hundred runs
     pytest tests/guarantees/test_stateful.py --hypothesis-profile=long        # twenty thousand
@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import tstore
+from tests.support.store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
 from tstore import Keep
 from tstore.errors import (
     AlreadyExists,
@@ -39,8 +40,7 @@ from tstore.errors import (
     TStoreError,
 )
 from tstore.runtime import pool, world
-from tstore.runtime.world import World, inhabited
-from tstore.simulation.store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
+from tstore.runtime.world import World, use_world
 from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.base import Storage
 
@@ -245,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stack = contextlib.ExitStack()
-        self.stack.enter_context(inhabited(Repeatable()))
+        self.stack.enter_context(use_world(Repeatable()))
         self.stack.enter_context(pool.inline(self.pause))
         self.loop = self.stack.enter_context(asyncio.Runner(loop_factory=VirtualLoop))
         self.url = f"memory://{uuid.uuid4()}"

@@ -53,7 +53,7 @@ class Seeded(world.World):
 
 def on_virtual_time(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Runs the test on a loop whose time passes at once."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, world.inhabited(Seeded()):
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, world.use_world(Seeded()):
         runner.run(call())
 
 
@@ -230,7 +230,7 @@ def test_pauses_are_drawn_anew_and_grow() -> None:
 
     async def test() -> None:
         scripted = Scripted(memory(), *[("before", Unavailable(""))] * 3)
-        with world.inhabited(Loaded()):
+        with world.use_world(Loaded()):
             await Retry(scripted).head("k")
         pauses = [round(b - a, 6) for a, b in zip(scripted.times, scripted.times[1:], strict=False)]
         assert (

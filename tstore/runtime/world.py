@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["World", "inhabited", "now", "token", "uniform"]
+__all__ = ["World", "now", "token", "uniform", "use_world"]
 
 
 class World:
@@ -53,7 +53,7 @@ def uniform(low: float, high: float) -> float:
 
 
 @contextlib.contextmanager
-def inhabited(world: World) -> Iterator[None]:
+def use_world(world: World) -> Iterator[None]:
     """Use another world in the running task, and in tasks that it starts inside the block."""
     before = _current.set(world)
     try:

@@ -1,7 +1,7 @@
 """Simulate many hosts on a faulty store and check the promises of tstore.
 
 python -m tstore.simulation --seeds 10000        # many runs, on all cores
-python -m tstore.simulation --seed 17 --story    # replay one run and print its events
+python -m tstore.simulation --seed 17 --trace    # replay one run and print its events
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run only this seed")
-    parser.add_argument("--story", action="store_true", help="print the events of that run")
+    parser.add_argument("--trace", action="store_true", help="print the events of that run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        return _one(options.seed, story=options.story)
+        return _one(options.seed, trace=options.trace)
     started, runs, commits, broken = time.perf_counter(), 0, 0, 0
     for tally in simulate_many(range(options.first, options.first + options.seeds), options.processes):
         runs, commits, broken = runs + tally.runs, commits + tally.commits, broken + len(tally.broken)
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _one(seed: int, *, story: bool) -> int:
+def _one(seed: int, *, trace: bool) -> int:
     outcome = simulate(seed)
-    if story:
-        print("\n".join(outcome.story))
+    if trace:
+        print("\n".join(outcome.trace))
     print(f"seed {seed}: {outcome.commits} commits, {len(outcome.violations)} violations")
     for violation in outcome.violations:
         print(violation)

@@ -12,7 +12,6 @@
                    sees none older than any version acknowledged before it began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
-                   (`retained`)
     consistent     `outcome` agrees with the log, and the history has each transaction's message and metadata
 
 The model is in `tstore.simulation.history`; it has no packs, records or requests.
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown
 from tstore.format.records import Record
+from tstore.format.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
     Attempt,
@@ -41,9 +41,8 @@ from tstore.simulation.history import (
     State,
     apply,
 )
-from tstore.simulation.retained import retention_faults
 
-__all__ = ["Committed", "violations"]
+__all__ = ["Committed", "retained", "violations"]
 
 
 class Committed(NamedTuple):
@@ -118,8 +117,7 @@ def violations(
     faults = list(history.faults)
     by_transaction = _committed(log, history, faults)
     states, tags = _replayed(first, log, history, faults)
-    attempts = {version: _attempts(commit, history) for version, commit in log.items()}
-    faults += retention_faults(log, attempts, tags, history)
+    _check_retention(log, tags, history, faults)
     _check_history(commits, history, faults)
     _check_outcomes(by_transaction, history, faults)
     _check_isolation(log, history, faults)
@@ -251,6 +249,53 @@ def _check_steps(log: Mapping[int, Committed], faults: list[str]) -> None:
         steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
         faults += [f"{tag} was saved twice" for tag in steps if tag in saved]
         saved.update(steps)
+
+
+def retained(
+    keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
+) -> set[int]:
+    """Return the live versions that a rule without a time keeps; the newest version and step are always kept."""
+    steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
+    order = sorted(steps)
+    kept = {max(alive), *(steps[s] for s in order[-1:])}
+    if keep.last is not None:
+        kept |= {steps[s] for s in order[-keep.last :]}
+    if keep.every is not None:
+        kept |= {steps[s] for s in order if s % keep.every == 0}
+    if keep.best is not None:
+        count, name, *direction = keep.best
+        sign = -1 if direction == ["max"] else 1
+        rated = {v: metrics[v][name] for v in steps.values() if name in metrics.get(v, {})}
+        kept |= set(sorted(rated, key=lambda v: (sign * rated[v], -v))[:count])
+    kept |= {v for tag in keep.tags if (v := tags.get(tag, 0)) in alive}
+    return kept
+
+
+def _check_retention(
+    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History, faults: list[str]
+) -> None:
+    """Check that each gc expired exactly the versions that its rule does not keep."""
+    rules = {each.version: each.keep for each in history.collected}
+    alive_as_of = {history.start: set(range(1, history.start + 1))}
+    metrics: dict[int, Mapping[str, float]] = {}
+    for version, commit in log.items():
+        alive = set(alive_as_of[version - 1])
+        collection = commit.record.collection
+        if collection is None:
+            alive |= set() if commit.record.void else {version}
+            attempts = _attempts(commit, history)
+            metrics[version] = {k: v for a in attempts for k, v in a.metadata.get("metrics", {}).items()}
+        else:
+            alive -= set(collection.expired)
+            keep, base = rules.get(version), commit.record.base
+            if keep is not None and keep.newer_than is None and base >= history.start:
+                expected = alive_as_of[base] - retained(keep, alive_as_of[base], tags[base], metrics)
+                if set(collection.expired) != expected:
+                    faults.append(
+                        f"version {version} expired {sorted(collection.expired)} by {keep}, "
+                        f"expected {sorted(expected)}"
+                    )
+        alive_as_of[version] = alive
 
 
 def _check_read(

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from tstore.errors import TStoreError
+from tstore.simulation.client import PATHS, Client
 from tstore.simulation.history import (
     CELLS,
     PER_CHUNK,
@@ -20,7 +21,6 @@ from tstore.simulation.history import (
     cells_of,
     width_of,
 )
-from tstore.simulation.site import PATHS, Site
 from tstore.transactions.staging import Isolation
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -32,50 +32,50 @@ _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its reco
 _SCRATCH = 0.1  # share of the transactions with durability "none"
 
 
-async def transact(site: Site) -> None:
+async def transact(client: Client) -> None:
     """Run a transaction of a few operations, which may be aborted or cancelled."""
     tags: dict[str, Any] = {}
-    if site.random.random() < 0.3:
-        tags[site.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = site.random.choice(
+    if client.random.random() < 0.3:
+        tags[client.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = client.random.choice(
             _TAGS
         )
-    isolation: Isolation = "serializable" if site.random.random() < 0.25 else "snapshot"
-    tx, attempt = _new_transaction(site, tags, isolation, durable=site.random.random() >= _SCRATCH)
-    after = site.loop.time()
-    if site.random.random() < 0.05:
-        await _interrupt(site, tx, attempt, asyncio.create_task(_fill(site, tx, attempt, after)))
+    isolation: Isolation = "serializable" if client.random.random() < 0.25 else "snapshot"
+    tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _SCRATCH)
+    after = client.loop.time()
+    if client.random.random() < 0.05:
+        await _interrupt(client, tx, attempt, asyncio.create_task(_fill(client, tx, attempt, after)))
         return
-    await site.conclude(tx, attempt, 0, _fill(site, tx, attempt, after))
+    await client.conclude(tx, attempt, 0, _fill(client, tx, attempt, after))
 
 
-async def burst(site: Site) -> None:
+async def burst(client: Client) -> None:
     """Run several small transactions at once, which write, set and drop tags; some share a group commit."""
     try:
-        known = sorted((await site.store.snapshot()).tags.keys() & set(_TAGS))
+        known = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
         return
-    durable = site.random.random() >= _SCRATCH
+    durable = client.random.random() >= _SCRATCH
     work = []
-    for number in range(site.random.randint(3, 6)):
+    for number in range(client.random.randint(3, 6)):
         tags: dict[str, Any] = {}
-        if site.random.random() < 0.5:
-            tag = site.random.choice(_TAGS)
-            tags = {"drop_tag": tag} if tag in known and site.random.random() < 0.6 else {"move_tag": tag}
-        tx, attempt = _new_transaction(site, tags, "snapshot", durable=durable)
-        work.append(site.conclude(tx, attempt, 0, _touch(site, tx, attempt, PATHS[2 + number % 3])))
+        if client.random.random() < 0.5:
+            tag = client.random.choice(_TAGS)
+            tags = {"drop_tag": tag} if tag in known and client.random.random() < 0.6 else {"move_tag": tag}
+        tx, attempt = _new_transaction(client, tags, "snapshot", durable=durable)
+        work.append(client.conclude(tx, attempt, 0, _touch(client, tx, attempt, PATHS[2 + number % 3])))
     await asyncio.gather(*work)
 
 
 def _new_transaction(
-    site: Site, tags: dict[str, Any], isolation: Isolation, *, durable: bool
+    client: Client, tags: dict[str, Any], isolation: Isolation, *, durable: bool
 ) -> tuple[Transaction, Attempt]:
     """Begin a transaction with a unique message and unique metadata, and record it in the history."""
-    value = site.history.value()
+    value = client.history.value()
     message, metadata = f"work {value}", {"value": value}
-    tx = site.store.transaction(
+    tx = client.store.transaction(
         message, isolation=isolation, durability="fsync" if durable else "none", metadata=dict(metadata), **tags
     )
-    attempt = site.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
+    attempt = client.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
     attempt.message, attempt.metadata, attempt.durable = message, metadata, durable
     attempt.serializable = isolation == "serializable"
     attempt.created = tuple(t for key, t in tags.items() if key == "tag")
@@ -83,21 +83,21 @@ def _new_transaction(
     return tx, attempt
 
 
-async def _touch(site: Site, tx: Transaction, attempt: Attempt, path: str) -> int:
+async def _touch(client: Client, tx: Transaction, attempt: Attempt, path: str) -> int:
     """Write one chunk of a small array, if the array exists, and commit."""
-    attempt.bases[0] = max(site.history.start, (await staging_of(tx).base()).version)
+    attempt.bases[0] = max(client.history.start, (await staging_of(tx).base()).version)
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
-        start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
-        put = Put(path, start, min(cells, start + PER_CHUNK), site.history.value())
+        start = PER_CHUNK * client.random.randrange(-(-cells // PER_CHUNK))
+        put = Put(path, start, min(cells, start + PER_CHUNK), client.history.value())
         await write(tx, put)
         attempt.ops[0].append(put)
     return await tx.commit()
 
 
-async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
+async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
     """Cancel a transaction while it writes or commits; if it then has a version, that must be true."""
-    await asyncio.wait([work], timeout=site.random.expovariate(1))
+    await asyncio.wait([work], timeout=client.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])
     if not work.cancelled() and (error := work.exception()) is not None:
@@ -106,38 +106,38 @@ async def _interrupt(site: Site, tx: Transaction, attempt: Attempt, work: asynci
         attempt.outcomes.append(error)
     if tx.version is not None:
         attempt.outcomes.append(tx.version)
-        site.acknowledge(tx.version, attempt.transaction, durable=attempt.durable)
+        client.acknowledge(tx.version, attempt.transaction, durable=attempt.durable)
     await tx.abort()
 
 
-async def _fill(site: Site, tx: Transaction, attempt: Attempt, after: float) -> int | None:
+async def _fill(client: Client, tx: Transaction, attempt: Attempt, after: float) -> int | None:
     attempt.bases[0] = (await staging_of(tx).base()).version
-    if attempt.bases[0] < site.history.start:  # stale metadata hides the newest versions
+    if attempt.bases[0] < client.history.start:  # stale metadata hides the newest versions
         attempt.aborted = True
         await tx.abort()
         return None
     paths = frozenset(await tx.paths())
-    site.history.listings.append(Listing(site.host.name, after, attempt.bases[0], paths))
+    client.history.listings.append(Listing(client.host.name, after, attempt.bases[0], paths))
     attempt.seen.append(Seen((), None, paths))
-    for _ in range(site.random.randint(1, 3)):
-        await _one(site, tx, attempt)
-        if site.random.random() < 0.3:
-            await asyncio.sleep(site.random.expovariate(1))
-    if site.random.random() < 0.05:
+    for _ in range(client.random.randint(1, 3)):
+        await _one(client, tx, attempt)
+        if client.random.random() < 0.3:
+            await asyncio.sleep(client.random.expovariate(1))
+    if client.random.random() < 0.05:
         attempt.aborted = True
         await tx.abort()
         return None
     return await tx.commit()
 
 
-async def _one(site: Site, tx: Transaction, attempt: Attempt) -> None:
+async def _one(client: Client, tx: Transaction, attempt: Attempt) -> None:
     """Apply one operation to an array, creating it first if absent."""
     ops = attempt.ops[0]
-    path = site.random.choice(PATHS)
+    path = client.random.choice(PATHS)
     exists = path in await tx.paths()
-    draw = site.random.random()
+    draw = client.random.random()
     if not exists:
-        note = {"note": _LONG_NOTE} if site.random.random() < 0.1 else None
+        note = {"note": _LONG_NOTE} if client.random.random() < 0.1 else None
         await create(tx, path, note)
         ops.append(Create(path))
     elif draw < 0.1 and Create(path) not in ops:
@@ -146,21 +146,21 @@ async def _one(site: Site, tx: Transaction, attempt: Attempt) -> None:
     elif draw < (0.5 if attempt.serializable else 0.3):
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
-        site.history.reads.append(Read(site.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partly=True))
+        client.history.reads.append(Read(client.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partly=True))
         attempt.seen.append(Seen(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:
-        cells = site.random.randint(PER_CHUNK + 1, CELLS + 3)
+        cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
         await (await tx.array(path)).resize((cells * width_of(path),))
         ops.append(Resize(path, cells))
     else:
         cells = (await tx.array(path)).shape[0] // width_of(path)
         if draw < 0.6:
-            start = PER_CHUNK * site.random.randrange(-(-cells // PER_CHUNK))
+            start = PER_CHUNK * client.random.randrange(-(-cells // PER_CHUNK))
             stop = min(cells, start + PER_CHUNK)
         else:
-            start = site.random.randrange(cells)
-            stop = min(cells, start + site.random.randint(1, 5))
-        put = Put(path, start, stop, site.history.value())
+            start = client.random.randrange(cells)
+            stop = min(cells, start + client.random.randint(1, 5))
+        put = Put(path, start, stop, client.history.value())
         await write(tx, put)
         ops.append(put)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
+from tstore.simulation.client import Client
 from tstore.simulation.edits import create, write
 from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Create, Delete, Op, Put, Replace, width_of
-from tstore.simulation.site import Site
 from tstore.transactions.membership import Membership
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -66,18 +66,18 @@ class GroupPlan(NamedTuple):
         return float(self.values[0] % 7)
 
 
-async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> None:
+async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) -> None:
     """Run one host of a cooperative transaction."""
-    attempt = site.history.begin(plan.transactions, (plan.name,), plan.hosts)
+    attempt = client.history.begin(plan.transactions, (plan.name,), plan.hosts)
     attempt.durable = plan.durable
-    await asyncio.sleep(site.random.expovariate(1))
+    await asyncio.sleep(client.random.expovariate(1))
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
-        await site.conclude(None, attempt, host, _save(site, plan, attempt, host, timeout), plan.part(host))
+        await client.conclude(None, attempt, host, _save(client, plan, attempt, host, timeout), plan.part(host))
         return
     attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
-    tx = site.store.transaction(
+    tx = client.store.transaction(
         attempt.message,
         plan.name,
         durability="fsync" if plan.durable else "none",
@@ -87,45 +87,45 @@ async def cooperate(site: Site, plan: GroupPlan, host: int, timeout: float) -> N
         attempt=plan.attempt,
         metadata=dict(attempt.metadata),
     )
-    await site.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
+    await client.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
 
 
-async def checkpoint(site: Site) -> None:
+async def checkpoint(client: Client) -> None:
     """Save a checkpoint of a random step from two hosts in one process; one of them may be late."""
-    step, values = site.random.randint(3, 15), (site.history.value(), site.history.value())
-    plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step, durable=site.random.random() > 0.1)
-    late = site.random.choice(
+    step, values = client.random.randint(3, 15), (client.history.value(), client.history.value())
+    plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
+    late = client.random.choice(
         (0, 0, 12)
     )  # seconds in which a gc may condemn chunks that the other host references
 
     async def member(host: int) -> None:
         await asyncio.sleep(host * late)
-        await cooperate(site, plan, host, 40.0)
+        await cooperate(client, plan, host, 40.0)
 
     await asyncio.gather(*[member(host) for host in range(2)])
 
 
-async def finish(site: Site) -> None:
+async def finish(client: Client) -> None:
     """Commit a transaction of other hosts, if all fragments are present."""
     try:
-        pending = await site.store.pending()
+        pending = await client.store.pending()
         if not pending:
             return
-        name = site.random.choice(pending).transaction
-        version = await site.store.finish(name)
+        name = client.random.choice(pending).transaction
+        version = await client.store.finish(name)
     except (Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown, DeadlineExceeded) as error:
-        site.host.tell(f"finish: {type(error).__name__}")
+        client.host.log(f"finish: {type(error).__name__}")
         return
     except TStoreError as error:
-        site.fault("finish a group", error)
+        client.fault("finish a group", error)
         return
-    site.host.tell(f"finishes {name} as version {version}")
-    attempt = site.history.attempts[name]
+    client.host.log(f"finishes {name} as version {version}")
+    attempt = client.history.attempts[name]
     attempt.outcomes.append(version)
-    site.acknowledge(version, name, durable=attempt.durable)
+    client.acknowledge(version, name, durable=attempt.durable)
 
 
-async def _save(site: Site, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
+async def _save(client: Client, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
     assert plan.step is not None
     for h, value in enumerate(plan.values):
         attempt.ops[h] = _saved_ops(plan, h, value)
@@ -138,9 +138,18 @@ async def _save(site: Site, plan: GroupPlan, attempt: Attempt, host: int, timeou
         "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         "wscale": np.full(CELLS * width_of("w"), _scale(plan), np.float32),
     }
-    options: dict[str, Any] = {"host": host, "hosts": plan.hosts, "attempt": plan.attempt}
-    options |= {"durability": "fsync" if plan.durable else "none", "message": attempt.message}
-    return await tstore.save(site.store, tree, plan.step, metrics={METRIC: plan.loss}, timeout=timeout, **options)
+    return await tstore.save(
+        client.store,
+        tree,
+        plan.step,
+        metrics={METRIC: plan.loss},
+        message=attempt.message,
+        host=host,
+        hosts=plan.hosts,
+        attempt=plan.attempt,
+        durability="fsync" if plan.durable else "none",
+        timeout=timeout,
+    )
 
 
 async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:

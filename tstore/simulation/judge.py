@@ -11,11 +11,11 @@ import tstore
 from tstore.errors import NotAStore, SnapshotExpired, TStoreError
 from tstore.format.layout import commit_key
 from tstore.simulation.checker import Committed, violations
+from tstore.simulation.client import PowerCut, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
-from tstore.simulation.site import PowerCut, read_state
+from tstore.simulation.host import Host
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.weather import Host
 from tstore.store import Store
 
 __all__ = ["committed", "judge_copy", "judge_power_failure", "judge_store"]

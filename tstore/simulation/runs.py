@@ -20,16 +20,15 @@ from typing import NamedTuple
 import tstore
 from tstore.errors import TStoreError
 from tstore.runtime.pool import inline
-from tstore.runtime.world import inhabited
+from tstore.runtime.world import use_world
+from tstore.simulation.client import Client, PowerCut
 from tstore.simulation.groups import GroupPlan, cooperate
 from tstore.simulation.history import History
+from tstore.simulation.host import FaultFreeHost, Host
 from tstore.simulation.judge import committed, judge_copy, judge_power_failure, judge_store
-from tstore.simulation.miniature import reduced
-from tstore.simulation.scenario import Scenario
-from tstore.simulation.site import PowerCut, Site
+from tstore.simulation.scenario import Scenario, reduced
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
-from tstore.simulation.weather import FaultFreeHost, Host
 from tstore.simulation.workload import live
 from tstore.storage.cache.folder import Cache
 
@@ -45,11 +44,11 @@ class Outcome(NamedTuple):
 
     seed: int
     violations: list[str]
-    story: list[str]
+    trace: list[str]
     commits: int
 
 
-class _Place:
+class _SimulatedStore:
     """A storage and the history of its hosts."""
 
     def __init__(self, storage: SharedObjects, start: int) -> None:
@@ -62,55 +61,55 @@ class _Place:
 class _Run:
     """One run of one seed."""
 
-    def __init__(self, seed: int, choice: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
+    def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
-        self.choice = choice
+        self.rng = rng
         self.scenario = scenario
-        self.story: list[str] = []
+        self.trace: list[str] = []
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.start = sum(k.startswith("commits/") for k in objects)
-        self.place = _Place(SharedObjects(objects, strict=scenario.strict), self.start)
-        self.mirror = _Place(SharedObjects({}, "mirror", strict=scenario.strict), self.start)
+        self.primary = _SimulatedStore(SharedObjects(objects, strict=scenario.strict), self.start)
+        self.mirror = _SimulatedStore(SharedObjects({}, "mirror", strict=scenario.strict), self.start)
         self.mirror.history.skip_values()
-        for place in (self.place, self.mirror):
-            place.history.lagging = scenario.weather.blind > 0
+        for each in (self.primary, self.mirror):
+            each.history.lagging = scenario.rates.stale_heads > 0
         self.caches = contextlib.ExitStack()
 
     async def run(self) -> tuple[list[str], int]:
         """Run all hosts, check the result, and return the violations and the number of commits."""
         loop, scenario = asyncio.get_running_loop(), self.scenario
-        start, storage = self.start, self.place.storage
+        start, storage = self.start, self.primary.storage
         with self._observer("witness") as host:
             first = await committed(await tstore.open(HostStorage(storage, host)), start)
-        if self.choice.random() < 0.5:
-            hint = self.choice.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
+        if self.rng.random() < 0.5:
+            hint = self.rng.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
             storage.objects["latest"] = hint
-        self._tell("run", f"starts at version {start}, {scenario}")
-        for number in range(self.choice.randint(2, 4)):
-            self._start(self._host_life(f"host{number}", self.place, self.choice.randint(3, 7)))
-        for number in range(self.choice.choice((0, 1, 1, 2))):
-            self._start(self._group_life(number))
-        if scenario.mirrored and self.choice.random() < 0.6:
+        self._log("run", f"starts at version {start}, {scenario}")
+        for number in range(self.rng.randint(2, 4)):
+            self._start(self._run_host(f"host{number}", self.primary, self.rng.randint(3, 7)))
+        for number in range(self.rng.choice((0, 1, 1, 2))):
+            self._start(self._run_group(number))
+        if scenario.mirrored and self.rng.random() < 0.6:
             self._start(self._failover())
         while pending := [t for t in self.tasks if not t.done()]:
             if loop.time() > _DEADLINE:
-                self.place.history.note(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
+                self.primary.history.note(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
                 break
             await asyncio.wait(pending, timeout=60)
         await self._ended([task for task in self.tasks if task.done()])
         await self._cancel_all()
         await asyncio.sleep(_LATEST)
-        faults, log = await judge_store(self._observer, storage, first, self.place.history)
-        if not faults and self.place.power_cut.image is not None:
-            faults = await judge_power_failure(self._observer, self.place.power_cut, log, self.choice)
+        faults, log = await judge_store(self._observer, storage, first, self.primary.history)
+        if not faults and self.primary.power_cut.image is not None:
+            faults = await judge_power_failure(self._observer, self.primary.power_cut, log, self.rng)
         if not faults and scenario.mirrored:
-            source = storage, self.place.history, log
+            source = storage, self.primary.history, log
             faults = await judge_copy(self._observer, self.mirror.storage, first, source, self.mirror.history)
         return faults, len(log)
 
-    def _tell(self, who: str, what: str) -> None:
-        self.story.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
+    def _log(self, who: str, what: str) -> None:
+        self.trace.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
 
     def _start(self, life: object) -> None:
         self.tasks.append(asyncio.get_running_loop().create_task(life))  # type: ignore[arg-type]
@@ -118,65 +117,65 @@ class _Run:
     @contextlib.contextmanager
     def _new_host(self, name: str) -> Iterator[Host]:
         """Make the running task a new run of a host, for the duration of the block."""
-        skew = self.choice.choice((0, 0, -3_600, 86_400))
-        host = Host(name, f"{self.seed} {name}", self.scenario.weather, skew, self._tell)
+        skew = self.rng.choice((0, 0, -3_600, 86_400))
+        host = Host(name, f"{self.seed} {name}", self.scenario.rates, skew, self._log)
         self.hosts.append(host)
-        with inhabited(host), inline(host.step):
+        with use_world(host), inline(host.step):
             yield host
 
     @contextlib.contextmanager
     def _observer(self, name: str) -> Iterator[Host]:
         """Make the running task a host without faults, for the duration of the block."""
-        host = FaultFreeHost(name, f"{self.seed} {name}", self._tell)
-        with inhabited(host), inline(host.step):
+        host = FaultFreeHost(name, f"{self.seed} {name}", self._log)
+        with use_world(host), inline(host.step):
             yield host
 
-    async def _site(self, host: Host, place: _Place) -> Site:
+    async def _client(self, host: Host, store: _SimulatedStore) -> Client:
         """Open the store as a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
             cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))
-        return await Site.open(host, place.storage, place.history, place.power_cut, cache)
+        return await Client.open(host, store.storage, store.history, store.power_cut, cache)
 
-    async def _host_life(self, name: str, place: _Place, rounds: int) -> None:
+    async def _run_host(self, name: str, store: _SimulatedStore, rounds: int) -> None:
         """Run a host, restarting it after each crash."""
-        mirror = self.mirror.storage if self.scenario.mirrored and place is self.place else None
+        mirror = self.mirror.storage if self.scenario.mirrored and store is self.primary else None
         for run in range(4):
             with self._new_host(f"{name}.{run}") as host:
-                site = await self._site(host, place)
-                if await _survived(host, asyncio.create_task(live(site, rounds, self.scenario.mix, mirror))):
+                client = await self._client(host, store)
+                if await _survived(host, asyncio.create_task(live(client, rounds, self.scenario.mix, mirror))):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
 
     async def _failover(self) -> None:
         """Run a host that writes to the copy once that exists, perhaps while others still copy to it."""
         for _ in range(100):
-            await asyncio.sleep(self.choice.uniform(0, 3))
+            await asyncio.sleep(self.rng.uniform(0, 3))
             if "tstore.json" in self.mirror.storage.objects:
-                await self._host_life("failover", self.mirror, 4)
+                await self._run_host("failover", self.mirror, 4)
                 return
 
-    async def _group_life(self, number: int) -> None:
+    async def _run_group(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, one after the other or at once."""
-        choice = random.Random(f"group {self.seed} {number}")
-        hosts = choice.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
-        step = number + 1 if choice.random() < 0.5 else None
+        rng = random.Random(f"group {self.seed} {number}")
+        hosts = rng.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
+        step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
-        attempts = choice.randint(1, 3)
-        together = choice.random() < 0.5
-        durable = choice.random() < 0.8
+        attempts = rng.randint(1, 3)
+        together = rng.random() < 0.5
+        durable = rng.random() < 0.8
         lives = []
         for attempt in range(attempts):
-            values = tuple(self.place.history.value() for _ in range(hosts))
-            deleting = tuple(h for h in range(hosts) if choice.random() < 0.4)
+            values = tuple(self.primary.history.value() for _ in range(hosts))
+            deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
             twice = (
-                step is not None and choice.random() < 0.2
+                step is not None and rng.random() < 0.2
             )  # only for checkpoints, whose writes do not depend on the base
             plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
-            timeout = choice.choice((3.0, 10.0, 60.0))
-            for host in [*range(hosts), *([choice.randrange(hosts)] if twice else [])]:
-                delay = choice.expovariate(1) if choice.random() < 0.8 else choice.uniform(0, 30)
-                lives.append(asyncio.create_task(self._member_life(plan, host, timeout, delay)))
+            timeout = rng.choice((3.0, 10.0, 60.0))
+            for host in [*range(hosts), *([rng.randrange(hosts)] if twice else [])]:
+                delay = rng.expovariate(1) if rng.random() < 0.8 else rng.uniform(0, 30)
+                lives.append(asyncio.create_task(self._run_member(plan, host, timeout, delay)))
             if not together:
                 await self._ended(lives)
                 lives = []
@@ -186,14 +185,14 @@ class _Run:
         """Wait for hosts to end; an error of a host is a fault."""
         for error in await asyncio.gather(*lives, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
-                self.place.history.note(f"a host ended with {type(error).__name__}: {error}")
+                self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
 
-    async def _member_life(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
+    async def _run_member(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
         with self._new_host(name) as host:
-            site = await self._site(host, self.place)
-            await _survived(host, asyncio.create_task(cooperate(site, plan, number, timeout)))
+            client = await self._client(host, self.primary)
+            await _survived(host, asyncio.create_task(cooperate(client, plan, number, timeout)))
 
     async def _cancel_all(self) -> None:
         """Cancel the tasks of dead and stuck hosts."""
@@ -221,15 +220,15 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 
 def simulate(seed: int) -> Outcome:
     """Run one seed; the outcome is the same in any process."""
-    choice = random.Random(f"run {seed}")
-    scenario = Scenario.draw(choice)
+    rng = random.Random(f"run {seed}")
+    scenario = Scenario.draw(rng)
     objects = scenario.objects()  # uses its own event loop, so before the loop of the run exists
     loop = VirtualLoop()
     run: _Run | None = None
 
     async def whole() -> tuple[list[str], int]:
         nonlocal run
-        run = _Run(seed, choice, scenario, objects)
+        run = _Run(seed, rng, scenario, objects)
         with run.caches:
             return await run.run()
 
@@ -246,7 +245,7 @@ def simulate(seed: int) -> Outcome:
     finally:
         loop.close()
     assert run is not None
-    return Outcome(seed, violations, run.story, commits)
+    return Outcome(seed, violations, run.trace, commits)
 
 
 class Tally(NamedTuple):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import tstore
 from tstore.format.layout import root_key
 from tstore.runtime.pool import inline
-from tstore.runtime.world import inhabited
+from tstore.runtime.world import use_world
+from tstore.simulation.client import PATHS
 from tstore.simulation.edits import create
 from tstore.simulation.history import CELLS
-from tstore.simulation.miniature import reduced
-from tstore.simulation.site import PATHS
+from tstore.simulation.host import FaultFreeHost, FaultRates
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import VirtualLoop
-from tstore.simulation.weather import FaultFreeHost, Weather
 
-__all__ = ["Scenario", "initial_objects", "prepare_initial_stores"]
+__all__ = ["Scenario", "initial_objects", "prepare_initial_stores", "reduced"]
 
 Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
 
@@ -42,31 +45,31 @@ class Scenario(NamedTuple):
     """Whether the store is copied to another storage, where a host then writes too."""
     cached: bool
     mix: Literal["all", "edits", "checkpoints", "upkeep"]
-    weather: Weather
+    rates: FaultRates
 
     @classmethod
-    def draw(cls, choice: random.Random) -> Scenario:
+    def draw(cls, rng: random.Random) -> Scenario:
         """Draw the parameters of a run."""
-        root_every = choice.choice((8, 8, 8, 64))
-        weather = Weather(
-            faults=choice.choice((0, 0.01, 0.05, 0.15)),
-            crashes=choice.choice((0, 0, 0.005)),
-            pauses=choice.choice((0, 0.003)),
-            stale=choice.choice((0, 0.2)),
-            blind=choice.choice((0, 0, 0, 0.1)),
-            jumps=choice.choice((0, 0, 0.01)),
+        root_every = rng.choice((8, 8, 8, 64))
+        rates = FaultRates(
+            faults=rng.choice((0, 0.01, 0.05, 0.15)),
+            crashes=rng.choice((0, 0, 0.005)),
+            pauses=rng.choice((0, 0.003)),
+            stale_lists=rng.choice((0, 0.2)),
+            stale_heads=rng.choice((0, 0, 0, 0.1)),
+            jumps=rng.choice((0, 0, 0.01)),
         )
         kinds: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
         return cls(
             root_every,
-            choice.choice((2, 100)),
-            choice.choice(_INITIAL_COMMITS[root_every]),
-            choice.choice(kinds) if choice.random() < 0.2 else "right",
-            strict=choice.random() < 0.2,
-            mirrored=choice.random() < 0.2,
-            cached=choice.random() < 0.05,
-            mix=choice.choice(("all", "all", "edits", "checkpoints", "upkeep")),
-            weather=weather,
+            rng.choice((2, 100)),
+            rng.choice(_INITIAL_COMMITS[root_every]),
+            rng.choice(kinds) if rng.random() < 0.2 else "right",
+            strict=rng.random() < 0.2,
+            mirrored=rng.random() < 0.2,
+            cached=rng.random() < 0.05,
+            mix=rng.choice(("all", "all", "edits", "checkpoints", "upkeep")),
+            rates=rates,
         )
 
     @property
@@ -114,7 +117,7 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
 
     async def make() -> None:
         host = FaultFreeHost("maker", f"maker {fork}", lambda _who, _what: None)
-        with inhabited(host), inline(host.step):
+        with use_world(host), inline(host.step):
             store = await tstore.open(HostStorage(storage, host), "x")
             async with store.transaction("begin") as tx:
                 for path in PATHS[::2]:
@@ -130,3 +133,24 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
     finally:
         loop.close()
     return storage.objects
+
+
+@contextlib.contextmanager
+def reduced(**constants: int) -> Iterator[None]:
+    """Replace module constants, such as `ROOT_EVERY=8`, in every module of tstore while the block runs.
+
+    Raises LookupError for a name that no loaded module has.
+    """
+    replaced: list[tuple[ModuleType, str, int]] = []
+    try:
+        for name, value in constants.items():
+            owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]
+            if not owners:
+                raise LookupError(f"no module of tstore has a constant {name}")
+            for owner in owners:
+                replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)

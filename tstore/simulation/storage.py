@@ -27,7 +27,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from tstore.simulation.weather import Host
+from tstore.simulation.host import Host
 from tstore.storage.base import Storage
 from tstore.storage.objects import (
     Buffers,
@@ -155,7 +155,7 @@ class HostStorage(Storage):
         """Return the entry of an object, or as it was a moment ago."""
         await self.host.step()
         found = self.storage.objects.get(key)
-        if self.host.chance(self.host.weather.blind):
+        if self.host.chance(self.host.rates.stale_heads):
             then = self._loop.time() - self.host.random.uniform(0, _OLD)
             when, before = self.storage.deleted.get(key, (-math.inf, None))
             found = before if when > then else None if self.storage.born.get(key, 0) > then else found
@@ -173,7 +173,7 @@ class HostStorage(Storage):
         """Yield one page, at times without the newest keys, or with those that were deleted last."""
         await self.host.step()
         storage, latest = self.storage, self._loop.time()
-        if self.host.chance(self.host.weather.stale):
+        if self.host.chance(self.host.rates.stale_lists):
             latest -= self.host.random.uniform(0, _OLD)
         keys = {k for k in storage.objects if k.startswith(prefix) and storage.born.get(k, 0) <= latest}
         keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > latest}
@@ -188,9 +188,9 @@ class HostStorage(Storage):
         host, storage, forced = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         cut_off = self._loop.time() < host.cut_off_until
-        if not cut_off and not host.chance(host.weather.faults):
+        if not cut_off and not host.chance(host.rates.faults):
             storage.create(key, data, forced=forced)
-            host.tell(f"creates {key}")
+            host.log(f"creates {key}")
             await host.step()
             if forced:
                 storage.force(key.rpartition("/")[0])
@@ -198,7 +198,7 @@ class HostStorage(Storage):
         fate = "lost" if cut_off else host.random.choice(_CREATED_WRONG)
         if not cut_off and host.chance(0.3):
             host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
-        host.tell(f"create {key}: {fate}")
+        host.log(f"create {key}: {fate}")
         if fate in ("unanswered", "retried", "repeated"):
             storage.create(key, data, forced=forced)
         if fate in ("late", "repeated"):
@@ -216,7 +216,7 @@ class HostStorage(Storage):
     async def _replace(self, key: str, data: bytes) -> None:
         """Replace the object, at once, later or never."""
         await self.host.step()
-        if self.host.chance(2 * self.host.weather.faults):
+        if self.host.chance(2 * self.host.rates.faults):
             if self.host.chance(0.5):
                 later = self.host.random.uniform(0, 30)
                 self._loop.call_later(later, self.storage.objects.__setitem__, key, data)
@@ -239,12 +239,12 @@ class HostStorage(Storage):
     async def delete(self, key: str) -> None:
         """Delete the object, perhaps without a response."""
         await self.host.step()
-        if self.host.chance(self.host.weather.faults):
+        if self.host.chance(self.host.rates.faults):
             if self.host.chance(0.5):
                 self.storage.delete(key)
             raise Unavailable(f"simulated: delete {key} got no response")
         self.storage.delete(key)
-        self.host.tell(f"deletes {key}")
+        self.host.log(f"deletes {key}")
         await self.host.step()
 
     async def flush(self, prefix: str, durability: Durability) -> None:
@@ -282,20 +282,20 @@ class HostStorage(Storage):
     def fail(self, what: str) -> None:
         """Raise `Unavailable` now and then; most faults are those of writes, where they matter more."""
         cut_off = self._loop.time() < self.host.cut_off_until
-        if cut_off or self.host.chance(self.host.weather.faults / 10):
-            self.host.tell(f"{what}: no response")
+        if cut_off or self.host.chance(self.host.rates.faults / 10):
+            self.host.log(f"{what}: no response")
             raise Unavailable(f"simulated: {what} got no response")
 
     def finish(self, key: str, data: bytearray, durability: Durability) -> None:
         """Let a pack appear, with or without a response, or not at all."""
-        wrong = self.host.chance(self.host.weather.faults)
+        wrong = self.host.chance(self.host.rates.faults)
         if not wrong or self.host.chance(0.5):
             self.storage.create(key, bytes(data), forced=False)
             del self._open[key]
             if durability is Durability.FSYNC:
                 self._unflushed.add(key)
         if wrong:
-            self.host.tell(f"finish {key}: no response, {'torn' if key in self._open else 'done'}")
+            self.host.log(f"finish {key}: no response, {'torn' if key in self._open else 'done'}")
             raise Unavailable(f"simulated: finish {key} got no response")
 
     def discard(self, key: str) -> None:
@@ -318,7 +318,7 @@ class HostStorage(Storage):
             self.storage.create(key, data, forced=forced)
         except (AlreadyExists, InvalidArgument):
             return
-        self.host.tell(f"late: {key} appears")
+        self.host.log(f"late: {key} appears")
 
 
 class _SimulatedPack:

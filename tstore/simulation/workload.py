@@ -1,40 +1,196 @@
-"""The random work of a simulated host: transactions, cooperative transactions, checkpoints, reads and upkeep."""
+"""The random work of a simulated host: transactions, checkpoints, reads, gc, quantized copies and replication."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
 
+import tstore
+from tstore.copying.copy import copy_to
+from tstore.errors import (
+    AlreadyExists,
+    CommitOutcomeUnknown,
+    Conflict,
+    NotFound,
+    SnapshotExpired,
+    TStoreError,
+    Unavailable,
+)
+from tstore.format.retention import Keep
+from tstore.simulation.client import Client, read_state
 from tstore.simulation.edits import burst, transact
-from tstore.simulation.groups import checkpoint, finish
-from tstore.simulation.site import Site
-from tstore.simulation.storage import SharedObjects
-from tstore.simulation.upkeep import (
-    collect,
-    copy_to_mirror,
-    count_history,
-    quantize,
-    read,
-    read_older,
-    restore,
-    verify,
+from tstore.simulation.groups import METRIC, checkpoint, finish
+from tstore.simulation.history import Attempt, Collected, Copied, Read, cells_of
+from tstore.simulation.storage import HostStorage, SharedObjects
+from tstore.steps import step_tag
+
+__all__ = ["live"]
+
+_RULES = (
+    None,
+    Keep(last=1),
+    Keep(every=2),
+    Keep(newer_than=timedelta(seconds=5)),
+    Keep(tags=("best",)),
+    Keep(best=(1, METRIC)),
+    Keep(last=1, best=(2, METRIC, "max")),
 )
 
-__all__ = ["MIXES", "live"]
 
-_WORK: dict[str, Callable[[Site], Awaitable[None]]] = {
+async def _read(client: Client) -> None:
+    """Read the newest state."""
+    await _read_version(client, None)
+
+
+async def _read_older(client: Client) -> None:
+    """Read the state of an earlier version."""
+    await _read_version(client, client.random.random())
+
+
+async def _read_version(client: Client, part: float | None) -> None:
+    after = client.loop.time()
+    try:
+        snapshot = await client.store.snapshot()
+        if part is not None:
+            low = max(client.history.start, 1)
+            snapshot = await client.store.snapshot(low + int(part * (snapshot.version - low + 1)))
+        await asyncio.sleep(client.random.expovariate(2))
+        state = await read_state(snapshot)
+    except (Unavailable, SnapshotExpired):
+        return
+    except TStoreError as error:
+        client.fault("read", error)
+        return
+    if client.history.lagging and snapshot.version < client.history.start:
+        return  # stale metadata hid the versions of the run
+    client.host.log(f"reads version {snapshot.version}")
+    newest = part is None and not client.history.lagging
+    client.history.reads.append(Read(client.host.name, after, snapshot.version, state, newest=newest))
+
+
+async def _restore(client: Client) -> None:
+    """Restore the newest checkpoint, if there is one."""
+    try:
+        steps = await tstore.steps(client.store)
+        if not steps:
+            return
+        tree = await tstore.restore(client.store, steps[-1])
+    except Unavailable:
+        return
+    except NotFound as error:  # the step was collected after a newer one was saved
+        if isinstance(error, SnapshotExpired) or "has no step" in str(error):
+            return
+        raise
+    except TStoreError as error:
+        client.fault("restore", error)
+        return
+    state = {path: cells_of(path, values) for path, values in tree.items()}
+    client.history.reads.append(Read(client.host.name, 0, None, state, tag=step_tag(steps[-1])))
+
+
+async def _verify(client: Client) -> None:
+    """Verify the whole store, which must be valid at any time, except for roots that the scenario damaged."""
+    try:
+        report = await client.store.verify()
+    except Unavailable:
+        return
+    except TStoreError as error:
+        client.fault("verify", error)
+        return
+    for fault in [] if client.history.lagging else report.faults:  # stale sizes make objects seem absent
+        if "roots/" not in fault:
+            client.history.note(f"{client.host.name} verified: {fault}")
+
+
+async def _collect(client: Client) -> None:
+    """Collect garbage by a random rule; slow transactions may count as abandoned."""
+    keep = client.random.choice(_RULES)
+    abandoned = timedelta(seconds=client.random.choice((1, 10, 100)))
+    try:
+        report = await client.store.collect(keep, abandoned=abandoned)
+    except (Unavailable, CommitOutcomeUnknown) as error:
+        client.host.log(f"gc: {type(error).__name__}")
+    except NotFound as error:  # no version has the tag or the metric
+        if "Keep(" not in str(error):
+            client.fault("collect", error)
+    except TStoreError as error:
+        client.fault("collect", error)
+    else:
+        client.host.log(
+            f"gc by {keep} is version {report.version}: {report.versions} and {report.abandoned} are removed"
+        )
+        if report.version is not None:
+            client.acknowledge(report.version, "gc", durable=True)
+            if keep is not None:
+                client.history.collected.append(Collected(report.version, keep))
+
+
+async def _quantize(client: Client) -> None:
+    """Make a quantized copy of a step, whose values the format represents exactly."""
+    number = client.history.value()
+    try:
+        tags = (await client.store.snapshot()).tags
+        steps = sorted(tag for tag in tags if tag.startswith("step/"))
+        if not steps:
+            return
+        source = tags[client.random.choice(steps)]
+        message, tag = f"quantized copy {number}", f"quantized/{number}"
+        attempt = Attempt(message, (tag,), 1)
+        attempt.message = message
+        attempt.ops[0] = [Copied(source)]
+        client.history.unnamed[message] = attempt
+        report = await tstore.quantize(client.store, "e4m3", at=source, tag=tag, message=message)
+    except (Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired) as error:
+        client.host.log(f"quantize: {type(error).__name__}")
+    except TStoreError as error:
+        client.fault("quantize", error)
+    else:
+        client.host.log(f"quantized version {source} as version {report.version}")
+        attempt.outcomes.append(report.version)
+        client.acknowledge(report.version, message, durable=True)
+
+
+async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
+    """Copy the store, or update an older copy, which fails if the copy has diverged."""
+    try:
+        report = await copy_to(client.store, HostStorage(mirror, client.host))
+    except (Unavailable, Conflict, AlreadyExists) as error:
+        client.host.log(f"copy: {type(error).__name__}: {error}")
+    except TStoreError as error:
+        if not client.host.rates.stale_heads:  # stale sizes make objects seem absent
+            client.fault("copy", error)
+    else:
+        client.host.log(f"copies up to version {report.version}")
+
+
+async def _count_history(client: Client) -> None:
+    """Read every commit of the log, which must never change."""
+    try:
+        seen = {c.version: c.transaction async for c in client.store.history()}
+    except Unavailable:
+        return
+    except TStoreError as error:
+        client.fault("list", error)
+        return
+    for version, transaction in seen.items():
+        if version > client.history.start:
+            client.history.reported.setdefault(transaction, []).append(version)
+
+
+_WORK: dict[str, Callable[[Client], Awaitable[None]]] = {
     "transact": transact,
     "burst": burst,
-    "read": read,
-    "collect": collect,
-    "read_older": read_older,
+    "read": _read,
+    "collect": _collect,
+    "read_older": _read_older,
     "checkpoint": checkpoint,
-    "restore": restore,
-    "count_history": count_history,
-    "verify": verify,
+    "restore": _restore,
+    "count_history": _count_history,
+    "verify": _verify,
     "finish": finish,
-    "quantize": quantize,
+    "quantize": _quantize,
 }
 
 _ALL = {
@@ -50,7 +206,7 @@ _ALL = {
     "finish": 0.03,
     "quantize": 0.02,
 }
-MIXES: dict[str, Mapping[str, float]] = {
+_MIXES: dict[str, Mapping[str, float]] = {
     "all": _ALL,
     "edits": {**_ALL, "burst": 0.3, "checkpoint": 0, "quantize": 0, "restore": 0},
     "checkpoints": {**_ALL, "transact": 0.05, "checkpoint": 0.4, "collect": 0.25},
@@ -59,18 +215,18 @@ MIXES: dict[str, Mapping[str, float]] = {
 """The weight of each operation, by the workload mix of the run."""
 
 
-async def live(site: Site, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
+async def live(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
     """Run a host's work in one or several tasks that share the store; with a `mirror`, also copy to it."""
-    work, chances = dict(_WORK), dict(MIXES[mix])
+    work, chances = dict(_WORK), dict(_MIXES[mix])
     if mirror is not None:
-        work["copy"] = functools.partial(copy_to_mirror, mirror=mirror)
+        work["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
         chances["copy"] = 0.1
-    tasks = site.random.choice((1, 1, 2, 5))  # many tasks cause group commits
+    tasks = client.random.choice((1, 1, 2, 5))  # many tasks cause group commits
 
     async def some() -> None:
         for _ in range(min(rounds, 12 // tasks)):
-            await asyncio.sleep(site.random.expovariate(2))
-            [name] = site.random.choices(list(chances), list(chances.values()))
-            await work[name](site)
+            await asyncio.sleep(client.random.expovariate(2))
+            [name] = client.random.choices(list(chances), list(chances.values()))
+            await work[name](client)
 
     await asyncio.gather(*[some() for _ in range(tasks)])

@@ -8,14 +8,14 @@ from collections.abc import Awaitable
 import tstore
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, SourceCondemned, TStoreError, Unavailable
 from tstore.simulation.history import Attempt, History, cells_of
+from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.weather import CALM, Host
 from tstore.snapshot import Snapshot
 from tstore.storage.cache.folder import Cache
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction
 
-__all__ = ["PATHS", "PowerCut", "Site", "read_state"]
+__all__ = ["PATHS", "Client", "PowerCut", "read_state"]
 
 PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
 
@@ -34,7 +34,7 @@ class PowerCut:
             self.image, self.acknowledged = storage.photograph(), version
 
 
-class Site:
+class Client:
     """One run of a host: its store, and the history in which it records its actions and observations."""
 
     def __init__(
@@ -51,13 +51,13 @@ class Site:
     @classmethod
     async def open(
         cls, host: Host, storage: SharedObjects, history: History, power_cut: PowerCut, cache: Cache | None = None
-    ) -> Site:
+    ) -> Client:
         """Open the store as a host, without faults."""
-        weather, host.weather = host.weather, CALM
+        rates, host.rates = host.rates, NO_FAULTS
         try:
             store = await tstore.open(HostStorage(storage, host), "a", cache=cache)
         finally:
-            host.weather = weather
+            host.rates = rates
         return cls(host, store, storage, history, power_cut)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
@@ -82,7 +82,7 @@ class Site:
         try:
             outcome = await call
         except TStoreError as error:
-            self.host.tell(f"{attempt.transaction}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+            self.host.log(f"{attempt.transaction}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
             attempt.outcomes.append(error)
             if tx is not None:
                 await tx.abort()
@@ -96,7 +96,7 @@ class Site:
                 )
             return
         if outcome is not None:
-            self.host.tell(f"{attempt.transaction} is version {outcome}, by {attempt.ops[host]}")
+            self.host.log(f"{attempt.transaction} is version {outcome}, by {attempt.ops[host]}")
             attempt.outcomes.append(outcome)
             self.acknowledge(outcome, attempt.transaction, durable=attempt.durable)
             self._check_fragment(attempt, host, part)

@@ -9,44 +9,44 @@ from typing import NamedTuple
 
 from tstore.runtime.world import World
 
-__all__ = ["CALM", "FaultFreeHost", "Host", "Weather"]
+__all__ = ["NO_FAULTS", "FaultFreeHost", "FaultRates", "Host"]
 
 _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)
 
 
-class Weather(NamedTuple):
+class FaultRates(NamedTuple):
     """The probabilities of faults, per request."""
 
     faults: float = 0
     crashes: float = 0
     pauses: float = 0
-    stale: float = 0
+    stale_lists: float = 0
     """Listings lack new objects, or still have deleted ones."""
-    blind: float = 0
+    stale_heads: float = 0
     """Sizes are stale, so that a new object seems absent and a deleted one present."""
     jumps: float = 0
     """The clock of the host jumps."""
 
 
-CALM = Weather()
+NO_FAULTS = FaultRates()
 
 
 class Host(World):
     """One run of one host: its clock, its random numbers, and whether it is alive.
 
-    `tell` gets a line of text for each event; `skew` is the initial error of its clock, in seconds.
+    `log` gets a line of text for each event; `skew` is the initial error of its clock, in seconds.
     """
 
     def __init__(
-        self, name: str, seed: str, weather: Weather, skew: float, tell: Callable[[str, str], None]
+        self, name: str, seed: str, rates: FaultRates, skew: float, log: Callable[[str, str], None]
     ) -> None:
         self.name = name
         self.random = random.Random(seed)
-        self.weather = weather
+        self.rates = rates
         self.crashed = asyncio.Event()
         self.ended = False
         self._skew = skew
-        self._tell = tell
+        self._log = log
         self.cut_off_until = 0.0
         self._still_until = 0.0
         self._graves: list[asyncio.Future[None]] = []
@@ -64,9 +64,9 @@ class Host(World):
         """Return a random number."""
         return self.random.uniform(low, high)
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Record an event as a line of text."""
-        self._tell(self.name, text)
+        self._log(self.name, text)
 
     def chance(self, likelihood: float) -> bool:
         """Return True with that probability."""
@@ -83,16 +83,16 @@ class Host(World):
         """Wait for one leg of a request; the host may crash or pause. For a crashed host this never returns."""
         if self.ended:
             raise asyncio.CancelledError
-        if not self.crashed.is_set() and self.chance(self.weather.crashes):
-            self.tell("crashes")
+        if not self.crashed.is_set() and self.chance(self.rates.crashes):
+            self.log("crashes")
             self.crashed.set()
-        elif self.chance(self.weather.pauses):
+        elif self.chance(self.rates.pauses):
             still = self.random.uniform(1, 60)
-            self.tell(f"pauses for {still:.1f} s")
+            self.log(f"pauses for {still:.1f} s")
             self._still_until = max(self._still_until, self._loop.time() + still)
-        if self.chance(self.weather.jumps):
+        if self.chance(self.rates.jumps):
             self._skew += self.random.choice(_JUMPS)
-            self.tell(f"has its clock set to {self._skew:+.0f} s")
+            self.log(f"has its clock set to {self._skew:+.0f} s")
         await asyncio.sleep(self.delay())
         if (still := self._still_until - self._loop.time()) > 0:
             await asyncio.sleep(still)
@@ -105,8 +105,8 @@ class Host(World):
 class FaultFreeHost(Host):
     """A host without faults or latency, which runs alone, before or after all others."""
 
-    def __init__(self, name: str, seed: str, tell: Callable[[str, str], None]) -> None:
-        super().__init__(name, seed, CALM, 0, tell)
+    def __init__(self, name: str, seed: str, log: Callable[[str, str], None]) -> None:
+        super().__init__(name, seed, NO_FAULTS, 0, log)
 
     async def step(self) -> None:
         """Return at once: no other host could use the time."""
