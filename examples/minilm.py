@@ -147,8 +147,9 @@ class Encoder:
         hidden = np.where(mask, np.float32(0), np.float32(-np.inf))[:, None, None, :]
         for layer in range(LAYERS):
             x = self.layer(x, hidden, f"encoder.layer.{layer}")
-        total = np.einsum("slw,sl->sw", x, mask.astype(np.float32))  # the mean's direction
-        return total / np.linalg.norm(total, axis=1, keepdims=True)
+        total = np.einsum("slw,sl->sw", x, mask.astype(np.float32))  # in the direction of the mean
+        unit: Floats = total / np.linalg.norm(total, axis=1, keepdims=True)
+        return unit
 
     def layer(self, x: Floats, hidden: Floats, name: str) -> Floats:
         attended = self.linear(
@@ -167,7 +168,8 @@ class Encoder:
         scores = query @ key.swapaxes(2, 3) / np.float32(np.sqrt(query.shape[3])) + hidden
         weights = np.exp(scores - scores.max(3, keepdims=True))
         mixed = (weights / weights.sum(3, keepdims=True)) @ value
-        return mixed.transpose(0, 2, 1, 3).reshape(x.shape)
+        joined: Floats = mixed.transpose(0, 2, 1, 3).reshape(x.shape)
+        return joined
 
     def linear(self, x: Floats, name: str) -> Floats:
         flat = x.reshape(-1, x.shape[-1]) @ self.weights[f"{name}.weight"].T
@@ -187,7 +189,8 @@ def gelu(x: Floats) -> Floats:
     for c in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = (series + np.float32(c)) * t
     tail = series * np.exp(-z * z)  # 1 - erf(z)
-    return np.float32(0.5) * x * np.where(x < 0, tail, 2 - tail)
+    activated: Floats = np.float32(0.5) * x * np.where(x < 0, tail, 2 - tail)
+    return activated
 
 
 class Contestant(NamedTuple):
@@ -262,7 +265,7 @@ async def defaults(folder: str) -> list[list[Contestant]]:
         ]
         budgets = []
         for bits in (4.1, 5.1):
-            choices = [{}, {"block": 32}, {"block": None}, {"error": "absolute"}]
+            choices: list[dict[str, Any]] = [{}, {"block": 32}, {"block": None}, {"error": "absolute"}]
             choices.append({"error": "absolute", "block": None})
             budgets.append(
                 [await game.quantized(_named(bits, options), bits=bits, **options) for options in choices]

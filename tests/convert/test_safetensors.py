@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,14 @@ def test_what_we_can_not_hold_is_unsupported(tmp_path: Path, header: object, wor
         read_header(path)
     assert str(path) in str(error.value)
     assert word in str(error.value)
+
+
+def test_an_index_of_several_files_is_refused_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}, indent=2))
+    with pytest.raises(InvalidArgument, match=r"index of a model in several.*merge their tensors") as error:
+        read_header(path)
+    assert str(path) in str(error.value)
 
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:

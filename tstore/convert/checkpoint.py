@@ -55,8 +55,8 @@ async def import_safetensors(file: Path, store: Path | Store, step: int, *, code
 
     Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
     `codecs` as in `tstore.save`. The store is created if there is none, after the header has been checked.
-    Raises `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `NotFound`, and the errors of
-    `tstore.save`.
+    Raises `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `InvalidArgument` for an index of several
+    files, `NotFound`, and the errors of `tstore.save`.
     """
     tensors, metadata = open_tensors(file)
     name = os.path.basename(os.fspath(file))

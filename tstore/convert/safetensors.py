@@ -26,7 +26,8 @@ def read_header(path: Path) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
     Raises `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
-    F6_…) and for unknown fields, `NotFound` or `Denied` for a file that can't be opened.
+    F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
+    `NotFound` or `Denied` for a file that can't be opened.
     """
     with _opened(path) as file:
         return header_in(file, path)

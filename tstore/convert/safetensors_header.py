@@ -155,11 +155,20 @@ def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def header_in(file: BinaryIO, path: Path) -> Header:
-    """Return the header of a file, checked against its size; raise `Corrupt` or `UnsupportedFormat`."""
+    """Return the header of a file, checked against its size.
+
+    Raises `Corrupt`, `UnsupportedFormat`, and `InvalidArgument` for a JSON file, such as an index of files.
+    """
     size = os.fstat(file.fileno()).st_size
     if size < _LENGTH:
         raise _corrupt(path, "the file", f"at least {_LENGTH} bytes", f"{size}")
-    length = int.from_bytes(file.read(_LENGTH), "little")
+    start = file.read(_LENGTH)
+    length = int.from_bytes(start, "little")
+    if length > _HEADER_MAX and start.startswith(b"{"):
+        raise InvalidArgument(
+            f"{os.fspath(path)} is JSON, such as the index of a model in several safetensors files; load those "
+            "files, merge their tensors into one dict, and pass it to tstore.save"
+        )
     if length > _HEADER_MAX:
         raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")
     if length > size - _LENGTH:
