@@ -1,4 +1,8 @@
-"""A server of S3 for tests: moto, in a process of its own, on a port that the system chose."""
+"""A server of S3 for tests: moto, in a process of its own, on a port that the system chose.
+
+moto looks for an object and stores the new one in separate steps, so two simultaneous PUTs with `If-None-Match: *`
+could both succeed. S3 admits one, and so does this server: it handles one PUT of an object at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,14 @@ _SERVE = """
     warnings.simplefilter("ignore")
     import logging
     logging.disable()
+    import threading
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
+    put_object, lock = S3Response.put_object, threading.Lock()
+    def put_one_at_a_time(response):
+        with lock:
+            return put_object(response)
+    S3Response.put_object = put_one_at_a_time
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     print(server.get_host_and_port()[1], flush=True)
