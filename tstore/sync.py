@@ -37,7 +37,7 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.runtime.background import BackgroundLoop
+from tstore.runtime.event_loops import BackgroundLoop
 from tstore.store import Mode
 
 __all__ = [

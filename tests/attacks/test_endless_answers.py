@@ -17,8 +17,8 @@ from tests.support.answers import Answer, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.format.bounds import COLLECTION_BYTES
 from tstore.log.reader import LogReader
-from tstore.runtime.io_loop import on_io
-from tstore.runtime.threads import Workers
+from tstore.runtime.event_loops import on_io
+from tstore.runtime.pool import Workers
 from tstore.storage import listing, pace
 from tstore.storage.base import Storage
 from tstore.storage.cache.folder import Cache

@@ -23,7 +23,7 @@ import pytest
 
 from tests.support.answers import Request, ok, part, serving
 from tstore.errors import TStoreError
-from tstore.runtime.io_loop import on_io
+from tstore.runtime.event_loops import on_io
 from tstore.storage import listing, pace
 from tstore.storage.base import Storage
 from tstore.storage.gcs.store import GcsStorage

@@ -20,7 +20,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime.io_loop import on_io
+from tstore.runtime.event_loops import on_io
 from tstore.storage.objects import PutMode
 from tstore.storage.s3.store import S3Storage
 

@@ -30,7 +30,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime import budget, io_loop
+from tstore.runtime import budget, event_loops
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
@@ -429,7 +429,7 @@ async def test_a_cancelled_request_is_cancelled_and_waited_for() -> None:
             await asyncio.sleep(0.01)
             ended.set()
 
-    task = asyncio.create_task(io_loop.on_io(work()))
+    task = asyncio.create_task(event_loops.on_io(work()))
     await asyncio.to_thread(began.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -457,10 +457,10 @@ async def test_a_restore_that_is_cancelled_does_not_wait_for_a_server_that_hangs
 async def test_the_loop_does_not_wait_for_itself() -> None:
     async def work() -> None:
         with pytest.raises(Misuse):
-            io_loop.wait_io(asyncio.sleep(0))
-        assert await io_loop.on_io(asyncio.sleep(0, "nested")) == "nested"
+            event_loops.wait_io(asyncio.sleep(0))
+        assert await event_loops.on_io(asyncio.sleep(0, "nested")) == "nested"
 
-    await io_loop.on_io(work())
+    await event_loops.on_io(work())
 
 
 def test_a_forked_child_has_a_loop_of_its_own() -> None:
@@ -555,7 +555,7 @@ async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None
         except Unavailable:
             outcomes[tx.id] = None
             await tx.abort()
-    await io_loop.on_io(asyncio.sleep(0.6))  # what is late has landed
+    await event_loops.on_io(asyncio.sleep(0.6))  # what is late has landed
     assert len({v for v in outcomes.values() if v is not None}) > 2
     assert all(named)
     for transaction, version in outcomes.items():

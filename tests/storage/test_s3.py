@@ -17,7 +17,7 @@ from tests.support.moto_server import BUCKET, S3Server
 from tstore import conformance
 from tstore.conformance.relay import Relay
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, TStoreError, Unavailable
-from tstore.runtime.io_loop import on_io
+from tstore.runtime.event_loops import on_io
 from tstore.storage.objects import Page, PutMode
 from tstore.storage.s3.store import S3Storage
 

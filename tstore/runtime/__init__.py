@@ -1,8 +1,7 @@
 """Threads, event loops, memory budget and clock: all concurrency primitives, independent of stores.
 
-1. `threads`: daemon threads that run until interpreter exit.
-2. `pool`: blocking calls in worker threads; `budget`: the memory that they may use.
-3. `io_loop`: the event loop for requests to servers; `background`: the event loop behind `tstore.sync`.
-4. `concurrency`: many awaited calls with bounded concurrency; `per_loop`: the state of one event loop.
-5. `world`: the clock and random numbers, which a simulation replaces.
+1. `pool`: worker threads and blocking calls in them; `budget`: the memory that they may use.
+2. `event_loops`: the loop for requests to servers, the loop behind `tstore.sync`, and the state of any one loop.
+3. `concurrency`: many awaited calls with bounded concurrency.
+4. `world`: the clock and random numbers, which a simulation replaces.
 """

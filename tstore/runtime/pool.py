@@ -1,25 +1,42 @@
-"""Blocking work in worker threads.
+"""Worker threads, and the blocking calls made in them.
 
 File I/O, checksums and encoding run here as plain functions that release the GIL. A call crosses the event loop
 once: `each` starts a few workers, every worker takes items until none is left, and the caller is woken when all
 workers have ended. A cancelled or failed call also waits for its workers, so that no thread accesses the caller's
 memory after the call has returned.
+
+The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
+thread may still need them. `Workers` accept calls until interpreter exit, which waits for all of them. By then
+Python may not start threads any more (3.12 starts none after the main thread has ended): existing threads make
+the calls, or, if there are none, the submitting thread does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from tstore.runtime.threads import Workers
-
-__all__ = ["STREAMS", "WORKERS", "Batch", "all_ended", "current_batch", "each", "inline", "run", "uncancelled"]
+__all__ = [
+    "STREAMS",
+    "WORKERS",
+    "Batch",
+    "Workers",
+    "all_ended",
+    "current_batch",
+    "each",
+    "inline",
+    "run",
+    "uncancelled",
+]
 
 T = TypeVar("T")
 
@@ -28,6 +45,87 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 
 STREAMS = 32
 """The number of threads for transfers that mostly wait for a server; `each` uses them for more than `WORKERS`."""
+
+
+class Workers:
+    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission."""
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit = limit
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._threads = 0
+        self._pending = 0  # calls submitted and not ended
+        self._changed = threading.Condition()
+        _all.add(self)
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Submit a call without a result; it must not raise."""
+        with self._changed:
+            if self._pending >= self._threads and self._threads < self._limit:
+                self._threads += self._start_thread()
+            here = not self._threads
+            self._pending += not here
+        if here:
+            call()
+        else:
+            self._calls.put(call)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Submit a call and return a future for its result."""
+        work = _Work(call)
+        self.start(work)
+        return work.future
+
+    def drain(self) -> None:
+        """Wait until no call is pending."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending)
+
+    def _start_thread(self) -> bool:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is exiting, or the system is out of threads
+            return False
+        return True
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
+            with self._changed:
+                self._pending -= 1
+                if not self._pending:
+                    self._changed.notify_all()
+
+
+class _Work(Generic[T]):
+    """A call with the future for its result."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._call = call
+
+    def __call__(self) -> None:
+        future = self.future
+        if not future.set_running_or_notify_cancel():
+            return  # cancelled while queued, as the name resolution of an abandoned request
+        try:
+            result = self._call()
+        except BaseException as error:
+            future.set_exception(error)
+            del self, future  # breaks the reference cycle of the exception and this frame
+        else:
+            future.set_result(result)
+
+
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+@atexit.register
+def _drain_all() -> None:
+    for workers in list(_all):
+        workers.drain()
 
 
 class Cancellable(Protocol):
@@ -75,6 +173,7 @@ def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
 
 def _after_fork() -> None:
     global _threads  # noqa: PLW0603 - the parent's threads do not exist in the child
+    _all.clear()
     _threads = _Threads()
 
 

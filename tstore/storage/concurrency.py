@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop
 from tstore.storage.base import Storage
 from tstore.storage.wrapper import Request, Wrapper
 

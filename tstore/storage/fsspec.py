@@ -32,7 +32,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.objects import (

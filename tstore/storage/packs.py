@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.runtime.budget import acquire, on_shortage, release
-from tstore.runtime.io_loop import IoCall, start_io, wait_io
+from tstore.runtime.event_loops import IoCall, wait_io
 from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 
 __all__ = ["PACK", "Packs"]
@@ -153,7 +153,7 @@ class _BufferedPack:
                 return
             self._trim()
             blocks = [block.data for block in self._blocks]
-            self.upload = start_io(self._target.put(self.key, blocks, PutMode.CREATE))
+            self.upload = IoCall(self._target.put(self.key, blocks, PutMode.CREATE))
         _filling.began(self)
         self.upload.ended.add_done_callback(lambda ended: self._uploaded(ended.exception()))
 

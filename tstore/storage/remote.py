@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tstore.runtime.io_loop import on_io
+from tstore.runtime.event_loops import on_io
 from tstore.runtime.pool import STREAMS
 from tstore.storage.base import SERVED, Storage
 from tstore.storage.concurrency import Concurrency

@@ -11,7 +11,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop
 
 __all__ = ["FREE", "SHARED", "Room"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.runtime.budget import acquire, release
-from tstore.runtime.io_loop import wait_io
+from tstore.runtime.event_loops import wait_io
 from tstore.storage.local.atomic_file import explained
 from tstore.storage.objects import Buffers, BufferStream
 

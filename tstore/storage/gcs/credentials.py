@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tstore.errors import Denied, InvalidArgument, Unavailable
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop
 from tstore.runtime.pool import run
 
 __all__ = ["Login"]

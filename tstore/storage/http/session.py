@@ -34,7 +34,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from tstore.errors import Corrupt, Denied, InvalidArgument, TStoreError, Unavailable, Unreachable
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop
 from tstore.storage import pace as paces
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import sanitize

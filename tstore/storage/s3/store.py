@@ -36,8 +36,7 @@ from tstore.errors import (
     Unavailable,
 )
 from tstore.format.bounds import HEAD
-from tstore.runtime.io_loop import wait_io
-from tstore.runtime.per_loop import PerLoop
+from tstore.runtime.event_loops import PerLoop, wait_io
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
 from tstore.storage.objects import (

@@ -1,0 +1,295 @@
+"""Event loops: one for requests to servers, one behind `tstore.sync`; and the state of any one loop.
+
+All requests to servers run on the I/O loop, in a daemon thread. Thus one HTTP session serves callers on any event
+loop, `tstore.sync`, and blocking calls in worker threads. Nothing CPU-bound may run there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+from tstore.errors import Misuse
+from tstore.runtime.pool import Workers, all_ended, current_batch
+
+__all__ = ["BackgroundLoop", "IoCall", "PerLoop", "on_io", "wait_io"]
+
+T = TypeVar("T")
+
+_LOOP_WORKERS = 8  # threads for the blocking calls of one loop
+
+
+class PerLoop(Generic[T]):
+    """A value of the running event loop, made when a loop first asks for it.
+
+    Another loop gets another value, and the former is dropped: after a fork, the child's loops start afresh.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
+
+    def get(self) -> T:
+        """Return the value of the running loop."""
+        loop, made = asyncio.get_running_loop(), self._made
+        if made is None or made[0] is not loop:
+            self._made = made = loop, self._make()
+        return made[1]
+
+    def pop(self) -> T | None:
+        """Drop the value; return it if it is that of the running loop."""
+        made, self._made = self._made, None
+        return made[1] if made is not None and made[0] is asyncio.get_running_loop() else None
+
+
+class _Executor(ThreadPoolExecutor):
+    """An executor on `Workers` for an event loop's own blocking calls, such as name resolution."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(1)  # starts no thread
+        self._workers = workers
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`."""
+        return self._workers.submit(lambda: fn(*args, **kwargs))
+
+
+class _LoopThread(threading.Thread):
+    """A daemon thread that runs an event loop; raise `RuntimeError` if no thread can be started any more."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        super().__init__(target=self.loop.run_forever, name=name, daemon=True)
+        self.loop.set_default_executor(_Executor(Workers(_LOOP_WORKERS, f"{name}-call")))
+        try:
+            self.start()
+        except RuntimeError:
+            self.loop.close()
+            raise
+
+
+class _IoLoop:
+    """The loop of this process, started at first use; a forked child starts its own."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                try:
+                    self._loop = _LoopThread("tstore-io").loop
+                except RuntimeError as error:
+                    raise Misuse(
+                        f"no thread can be started for requests to a server ({error}); make the first use of "
+                        "tstore before the main thread ends"
+                    ) from None
+            return self._loop
+
+
+_io = _IoLoop()
+
+
+def _after_fork() -> None:
+    global _io  # noqa: PLW0603 - the parent's thread does not exist in the child
+    _io = _IoLoop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class IoCall(Generic[T]):
+    """A coroutine running on the I/O loop, started from any thread.
+
+    `ended` completes when the coroutine has ended, even after a cancellation.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.ended: Future[T] = Future()
+        self.ended.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
+        self._task: asyncio.Task[T] | None = None
+        self._loop = _io.get()
+        self._loop.call_soon_threadsafe(self._start, work)
+
+    def cancel(self) -> None:
+        """Request cancellation; wait for `ended`."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+
+async def on_io(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine run on the I/O loop; cancellation cancels it and waits for its end."""
+    if asyncio.get_running_loop() is _io.get():
+        return await work
+    call = IoCall(work)
+    return (await all_ended([call.ended], call.cancel))[0]
+
+
+def wait_io(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
+
+    In a worker of `each` it is cancelled when `each` is, or when another worker fails.
+    """
+    try:
+        inside = asyncio.get_running_loop() is _io.get()
+    except RuntimeError:
+        inside = False
+    if inside:
+        work.close()
+        raise Misuse("a blocking call on the I/O loop would wait for itself; await it instead")
+    call, batch = IoCall(work), current_batch()
+    if batch is None:
+        return call.ended.result()
+    batch.requests.add(call)
+    if batch.stopped.is_set():
+        call.cancel()
+    try:
+        return call.ended.result()
+    finally:
+        batch.requests.discard(call)
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread, started at its first use and again in a forked child.
+
+    At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C cancels them, waits
+    for that, and ends the process by that signal. From then on only the main thread can make calls, in `atexit`
+    functions, and no thread can once the interpreter is being finalized.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        atexit.register(self._finish)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._thread: _LoopThread | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls = 0  # under way
+        self._exiting = False
+        self._late_error: Exception | None = None
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine; Ctrl-C cancels it and waits until it has ended."""
+        try:
+            self._begin()
+        except Misuse:
+            call.close()
+            raise
+        try:
+            loop = self._started()
+            return self._run_late(call) if loop is None else self._result(loop, call)
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        with self._changed:
+            if threading.current_thread() is self._thread:
+                raise Misuse(
+                    "a blocking call of tstore.sync was made on its own event loop; await tstore's instead"
+                )
+            ended = self._exiting and threading.current_thread() is not threading.main_thread()
+            if ended or sys.is_finalizing():
+                raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
+            self._calls += 1
+
+    def _started(self) -> asyncio.AbstractEventLoop | None:
+        """Return the running loop; None if the interpreter is exiting and can't start its thread."""
+        with self._changed:
+            if self._thread is None:
+                try:
+                    self._thread = _LoopThread("tstore-loop")
+                except RuntimeError:
+                    return None
+            return self._thread.loop
+
+    def _result(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = loop.create_task(call)
+            tasks.append(task)
+            self._tasks.add(task)
+            task.add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            ended.set()
+
+        def cancel() -> None:
+            tasks[0].cancel()
+
+        loop.call_soon_threadsafe(start)
+        try:
+            ended.wait()
+        except BaseException:
+            loop.call_soon_threadsafe(cancel)
+            ended.wait()
+            if not tasks[0].cancelled():
+                tasks[0].exception()  # retrieved, or asyncio would log it as never retrieved
+            raise
+        return tasks[0].result()
+
+    def _run_late(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run in this thread a first call made when no thread can be started any more."""
+        try:
+            return asyncio.run(call)
+        except Exception as error:
+            self._late_error = error  # possibly nothing else reports it
+            raise
+
+    def _finish(self) -> None:
+        """At exit, wait until all calls have ended."""
+        with self._changed:
+            self._exiting = True
+            try:
+                self._changed.wait_for(lambda: not self._calls)
+            except KeyboardInterrupt:
+                self._interrupt()
+        if self._late_error is not None:
+            print(f"tstore: a call failed after the main thread had ended: {self._late_error}", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _interrupt(self) -> None:
+        """Cancel all calls, wait for them, and end the process by SIGINT; a second Ctrl-C ends it at once."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print(f"tstore: Ctrl-C cancels {self._calls} calls of other threads", file=sys.stderr)
+        if self._thread is not None:
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+        self._changed.wait_for(lambda: not self._calls)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _cancel(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
