@@ -30,7 +30,7 @@ from tstore.format.references import Body, Manifest, ObjectRef
 from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
-EMPTY = Manifest.of([("g", DOCUMENT, True, ())])
+EMPTY = Manifest.from_nodes([("g", DOCUMENT, True, ())])
 COLLECTION = Collection(
     (Alive(2, "b", 1.0, ("step/1",), True, {"loss": 0.5}, ("txn/a/pack-0",)),),
     (1,),

@@ -112,7 +112,7 @@ def manifest(
     table = ChunkTable.from_rows(
         [ChunkRow(chunk, data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))]
     )
-    return Manifest.of([(path, document, fresh, [table])])
+    return Manifest.from_nodes([(path, document, fresh, [table])])
 
 
 def commit(*manifests: Manifest | ObjectRef, **fields: Any) -> Record:
@@ -124,7 +124,7 @@ def of(*made: Manifest, **fields: Any) -> bytes:
 
 
 def group(path: str) -> Manifest:
-    return Manifest.of([(path, group_document({}), True, ())])
+    return Manifest.from_nodes([(path, group_document({}), True, ())])
 
 
 def part(transaction: str = "one", tags: tuple[str, ...] = (), bytes_added: int = 0) -> Part:
@@ -145,7 +145,7 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a manifest that is the marker": lambda: framed(commit(ObjectRef("tstore.json", 9, bytes(16)))),
     "a manifest longer than is read": lambda: framed(commit(ObjectRef(FAR.key, 1 << 61, bytes(16)))),
     "more manifests than go together": lambda: of(*[manifest(f"f{i}") for i in range(65)]),
-    "the same path twice": lambda: of(Manifest.of([("a", group_document({}), True, ())] * 2)),
+    "the same path twice": lambda: of(Manifest.from_nodes([("a", group_document({}), True, ())] * 2)),
     "a document that is no JSON": lambda: of(manifest(document=b"\xff")),
     "a document that is a list": lambda: of(manifest(document=b"[]")),
     "a document of a kind of its own": lambda: of(manifest(document=b'{"zarr_format":3,"node_type":"odd"}')),
@@ -154,7 +154,7 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "an array of an unknown codec": lambda: of(manifest(document=NO_CODEC)),
     "an array of objects": lambda: of(manifest(document=META.document.replace(b"float32", b"object"))),
     "a group with odd attributes": lambda: of(
-        Manifest.of([("g", b'{"zarr_format":3,"node_type":"group","attributes":[1]}', True, ())])
+        Manifest.from_nodes([("g", b'{"zarr_format":3,"node_type":"group","attributes":[1]}', True, ())])
     ),
     "chunks of a group": lambda: of(manifest(document=group_document({}))),
     "an array that is the root": lambda: of(manifest("")),
@@ -169,10 +169,14 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a chunk outside of its grid": lambda: of(manifest(chunk=1)),
     "a chunk beyond 2^62": lambda: of(manifest(chunk=(1 << 63) + 1)),
     "chunks out of order": lambda: of(
-        msgspec.structs.replace(Manifest.of([("f", WIDE, True, [TWICE])]), index=np.array([1, 0], "<u8").tobytes())
+        msgspec.structs.replace(
+            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), index=np.array([1, 0], "<u8").tobytes()
+        )
     ),
     "a chunk twice": lambda: of(
-        msgspec.structs.replace(Manifest.of([("f", WIDE, True, [TWICE])]), index=np.array([1, 1], "<u8").tobytes())
+        msgspec.structs.replace(
+            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), index=np.array([1, 1], "<u8").tobytes()
+        )
     ),
     "a chunk of another length": lambda: of(manifest(length=8)),
     "a chunk behind the end of what holds it": lambda: of(manifest(offset=8)),
@@ -718,7 +722,7 @@ async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place,
     )
     same = np.zeros(2, "<u8").tobytes()
     across = np.array([0, 1], "<u8").tobytes()
-    wide = Manifest.of([("f", WIDE, True, [twice])])
+    wide = Manifest.from_nodes([("f", WIDE, True, [twice])])
     for wrong, said in [
         (manifest(pack=other), "another checksum"),
         (msgspec.structs.replace(wide, inline=(CHUNK + other,)), "another checksum"),

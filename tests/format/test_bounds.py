@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from tstore.format import bounds
-from tstore.format.bounds import longest, longest_of, packed_excess, text_excess
-from tstore.format.collection_size import collection_excess
+from tstore.format.bounds import collection_excess, longest, longest_of, packed_excess, text_excess
 
 TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
 NUMBERS = [0, -1, 200, -200, 70_000, -70_000, 1 << 40, -(1 << 40), (1 << 64) - 1, 1.5]

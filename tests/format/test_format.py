@@ -22,11 +22,10 @@ import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, as_checks, block_checks
-from tstore.format.chunk_layers import gather
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import decode, encode
 from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
-from tstore.format.references import Manifest, ObjectRef, reference
+from tstore.format.references import Manifest, ObjectRef, gather, reference
 from tstore.log.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
@@ -43,7 +42,9 @@ def table_of(packs: tuple[str | bytes, ...], rows: list[tuple[int, int, int, int
 TABLE = table_of(
     ("txn/a/pack-0", b"in"), [(0, 0, 0, 10, b"0" * 16), (2, 1, 0, 2, b"1" * 16), (7, 0, 10, BLOCK + 1, b"2" * 32)]
 )
-MANIFEST = Manifest.of([("w", DOCUMENT, True, (TABLE.part(0, 2),)), ("v/b", DOCUMENT, False, (TABLE.part(2, 3),))])
+MANIFEST = Manifest.from_nodes(
+    [("w", DOCUMENT, True, (TABLE.part(0, 2),)), ("v/b", DOCUMENT, False, (TABLE.part(2, 3),))]
+)
 RECORD = Record(
     "0123abc",
     41,
@@ -260,7 +261,7 @@ def test_a_manifest_gives_back_the_nodes_it_was_made_of(nodes: list[tuple[bool, 
     for i, (fresh, old, new) in enumerate(nodes):
         document = DOCUMENT + b" " * (i % 2)
         given_nodes.append((f"n/{i}", document, fresh, (table(old), table(new))))
-    manifest = decode(encode(Manifest.of(given_nodes)), Manifest)
+    manifest = decode(encode(Manifest.from_nodes(given_nodes)), Manifest)
     found = manifest.nodes()
     assert [(p, d, f) for p, d, f, _ in found] == [(p, d, f) for p, d, f, _ in given_nodes]
     for (_, old, new), (*_, chunks) in zip(nodes, found, strict=True):

@@ -22,7 +22,7 @@ from tstore.errors import Conflict, TimelineChanged
 from tstore.format.encoding import decode
 from tstore.format.layout import commit_key, root_key
 from tstore.format.records import Root
-from tstore.log.version_cache import VersionCache
+from tstore.log.records import VersionCache
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability

@@ -32,7 +32,7 @@ async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Pat
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
-        data = encode(Manifest.of([]))
+        data = encode(Manifest.from_nodes([]))
         assert (await client.create("/txn/other/manifest-1", data)).status == 201
         record = Record("forged", 1, 0.0, manifests=(reference("txn/other/manifest-1", data),))
         answer = await client.create("/" + commit_key(2), forged(record))
@@ -45,7 +45,7 @@ async def test_a_copy_makes_no_object_that_a_forged_reference_names(name: str) -
     source = await tstore.open(f"memory://{uuid.uuid4()}")
     await tstore.save(source, {"w": np.arange(10)}, step=0)
     storage = source.log.storage
-    data = encode(Manifest.of([]))
+    data = encode(Manifest.from_nodes([]))
     await storage.create(name, data, Durability.NONE)
     forgery = Record("forged", 1, 0.0, manifests=(reference(name, data),))
     await storage.create(commit_key(2), forged(forgery), Durability.NONE)
@@ -77,7 +77,7 @@ def test_parts_are_counted_before_any_is_made() -> None:
 def test_only_the_collection_of_a_record_is_long(name: str) -> None:
     """A server decodes a record before it looks at the scope of the token that sends it."""
     names = tuple(f"a{i:018}" for i in range(1 << 19))
-    listed = (msgspec.structs.replace(Manifest.of([]), packs=names),) if name == "manifests" else names
+    listed = (msgspec.structs.replace(Manifest.from_nodes([]), packs=names),) if name == "manifests" else names
     data = forged(Record("t", 0, 0.0, collection=Collection((), (), {}, (), ())), **{name: listed})
     assert len(data) > 8 << 20
     for read in (decode_record, lambda data: decode(data, Record)):
@@ -140,7 +140,7 @@ async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
     """Whoever asks what lies below a path that was deleted walks up every other one."""
     group = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
     store = await tstore.open(f"memory://{uuid.uuid4()}")
-    node = Manifest.of([(path, group, True, [])])
+    node = Manifest.from_nodes([(path, group, True, [])])
     records = [Record("forged", 0, 0.0, manifests=(node,)), Record("deleting", 1, 0.0, deleted=("b",))]
     for version, record in enumerate(records, 1):
         await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)

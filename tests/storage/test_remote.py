@@ -96,7 +96,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.log.search._RECENTLY", 60)  # however slow this machine is
+    monkeypatch.setattr("tstore.log.reader._RECENTLY", 60)  # however slow this machine is
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)

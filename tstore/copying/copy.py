@@ -363,7 +363,7 @@ class _Copy:
         """Return the source's root of a version, re-encoded: older releases wrote its parts in another order."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
-            return await run(lambda: encode(Tree.of(root).root(root.record)))
+            return await run(lambda: encode(Tree.from_root(root).root(root.record)))
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
 

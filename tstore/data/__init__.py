@@ -5,10 +5,10 @@ A chunk's address has three forms on its way from `save` to disk and back:
     save      writer            array --> _Box --> _Encoded --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
     open      format            manifest --> ChunkTable (a part of the manifest's columns for each node)
-    restore   boxes, reader     ChunkTable --> ChunkRow --> Piece, which delivers its values
+    restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
 1. `writer`: copy, encode, checksum, compare with the previous version, write.
-2. `pieces`: the parts of packs to read, each with its `deliver`. `boxes`: many small chunks as one piece.
+2. `pieces`: the byte ranges of packs to read (a chunk, a part of one, many small ones), each with its `deliver`.
    `reader`: plan, read in batches, verify, decode, store in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
 """

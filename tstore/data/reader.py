@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.data.boxes import divide
-from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, fits
+from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, divide, fits
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
 from tstore.runtime.budget import aligned, scratch

@@ -19,10 +19,10 @@ from tstore.format.bounds import (
     METADATA_LEVELS,
     METADATA_VALUES,
     RECORD_BYTES,
+    collection_excess,
     contained,
     packed_excess,
 )
-from tstore.format.collection_size import collection_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, unsealed
 from tstore.format.records import MOST_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest

@@ -18,13 +18,12 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MOST_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
-from tstore.format.chunk_layers import gather
-from tstore.format.chunk_refs import ChunkTable, column, largest, total
+from tstore.format.chunk_refs import ChunkTable, column, largest, ranges, total
 from tstore.format.frame import SHORTEST, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
-__all__ = ["Body", "Check", "Count", "Manifest", "Message", "Names", "ObjectRef", "reference"]
+__all__ = ["Body", "Check", "Count", "Manifest", "Message", "Names", "ObjectRef", "gather", "reference"]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A version, a host, or the length of an object."""
@@ -145,7 +144,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return tuple(key for key in self.packs if key and not key.startswith(own))
 
     @staticmethod
-    def of(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
+    def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
         """Return the manifest of nodes: path, document, fresh, and chunk tables, later over earlier ones."""
         documents: dict[bytes, int] = {}
         numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
@@ -169,3 +168,32 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 def reference(key: str, data: bytes) -> ObjectRef:
     """The reference by which another object names these bytes."""
     return ObjectRef(key, len(data), check_of(data))
+
+
+def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
+    """Return the overlaid rows of each node, node after node in one table, and their number for each node.
+
+    The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
+    are joined once.
+    """
+    base: dict[int, int] = {}
+    shared: list[ChunkTable] = []
+    size = 0
+    for table in itertools.chain.from_iterable(nodes):
+        columns = table.columns
+        if id(columns) not in base:
+            base[id(columns)] = size
+            shared.append(ChunkTable(columns, 0, len(columns.number)))
+            size += len(columns.number)
+    joined = ChunkTable.concat(shared)
+    owners = np.array([i for i, tables in enumerate(nodes) for _ in tables], np.int64)
+    starts = np.array([base[id(t.columns)] + t.start for tables in nodes for t in tables], np.int64)
+    sizes = np.array([t.stop - t.start for tables in nodes for t in tables], np.int64)
+    at, owner = ranges(starts, sizes), np.repeat(owners, sizes)
+    order = np.lexsort((joined.number[at], owner))  # stable: of equal numbers the newest is the last
+    at, owner = at[order], owner[order]
+    number = joined.number[at]
+    newest = np.ones(len(at), np.bool_)
+    newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
+    counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
+    return joined.take(at[newest]).compact(), counts

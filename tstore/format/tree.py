@@ -38,7 +38,6 @@ from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
 from tstore.format.arguments import checked_attributes, checked_text, shown
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import path_excess, text_excess
-from tstore.format.chunk_layers import layered
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
@@ -54,13 +53,17 @@ __all__ = [
     "checked_path",
     "group_document",
     "is_below",
+    "layered",
     "parents",
+    "rooted_tree",
     "spared",
-    "tree_of",
 ]
 
 OWN = "tstore"
 """The attribute of the root group under which tstore itself keeps what belongs to a version."""
+
+_MERGED = 16
+"""Tables of about one size before they are merged."""
 
 
 class Node:
@@ -149,7 +152,7 @@ class Tree:
 
     def manifest(self) -> Manifest:
         """All nodes and their chunks in one manifest, sorted; every node is fresh in it."""
-        return Manifest.of([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
+        return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record: bytes) -> Root:
         """This tree as the object that spares the reading of all records before it.
@@ -175,7 +178,7 @@ class Tree:
         return odd
 
     @staticmethod
-    def of(root: Root) -> Tree:
+    def from_root(root: Root) -> Tree:
         """The tree in a root."""
         nodes = {path: Node(path, document, (table,)) for path, document, _, table in root.manifest.nodes()}
         return Tree(root.version, nodes, root.tags)
@@ -205,7 +208,7 @@ class Changes(NamedTuple):
     dropped: tuple[str, ...] = ()
 
     @staticmethod
-    def of(record: Record, manifests: Sequence[Manifest]) -> Changes:
+    def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """The changes that a committed record made."""
         nodes: dict[str, NodeChange] = {}
         for path, _, fresh, table in (node for manifest in manifests for node in manifest.nodes()):
@@ -277,11 +280,35 @@ def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:
     return [p for p in paths if not (tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p)))] if tops else []
 
 
-def tree_of(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
+def rooted_tree(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
     """The tree of a root that belongs to the record of its version; None for any other."""
     if root is None or stored is None or (root.version, root.record) != (version, stored.check):
         return None
-    return Tree.of(root)
+    return Tree.from_root(root)
+
+
+def layered(tables: tuple[ChunkTable, ...], newest: ChunkTable) -> tuple[ChunkTable, ...]:
+    """Return the tables with one more over them; many small ones at the end are merged into one.
+
+    Sixteen or more tables at the end are merged once they are of about the same length, to a power of sixteen, or
+    shorter. So each row is copied a few times however many commits follow, and about fifteen tables remain for
+    each power.
+    """
+    layers = (*tables, newest)
+    while len(layers) >= _MERGED:
+        level = _level(layers[-1])
+        first = len(layers) - 1
+        while first and _level(layers[first - 1]) <= level:
+            first -= 1
+        if len(layers) - first < _MERGED:
+            break
+        layers = (*layers[:first], ChunkTable.overlay(layers[first:]).compact())
+    return layers
+
+
+def _level(table: ChunkTable) -> int:
+    """Return the power of sixteen that exceeds the number of rows."""
+    return -(-len(table).bit_length() // 4)
 
 
 def checked_path(path: str) -> str:

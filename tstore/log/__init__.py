@@ -2,8 +2,8 @@
 
 1. `log`: the log itself; start here. `append`: the commit protocol. `group_commit`: commits of one process that
    share a record.
-2. `reader`: the newest version, and the records above one. `search`: gallop and bisect. `records`: the records,
-   cached. `trees`: the tree as of a version. `objects`: metadata objects, fetched and decoded. `version_cache`.
+2. `reader`: the newest version, and the records above a version. `records`: the records, cached. `trees`: the tree
+   as of a version. `objects`: metadata objects, fetched and decoded.
 3. `expiry`: whether a version is still alive. `history`: the commits as users see them. `marker`: the object that
    makes a folder a store.
 """

@@ -264,7 +264,7 @@ async def _write_root(log: LogReader, version: int) -> None:
         pass  # another process wrote the same bytes
     except TStoreError:
         return
-    log.trees.replace(Tree.of(root))  # with one span for each array in place of one for each commit
+    log.trees.replace(Tree.from_root(root))  # with one span for each array in place of one for each commit
     try:
         await log.storage.hint(HINT, str(version).encode())
     except (Denied, StorageFull, Unavailable):

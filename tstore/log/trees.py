@@ -17,10 +17,9 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest
-from tstore.format.tree import Changes, Tree, tree_of
+from tstore.format.tree import Changes, Tree, rooted_tree
 from tstore.log.objects import MetadataObjects
-from tstore.log.records import CACHED_RECORDS, Records
-from tstore.log.version_cache import VersionCache
+from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache.store import forget
@@ -66,7 +65,7 @@ class Trees:
         """Return what the record of a version changed; many transactions validate against the same ones."""
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
-            changes = Changes.of(record, await self._objects.manifests(version, record))
+            changes = Changes.from_record(record, await self._objects.manifests(version, record))
             self._changes.put(version, (record, changes))
         return changes
 
@@ -98,7 +97,7 @@ class Trees:
 
     def add_root(self, version: int, root: Root | None) -> None:
         """Cache the tree of a root if it names the cached record of its version."""
-        tree = tree_of(root, version, self._records.cached(version))
+        tree = rooted_tree(root, version, self._records.cached(version))
         if tree is not None:
             self._cached.put(version, tree)
 
@@ -135,9 +134,9 @@ class Trees:
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
-        tree = tree_of(root, version, stored)
+        tree = rooted_tree(root, version, stored)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            tree = tree_of(await self.root(version), version, stored)  # the cached one was of another timeline
+            tree = rooted_tree(await self.root(version), version, stored)  # the cache had that of another timeline
         return tree
 
 

@@ -222,7 +222,7 @@ class _ReplayedTree:
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
             root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
-            tree = Tree.of(root)
+            tree = Tree.from_root(root)
         except NotFound:  # no root, or no record, which is reported already
             return
         except (Corrupt, UnsupportedFormat) as error:

@@ -6,7 +6,7 @@ inline chunks with their checksums. All this is checked before the record is cre
 version, one succeeds as usual.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
-   (`format.condemned`).
+   (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: in a copy of a history, collected versions have none.
 3. A record whose transaction is named like a repair needs the scope ADMIN: readers forget the versions that such
    a record voids.
@@ -28,17 +28,16 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MOST_TAGS
-from tstore.format.condemned import check_collection, packs_of
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.retention import Ledger
+from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
 from tstore.format.validation import applied, check_form, check_inline, pack_ends
 from tstore.log.reader import LogReader
-from tstore.log.version_cache import VersionCache
+from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
@@ -355,7 +354,7 @@ def _bounded(admitted: NextVersion) -> NextVersion:
             f"all tags and the references to all chunks would have {weight} bytes; a server accepts "
             f"{_MAX_WEIGHT}: {SMALLER}"
         )
-    return admitted._replace(tree=Tree.of(root), weight=weight)
+    return admitted._replace(tree=Tree.from_root(root), weight=weight)
 
 
 def _hash(data: bytes) -> bytes:

@@ -11,12 +11,11 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.condemned import Condemned
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, owner_of
 from tstore.format.records import Alive, Record
 from tstore.format.references import Manifest
-from tstore.format.retention import Ledger
+from tstore.format.retention import Condemned, Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
@@ -81,7 +80,10 @@ class LogState:
         async for gc, collection in collections(log, await existing_collection(log, self.collected)):
             if not self._condemned:
                 self.gc, self._alive = gc, collection.alive
-            before, self._condemned = self._condemned, _last([*self._condemned, Condemned.by(collection)])
+            before, self._condemned = (
+                self._condemned,
+                _last([*self._condemned, Condemned.from_collection(collection)]),
+            )
             if len(self._condemned) in (len(before), _RECENT_COLLECTIONS):
                 break
 
@@ -114,7 +116,7 @@ class LogState:
         if record.collection is not None:
             self.gc = version
             self._alive = record.collection.alive
-            self._condemned = _last([Condemned.by(record.collection), *self._condemned])
+            self._condemned = _last([Condemned.from_collection(record.collection), *self._condemned])
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
             self._ledger.add(version, record)

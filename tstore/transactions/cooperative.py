@@ -116,12 +116,12 @@ class CooperativeCommit:
         if len(data) > INLINE_MANIFEST:
             whole = replace(whole, manifest=await self._write_manifest(data, durability))
         record = replace(record_of(whole, world.now()), reused=manifest.reused(self.member.transaction))
-        changes = Changes.of(record, [manifest])
+        changes = Changes.from_record(record, [manifest])
 
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
                 manifests = await self.log.reader.objects.manifests(version, other)
-                overlap = changes.overlap(Changes.of(other, manifests))
+                overlap = changes.overlap(Changes.from_record(other, manifests))
                 conflicts = [*overlap.fatal, *overlap.chunks]
                 if conflicts:
                     raise Conflict(

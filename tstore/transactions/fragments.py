@@ -49,7 +49,7 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
     )
     tree = Tree(0, {}, {}).after(1, record_of(result, 0.0), manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
-    manifest = Manifest.of([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
+    manifest = Manifest.from_nodes([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, manifests, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
 

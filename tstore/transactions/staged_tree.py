@@ -150,7 +150,7 @@ class StagedTree:
         tables = self._tables()
         groups = [(path, document, True, ()) for path, document in self._groups.items()]
         arrays = [(p, a.meta.document, a.fresh, (tables[p],)) for p, a in self.arrays.items()]
-        return Manifest.of([*groups, *arrays])
+        return Manifest.from_nodes([*groups, *arrays])
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return what other commits can conflict with."""
