@@ -1,4 +1,4 @@
-"""The most bytes, values and levels of metadata, checked before anything is parsed; pure, no I/O.
+"""The bounds on bytes, values and levels of metadata, checked before anything is parsed; pure, no I/O.
 
     object                       name                        bytes at most
     marker                       tstore.json                 4 KiB
@@ -9,7 +9,7 @@
     root                         roots/<20 digits>           1 GiB
     manifest                     txn/<id>/manifest…          1 GiB
     fragment                     txn/<id>/part-…             8 MiB
-    merged fragment              txn/<id>/merge-…            1 GiB    (with the manifests of a hundred hosts)
+    merged fragment              txn/<id>/merge-…            1 GiB    (with the manifests of many hosts)
     claim to merge               txn/<id>/merging-…          64
     heartbeat                    txn/<id>/alive-…            4 KiB
     pack                         txn/<id>/pack-…             unbounded: it is never read whole
@@ -19,16 +19,16 @@
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (a checksum)
     path of a node               65,536 characters, 256 levels (names between slashes)
-    names in one list            1,048,576 (packs, paths, objects, versions that expired, tags that one drops)
+    names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536
-    tags of a version            262,144: writers and servers add no more
+    tags of a version            262,144: writers and servers refuse to add more
     living versions              419,430
-    values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each tag that expired,
-                                 1 for each other name or number; so a client needs about 250 MiB for one
+    values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
+                                 for each other name or number; a client needs about 250 MiB to decode so many
 
-The first 8 bytes of a record tell its kind, so that a receiver of its parts can stop early (`longest_of`). A call
-that would exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6
-values) and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
+The first 8 bytes of a record show its kind, so that a receiver can stop early (`longest_of`). A call that would
+exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6 values) and 10^5
+living versions with a tag and 7 metrics each (about 20 MiB).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ ALIVE_VALUES = 5
 MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD = 8
-"""Bytes at the start of a record that tell its kind."""
+"""The length of the start of a record that shows its kind, in bytes."""
 
 _FILES = {"tstore.json": MARKER_BYTES, "latest": HINT_BYTES}
 _FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
@@ -251,7 +251,7 @@ def _without_texts(document: bytes, others: bytes) -> bytes:
 
 
 _SHORT = 1 << 20
-"""Bytes of which no more than about 30 MiB can be made, so that nothing is counted."""
+"""Bytes of a collection that decode to at most about 30 MiB, so that nothing needs to be counted."""
 
 
 class _Decided(msgspec.Struct, array_like=True):
@@ -276,10 +276,10 @@ _LIVING = msgspec.msgpack.Decoder(_Living)
 
 
 def collection_excess(packed: bytes | memoryview) -> str:
-    """Say how a collection in msgpack goes beyond `COLLECTION_VALUES`, "" where it does not.
+    """Return how a collection in msgpack exceeds `COLLECTION_VALUES`, as text for an error, or "" if it does not.
 
-    The versions that live are looked at one by one, and of each only how many names it has: a list of lists is no
-    list of names, which the parser tells with the first of them.
+    Of each living version only the lengths of its lists are read, one version at a time. Nested lists need not be
+    counted: the parser refuses the first of them.
     """
     if len(packed) <= _SHORT:
         return ""
@@ -293,5 +293,5 @@ def collection_excess(packed: bytes | memoryview) -> str:
             for names in (living.tags, living.metrics, living.holds):
                 count += contained(memoryview(names))
     if count > COLLECTION_VALUES:
-        return f"more than {COLLECTION_VALUES:,} values: keep fewer versions, or let fewer expire at once"
+        return f"more than {COLLECTION_VALUES:,} values; keep fewer versions, or expire fewer at once"
     return ""

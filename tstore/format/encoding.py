@@ -1,6 +1,6 @@
-"""Metadata objects to bytes and back: each record, manifest, fragment and root is one frame around msgpack.
+"""Metadata objects to bytes and back: each record, manifest, fragment and root is one frame around msgpack; pure.
 
-What is decoded is checked (`records`), and what readers would refuse is not encoded.
+Decoding checks all values, and encoding refuses what decoding would.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["decode", "decode_record", "encode", "size_of"]
 T = TypeVar("T", bound=Body)
 
 _LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
-"""Fields at the end of a record that most do not use, by how many are before: left out where they are empty."""
+"""The last fields of a record by the number of fields before them; they are omitted if they have these values."""
 
 _AS_THEY_ARE = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
-"""Types that msgspec must not take for text, nor text for them, when it checks the values of a body."""
+"""Types that msgspec must not convert to or from text when it checks the values of a body."""
 
 _KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a form of a body in which all is left undecoded but these fields, which are empty where left out."""
+    """Return a type like `kind` that decodes only `fields`, which are empty if absent."""
     raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
     listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
     return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
@@ -58,7 +58,7 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 
 
 _CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
-"""The lists of a record that are empty in that of a garbage collection."""
+"""The lists that are empty in the record of a garbage collection."""
 
 
 def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
@@ -66,14 +66,14 @@ def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
-    """Raise `Corrupt` if a body in msgpack has parts of free form that are too large to be decoded."""
+    """Raise `Corrupt` if a body in msgpack has metadata or a collection that is too large to decode."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
     if kind is Record and len(packed) > RECORD_BYTES and any(map(_has_items, attrgetter(*_CHANGES)(outline))):
         raise Corrupt(
-            f"a record of {len(packed):,} bytes is longer than the {RECORD_BYTES:,} that one which changes "
-            "something may have"
+            f"a record of {len(packed):,} bytes exceeds the {RECORD_BYTES:,} that a commit other than a garbage "
+            "collection may have"
         )
     if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
@@ -81,7 +81,7 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
         metadata = memoryview(holder.metadata)
         excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
         if excess or len(metadata) > METADATA_BYTES:
-            raise Corrupt(f"the metadata of a commit have {excess or f'{len(metadata):,} bytes'}")
+            raise Corrupt(f"the metadata of a commit has {excess or f'{len(metadata):,} bytes'}")
 
 
 def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
@@ -95,8 +95,8 @@ def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
 def encode(body: Body) -> bytes:
     """Return the frame of a body; raise `InvalidArgument` if readers would refuse it.
 
-    An object that is created cannot be taken back. So its types and values are checked as decoding checks them, on
-    the body itself: its bytes are not decoded.
+    A created object can never be replaced. So its types and values are checked as decoding would check them, but
+    on the body itself, without decoding its bytes.
     """
     version, fields = PLAIN, None
     if isinstance(body, Record):
@@ -119,7 +119,7 @@ def encode(body: Body) -> bytes:
 
 
 def size_of(body: Body) -> int:
-    """Return about how many bytes the frame of a body has, without checking the body."""
+    """Return the approximate length of the frame of a body, without checking the body."""
     return SHORTEST + len(msgspec.msgpack.encode(body))
 
 

@@ -1,9 +1,9 @@
-"""The frame around every metadata object: what kind it is, of which format version, and its checksum; pure.
+"""The frame around every metadata object: its kind, format version and checksum; pure, no I/O.
 
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-version        1 byte    of the format: 1; 2 of a record with a collection, 3 of one that drops tags: of these
-                         an older tstore would miss what they mean for others
+version        1 byte    the format version: 1; 2 for a record with a collection and 3 for one that drops tags,
+                         because an older tstore must not ignore these
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -22,45 +22,45 @@ _MAGIC = b"tstore"
 _HEADER = len(_MAGIC) + 2
 
 SHORTEST = _HEADER + CHECK_SIZE
-"""Bytes of a frame with nothing in it."""
+"""The length of a frame with an empty body, in bytes."""
 
 _LONGEST = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
 
 
 def sealed(kind: bytes, version: int, body: bytes) -> bytes:
-    """Return the frame of a body; `Corrupt` where it is longer than readers accept."""
+    """Return the frame of a body; raise `Corrupt` if it is longer than readers accept."""
     check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
     data = _MAGIC + kind + bytes([version]) + body
     return data + digest(data)
 
 
 def unsealed(data: bytes, kind: bytes) -> memoryview:
-    """Return the body in a frame of that kind; `Corrupt` where a bit is wrong or it is too long.
+    """Return the body of a frame; raise `Corrupt` if it is damaged, too long or of another kind.
 
-    Raises `UnsupportedFormat` for one of a newer format.
+    Raises `UnsupportedFormat` for a newer format version.
     """
     if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST:
-        raise Corrupt(f"expected an object of tstore, found {len(data)} bytes that begin with {data[:8]!r}")
-    found, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
-    check_size(found, version, len(data))
+        raise Corrupt(f"expected an object of tstore, got {len(data)} bytes that begin with {data[:8]!r}")
+    actual, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
+    check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
     if version > DROPPING:
         raise UnsupportedFormat(
             f"an object has format version {version}; this tstore reads up to {DROPPING}: install a newer one"
         )
-    if found != kind:
-        raise Corrupt(f"expected an object of kind {kind.decode()}, found {found!r}")
+    if actual != kind:
+        raise Corrupt(f"expected an object of kind {kind.decode()}, got {actual!r}")
     return memoryview(data)[_HEADER:-CHECK_SIZE]
 
 
 def check_size(kind: bytes, version: int, size: int) -> None:
-    """Raise `Corrupt` where an object is longer than one of its kind may be."""
+    """Raise `Corrupt` if an object is longer than its kind permits."""
     most = COLLECTION_BYTES if (kind, version) == (b"R", COLLECTING) else _LONGEST.get(kind, COLLECTION_BYTES)
     if size > most:
-        raise Corrupt(f"an object of {size:,} bytes is longer than the {most:,} that one of its kind may have")
+        raise Corrupt(f"an object of {size:,} bytes exceeds the {most:,} that its kind may have")
 
 
 def check_of(data: bytes) -> bytes:
-    """Return the checksum that a frame ends in, which is not compared with its bytes here."""
+    """Return the checksum at the end of a frame, without verifying it."""
     return data[-CHECK_SIZE:]

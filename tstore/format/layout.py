@@ -1,11 +1,11 @@
-"""The names of the objects in a store; pure, no I/O.
+"""The keys of the objects in a store; pure, no I/O.
 
 tstore.json                        the marker
-latest                             the hint
+latest                             the hint to the newest version
 commits/<20 digits>                a record
 roots/<20 digits>                  a root: the whole tree of a version
 txn/<id>/<kind>-…                  the objects of one transaction: packs, manifests, fragments, heartbeats
-damaged/<20 digits>-<32 hex>       the record of that version before `tstore repair` voided it, and its xxh3-128
+damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, by its version and its xxh3-128
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HINT = "latest"
 TRANSACTIONS = "txn/"
 
 ROOT_EVERY = 64
-"""Every version that is a multiple of it has a root, and renews the hint."""
+"""Every version that is a multiple of this has a root, and its commit renews the hint."""
 
 _ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 _TRANSACTION = re.compile(_ID)
@@ -52,51 +52,51 @@ def commit_key(version: int) -> str:
 
 
 def root_key(version: int) -> str:
-    """Return the key of the whole tree as of a version that has one."""
+    """Return the key of the root of a version."""
     return f"roots/{version:020d}"
 
 
 def folder_of(transaction: str) -> str:
-    """Return the folder of all that a transaction writes."""
+    """Return the folder of the objects that a transaction writes."""
     return f"{TRANSACTIONS}{transaction}"
 
 
 def is_object(key: str) -> bool:
-    """Return whether an object of a store can have this name."""
+    """Return whether this can be the key of an object in a store."""
     return _OBJECT.fullmatch(key) is not None
 
 
 def is_record(key: str) -> bool:
-    """Return whether this is the name of a record."""
+    """Return whether this is the key of a record."""
     return _RECORD.fullmatch(key) is not None
 
 
 def is_root(key: str) -> bool:
-    """Return whether this is the name of a root."""
+    """Return whether this is the key of a root."""
     return _ROOT.fullmatch(key) is not None
 
 
 def is_written(key: str) -> bool:
-    """Return whether this is the name of an object that a transaction writes."""
+    """Return whether this is the key of an object that a transaction writes."""
     return _WRITTEN.fullmatch(key) is not None
 
 
 def is_pack(key: str) -> bool:
-    """Return whether this is the name of a pack."""
+    """Return whether this is the key of a pack."""
     return is_written(key) and key.rpartition("/")[2].startswith("pack-")
 
 
 def is_manifest(key: str) -> bool:
-    """Return whether this is the name of a manifest."""
+    """Return whether this is the key of a manifest."""
     return is_written(key) and key.rpartition("/")[2].startswith("manifest")
 
 
 def is_transaction(name: str) -> bool:
-    """Return whether a transaction can have this id."""
+    """Return whether this can be the id of a transaction."""
     return _TRANSACTION.fullmatch(name) is not None
 
 
 def owner_of(key: str) -> str:
-    """Return the transaction that wrote an object, "" for an object of no transaction."""
+    """Return the id of the transaction that wrote an object, "" for a record, root, marker or hint."""
     top, _, rest = key.partition("/")
     return rest.partition("/")[0] if top == "txn" else ""

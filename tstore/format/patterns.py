@@ -1,7 +1,7 @@
-"""Globs over the paths of a checkpoint; pure.
+"""Globs over the paths of a checkpoint; pure, no I/O.
 
-Patterns come from policies, which may be anybody's, so matching takes a time that is linear in the path: a pattern
-with more than a few wildcards is matched by an automaton, on which a regular expression would backtrack for ever.
+Patterns may come from an untrusted policy, and a regular expression can backtrack exponentially. So a pattern with
+more than a few wildcards is matched by an automaton, in time linear in the length of the path.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 __all__ = ["compile_patterns"]
 
-_FEW = 2  # wildcards with which a regular expression is at most quadratic
+_FEW = 2  # wildcards: with these, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
 _REGEX = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
 
 
 def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[str], bool]:
-    """A test of paths against globs: `*` within one name, `**` over any number, `?` one character."""
+    """Return a test of paths against globs: `*` within one name, `**` over any number, `?` one character."""
     globs = [patterns] if isinstance(patterns, str) else list(patterns)
     tokens = [_TOKENS.findall(glob) for glob in globs]
     simple = ["".join(_REGEX.get(t, re.escape(t)) for t in ts) for ts in tokens if _wildcards(ts) <= _FEW]
@@ -31,14 +31,14 @@ def _wildcards(tokens: list[str]) -> int:
 
 
 class _Automaton:
-    """A glob as an automaton: bit i of an integer is set where the part before position i has matched."""
+    """A glob as a nondeterministic automaton; a set of states is an integer, with bit i for state i."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._step: dict[str, int] = {}  # by character: the states that it takes to the next one
-        self._step_name = 0  # those that any character but "/" takes to the next one
-        self._stay_name = self._stay_slash = 0  # those that a character leaves as they are
-        self._back = 0  # those that "/" takes to the one before
-        self._skip_one = self._skip_two = 0  # those that are also the next one, or the one after that
+        self._step: dict[str, int] = {}  # by character: the states from which it leads to the next state
+        self._step_name = 0  # the states from which any character but "/" leads to the next
+        self._stay_name = self._stay_slash = 0  # the states that such a character, or "/", does not change
+        self._back = 0  # the states from which "/" leads to the previous one
+        self._skip_one = self._skip_two = 0  # the states with an empty transition one or two states ahead
         at = 0
         for token in tokens:
             bit = 1 << at
@@ -50,13 +50,13 @@ class _Automaton:
                     self._stay_name |= bit
                     self._stay_slash |= bit
                     self._skip_one |= bit
-                case "**/":  # between names, and inside of one
+                case "**/":  # two states: between names, and inside of one
                     self._step_name |= bit
                     self._stay_name |= bit << 1
                     self._back |= bit << 1
                     self._skip_two |= bit
                     at += 1
-                case "/**":  # nothing, or a slash and anything
+                case "/**":  # two states: nothing so far, or a slash and anything
                     self._step["/"] = self._step.get("/", 0) | bit
                     self._stay_name |= bit << 1
                     self._stay_slash |= bit << 1
@@ -88,7 +88,7 @@ class _Automaton:
         return bool(states & self._end)
 
     def _skipped(self, states: int) -> int:
-        """Return the states with those that they also are."""
+        """Return the states with those reachable by empty transitions."""
         while True:
             more = states | (states & self._skip_one) << 1 | (states & self._skip_two) << 2
             if more == states:

@@ -1,7 +1,7 @@
-"""Records, fragments and roots: what the store's metadata objects hold; pure, no I/O.
+"""Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
 
-What is decoded is checked, so that a reader needs to check nothing that can be seen in the object alone; the
-manifests in a record are checked when they are first used. What the object refers to is another matter.
+Decoding checks everything that can be checked without other objects, except for the manifests in a record, which
+are checked when they are first used. `validation` checks records against the tree and the objects they refer to.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = [
 ]
 
 INLINE_MANIFEST = 16 << 10
-"""A manifest of up to so many bytes travels in the record or fragment that refers to it."""
+"""The most bytes of a manifest that is stored inline, in the record or fragment that refers to it."""
 
 REPAIR, VOIDED = "repair-", "voided"
-"""How the transactions of `tstore repair` begin, and the name under which its commits say what it voided."""
+"""The prefix of the ids of `tstore repair`, and the metadata key of the versions that it voided."""
 
 _MOST_HOSTS = 100_000
 MOST_PARTS_READ = 1024
-"""The most transactions, and manifests, of a record that is read; writers stay below (`validation.MOST_PARTS`)."""
+"""The most transactions, and the most manifests, that readers accept in a record; writers use `MOST_PARTS`."""
 
 T = TypeVar("T", bound=Body)
 
@@ -63,7 +63,7 @@ TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
-    """One of several transactions that were committed as one record, as far as the record does not tell it."""
+    """One of several transactions committed as one record: the values that the record itself does not have."""
 
     transaction: str
     time: float
@@ -73,17 +73,17 @@ class Part(Body, frozen=True):
     metadata: dict[str, Any]
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         check_transactions((self.transaction,))
         check_time(self.time)
         check_metadata(self.metadata)
 
 
 class Alive(Body, frozen=True):
-    """What garbage collection must know of a version that lives.
+    """What garbage collection must know of a living version.
 
-    `replaces` tells that nothing older than itself and `holds` is part of it. `holds` are the objects of other
-    transactions that the version needs, as far as no older version that lives wrote or holds them.
+    `holds` are the objects of other transactions that the version needs and that no older living version wrote or
+    holds. `replaces` says that the version consists only of its own objects and those in `holds`.
     """
 
     version: Count
@@ -96,11 +96,11 @@ class Alive(Body, frozen=True):
 
 
 class Collection(Body, dict=True, frozen=True):
-    """What a gc decided: the versions that live after it, and what it condemned.
+    """What a garbage collection decided: the versions that stay alive, and what it condemned.
 
-    `expired` are the versions that lived until then, `tags` those that named them. `transactions` are condemned
-    with all their objects, `objects` one by one. A condemned object may be deleted once the record stands; a
-    transaction that is condemned or re-uses a condemned pack can't be committed any more.
+    `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
+    objects, `objects` singly. A condemned object may be deleted once the record exists. A transaction that is
+    condemned or re-uses a condemned pack can no longer be committed.
     """
 
     alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MOST_ALIVE)]
@@ -110,44 +110,45 @@ class Collection(Body, dict=True, frozen=True):
     objects: Names
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         versions = [entry.version for entry in self.alive]
-        check_ascending(versions, "that live")
-        check_ascending(self.expired, "that expired")
+        check_ascending(versions, "living")
+        check_ascending(self.expired, "expired")
         if not self.versions.isdisjoint(self.expired):
-            raise Corrupt("a version lives and has expired")
+            raise Corrupt("a version is both alive and expired")
         living = {entry.transaction for entry in self.alive}
         check_transactions(living)
         check_tags(tag for entry in self.alive for tag in entry.tags)
         for entry in self.alive:
             check_time(entry.time)
             if entry.holds:
-                check_keys(entry.holds, is_written, "what a version holds")
+                check_keys(entry.holds, is_written, "an object of a transaction")
             if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
                 raise Corrupt(f"a metric of version {entry.version} is not finite")
         check_tags(self.tags)
         if not set(self.tags.values()) <= set(self.expired):
-            raise Corrupt("a tag expired whose version did not")
+            raise Corrupt("a tag expired although its version did not")
         check_transactions(self.transactions)
-        check_keys(self.objects, _is_collectable, "what a gc condemns")
+        check_keys(self.objects, _is_collectable, "an object that a garbage collection may delete")
         if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
-            raise Corrupt("it condemns what a version that lives wrote")
+            raise Corrupt("it condemns an object of a living version")
 
     @functools.cached_property
     def versions(self) -> frozenset[int]:
-        """The versions that live."""
+        """The living versions."""
         return frozenset(a.version for a in self.alive)
 
 
 class Record(Body, frozen=True):
-    """One commit. Its bytes depend on the version it becomes only where a gc came between.
+    """One commit. Its bytes do not depend on its version, except through `collected`.
 
-    `replaces` tells that the tree consists of this commit's nodes alone. A void record (`void`) changes
-    nothing: it was created to decide that a late request for its number can no longer land. `durable` tells
-    that it and every commit before it survive a power failure. `collected` is the version of the newest gc before
-    it, 0 for none; `reused` are the packs of other transactions that its manifests refer to. A record with a
-    `collection` is a gc's, and changes nothing but tags. `parts` are the transactions that it is made of, where
-    there are several; then its own id is no transaction's. The tags `dropped` name no version any more.
+    `replaces` says that the tree consists of this commit's nodes only. A void record (`void`) changes nothing: it
+    was created so that a late request for its number can no longer succeed. `durable` says that this commit and
+    all before it survive a power failure. `collected` is the version of the newest garbage collection before it, 0
+    for none. `reused` are the packs of other transactions that its manifests refer to. A record with a
+    `collection` is that of a garbage collection, and changes only tags. `parts` are the transactions that share
+    the record, if there are several; its own id is then that of none of them. `dropped` are the tags that it
+    removes.
     """
 
     transaction: str
@@ -169,20 +170,20 @@ class Record(Body, frozen=True):
     dropped: Names = ()
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         self.validate_own()
         for manifest in self.manifests:
             manifest.validate()
 
     def validate_own(self) -> None:
-        """Raise the same, except for what its manifests say: that is checked as it is used (`Manifest.table`)."""
+        """Raise `Corrupt` likewise, but leave inline manifests to `Manifest.table`, which checks them later."""
         check_transactions((self.transaction,))
         check_time(self.time)
         owners = set(self.transactions)
         for manifest in self.manifests:
             if isinstance(manifest, ObjectRef):
                 manifest.validate()  # a copy creates an object of this name before it reads any
-                if owner_of(manifest.key) not in owners:  # else gc would not keep it for this version
+                if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
                     raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
         if self.tags or self.dropped:
             check_tags((*self.tags, *self.dropped))
@@ -197,11 +198,11 @@ class Record(Body, frozen=True):
         if self.collection is not None:
             self.collection.validate()
         if (self.void or self.collection is not None) and self._changes:
-            raise Corrupt("a void record, or that of a gc, changes something")
+            raise Corrupt("a void record, or that of a garbage collection, changes the tree")
 
     @property
     def _changes(self) -> bool:
-        """Whether it changes the tree, or names anything."""
+        """Whether the record has any change that a void one or a garbage collection cannot have."""
         listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
         return bool(listed or self.replaces or self.bytes_added or (self.void and self.collection is not None))
 
@@ -210,15 +211,15 @@ class Record(Body, frozen=True):
             part.validate()
         ids = {self.transaction, *self.transactions}
         if len(ids) <= len(self.parts):
-            raise Corrupt("a transaction comes twice in a record")
+            raise Corrupt("a record has the same transaction twice")
         if self.tags != tuple(tag for part in self.parts for tag in part.tags):
-            raise Corrupt("the tags of a record are not those of the transactions that it is made of")
+            raise Corrupt("the tags of a record are not those of its transactions")
         more = self.replaces or self.dropped or self.message or self.metadata or self.reused
         if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
-            raise Corrupt("a record is not the sum of the transactions that it is made of")
+            raise Corrupt("a record is not the sum of its transactions")
 
     def check_number(self, version: int) -> None:
-        """Raise `Corrupt` where it can't have become that version: whoever followed it would walk in a circle."""
+        """Raise `Corrupt` if the record refers to this version or a later one: following it could loop forever."""
         latest = max(self.base, self.collected)
         if self.collection is not None:
             living = [entry.version for entry in self.collection.alive[-1:]]
@@ -228,29 +229,29 @@ class Record(Body, frozen=True):
 
     @property
     def transactions(self) -> tuple[str, ...]:
-        """The ids of all transactions that it commits."""
+        """The ids of all transactions that the record commits."""
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
     @property
     def is_repair(self) -> bool:
-        """Whether a repair has put it in the place of a record that it voided."""
+        """Whether a repair created it in place of a record that it voided."""
         return self.void and self.transaction.startswith(REPAIR)
 
     @property
     def voids(self) -> tuple[int, ...]:
-        """The versions whose records a repair has voided, where it is the commit that tells of that."""
+        """The versions that a repair voided, if this is its commit; otherwise none."""
         if not self.transaction.startswith(REPAIR):
             return ()
         listed = self.metadata.get(VOIDED)
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
 
     def commits(self, transaction: str) -> bool:
-        """Whether it is the commit of that transaction, or of several with that one among them."""
+        """Return whether this record commits a transaction, alone or together with others."""
         return transaction == self.transaction or transaction in self.transactions
 
 
 class Stored(NamedTuple):
-    """A record, and the checksum that its bytes end in."""
+    """A record, and the checksum at the end of its frame."""
 
     record: Record
     check: bytes
@@ -274,14 +275,14 @@ class Fragment(Body, frozen=True):
     durable: bool = True
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         check_transactions((self.transaction,))
         check_tags(self.tags)
         check_paths(self.deleted)
         self.manifest.validate()
         check_metadata(self.metadata)
         if not self.host < self.hosts <= _MOST_HOSTS:
-            raise Corrupt(f"there is no host {self.host} of {self.hosts}")
+            raise Corrupt(f"host {self.host} of {self.hosts} is impossible")
 
 
 class Root(Body, frozen=True):
@@ -293,15 +294,15 @@ class Root(Body, frozen=True):
     manifest: Manifest
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         check_tags(self.tags)
         if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
-            raise Corrupt("a tag of a root names a version that it can't name")
+            raise Corrupt("a tag of a root names an impossible version")
         self.manifest.validate()
 
 
 def date_of(time: float) -> datetime.datetime:
-    """Return the date of a record's time, the nearest where its writer's clock was beyond the calendar."""
+    """Return the date of a record's time, or the nearest date if the time is outside of the calendar."""
     try:
         return datetime.datetime.fromtimestamp(time, datetime.UTC)
     except (ValueError, OverflowError, OSError):

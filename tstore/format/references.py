@@ -1,7 +1,7 @@
-"""References: where metadata objects lie, and manifests, which tell where chunks lie; pure, no I/O.
+"""References to metadata objects, and manifests, which hold the references to chunks; pure, no I/O.
 
-A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six
-buffers and not a million objects. Columns are little-endian.
+A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six buffers,
+not a million objects. Columns are little-endian.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ Check = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SI
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """What can stand in a frame."""
+    """The contents of a frame."""
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be, whatever store it is in."""
+        """Raise `Corrupt` for values that are invalid in any store."""
 
 
 class ObjectRef(Body, tag="object", frozen=True):
-    """Where a metadata object lies and what its bytes must be."""
+    """The key of a metadata object, with its length and checksum."""
 
     key: str
     length: Annotated[int, msgspec.Meta(ge=SHORTEST, le=MANIFEST_BYTES)]
     check: Check
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         check_keys((self.key,), is_manifest, "a manifest")
 
     def is_to(self, data: bytes) -> bool:
-        """Whether these bytes have the length and the checksum that it names."""
+        """Return whether these bytes have the length and checksum of the reference."""
         return len(data) == self.length and check_of(data) == self.check
 
 
 class Manifest(Body, tag="manifest", dict=True, frozen=True):
-    """The nodes one writer touched and the chunks it wrote, as columns.
+    """The nodes that one writer touched and the chunks that it wrote, as columns.
 
-    `packs[i]` is the key of a pack, or "" for one small enough to travel here: the next of `inline`.
-    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of
-    the chunk columns. `fresh[i]` tells that its metadata was created or changed: then its rows are all the
-    chunks it has; otherwise they overlay those of earlier commits.
+    `packs[i]` is the key of a pack, or "" for an inline pack, the next of `inline`. Node i has the path
+    `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the chunk columns.
+    `fresh[i]` says that the node was created or its metadata changed: then its rows are all of its chunks.
+    Otherwise they overlay those of earlier commits.
     """
 
     packs: Names
@@ -80,7 +80,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @functools.cached_property
     def table(self) -> ChunkTable:
-        """All chunk rows; raises `Corrupt` where any value of the manifest can't be."""
+        """All chunk rows; raises `Corrupt` if any value of the manifest is invalid."""
         table = self._unchecked_table()
         table.validate()
         self._check_nodes(len(table))
@@ -91,15 +91,15 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return table
 
     def validate(self) -> None:
-        """Raise `Corrupt` where its values can't be."""
+        """Raise `Corrupt` for invalid values."""
         _ = self.table
 
     def _unchecked_table(self) -> ChunkTable:
-        carried = iter(self.inline)
+        inline = iter(self.inline)
         if self.packs.count("") != len(self.inline):
-            raise Corrupt("a manifest does not hold the packs that should travel in it")
+            raise Corrupt("a manifest has another number of inline packs than it names")
         return ChunkTable.from_columns(
-            tuple([key or next(carried) for key in self.packs]),
+            tuple([key or next(inline) for key in self.packs]),
             column(self.index, "<u8"),
             column(self.pack, "<u4"),
             column(self.offset, "<u8"),
@@ -108,19 +108,19 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         )
 
     def _check_nodes(self, rows: int) -> None:
-        """Check the columns of the nodes, which have that many chunks together."""
+        """Check the columns of the nodes, which have this number of chunks in total."""
         n = len(self.paths)
         if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
             raise Corrupt("the columns of a manifest do not fit each other")
         if total(column(self.count, "<u8"), rows) != rows:
             raise Corrupt("the columns of a manifest do not fit each other")
         if n and largest(column(self.document, "<u4")) >= len(self.documents):
-            raise Corrupt("a manifest refers to a metadata document that it does not hold")
+            raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths([path for path in self.paths if path])
         if len(set(self.paths)) < n:
             raise Corrupt("a manifest names a node twice")
         if self.fresh.translate(None, b"\0\1"):
-            raise Corrupt("a manifest says neither that a node is fresh nor that it is not")
+            raise Corrupt("a manifest has a flag that is neither 0 nor 1")
 
     def _check_order(self, number: npt.NDArray[np.uint64]) -> None:
         rising = number[1:] > number[:-1]
@@ -129,17 +129,17 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
         rising[firsts[(firsts > 0) & (firsts < len(number))] - 1] = True  # where the next node begins
         if not rising.all():
-            raise Corrupt("the chunks of a node are not in the order of their numbers, or one comes twice")
+            raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
     def nodes(self) -> list[tuple[str, bytes, bool, ChunkTable]]:
-        """Per node: path, document, fresh, and its rows."""
+        """Return the path, the document, the `fresh` flag and the rows of each node."""
         table = self.table
         documents, counts = column(self.document, "<u4").tolist(), column(self.count, "<u8").tolist()
         rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
         return [(path, self.documents[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
 
     def reused(self, transaction: str) -> tuple[str, ...]:
-        """The packs that it refers to and another transaction wrote."""
+        """Return the packs to which the manifest refers but which another transaction wrote."""
         own = f"txn/{transaction}/"
         return tuple(key for key in self.packs if key and not key.startswith(own))
 
@@ -166,7 +166,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
 
 def reference(key: str, data: bytes) -> ObjectRef:
-    """The reference by which another object names these bytes."""
+    """Return the reference to an object of these bytes."""
     return ObjectRef(key, len(data), check_of(data))
 
 

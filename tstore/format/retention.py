@@ -1,4 +1,8 @@
-"""Which versions stay: rules, and the ledger of the versions that live; pure, no I/O."""
+"""Retention: the rules for which versions to keep, the ledger of living versions, and what a gc may delete; pure.
+
+Only roots and what a transaction wrote can be collected. Markers, records and hints never are, whatever a record
+says: every deletion is filtered by `is_collectable`.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +39,13 @@ Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which versions stay: those that any of the rules keeps, always the newest version and the newest step.
+    """Which versions to keep: those that match any rule, and always the newest version and the newest step.
 
-    `last`: so many of the highest steps. `every`: the steps that it divides. `best`: so many steps of the least
-    value of a metric, `(3, "loss")`, or of the greatest, `(3, "accuracy", "max")`. `newer_than`: all versions
-    committed within that time, by their writers' clocks and this host's: where one may be wrong, keep by another
-    rule too. `tags`: the versions that these tags name.
-    Raises `InvalidArgument` for a rule that can't be, and where there is none.
+    `last`: this number of the highest steps. `every`: the steps that are multiples of it. `best`: a number of
+    steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`. `newer_than`:
+    the versions committed within this time, by the clocks of their writers and of this host; add another rule if
+    one of these may be wrong. `tags`: the versions that these tags name.
+    Raises `InvalidArgument` for an invalid rule, or without any rule.
     """
 
     last: int | None = None
@@ -54,7 +58,7 @@ class Keep:
         for name in ("last", "every"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidArgument(f"Keep({name}={shown(value)}): expected a whole number from 1 on")
+                raise InvalidArgument(f"Keep({name}={shown(value)}): expected an integer of at least 1")
         match self.best:
             case None:
                 pass
@@ -62,20 +66,20 @@ class Keep:
                 pass
             case _:
                 raise InvalidArgument(
-                    f"Keep(best={shown(self.best)}): expected as (3, 'loss') or (3, 'loss', 'max')"
+                    f"Keep(best={shown(self.best)}): expected a tuple such as (3, 'loss') or (3, 'loss', 'max')"
                 )
         if self.newer_than is not None:
             checked_duration("Keep: newer_than", self.newer_than)
         if not isinstance(self.tags, tuple | list) or not all(isinstance(tag, str) for tag in self.tags):
-            raise InvalidArgument(f"Keep(tags={shown(self.tags)}): expected a tuple of tags, as ('best',)")
+            raise InvalidArgument(f"Keep(tags={shown(self.tags)}): expected a tuple of tags, such as ('best',)")
         rules = (self.last, self.every, self.best, self.newer_than)
         if all(rule is None for rule in rules) and not self.tags:
-            raise InvalidArgument("Keep() names nothing to keep; to keep the newest step alone, say Keep(last=1)")
+            raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")
 
     def chosen(self, alive: Mapping[int, Alive], now: float) -> set[int]:
-        """The versions that stay, of those that live.
+        """Return the living versions to keep.
 
-        Raises `NotFound` for a tag or a metric that none of them has, since it may be misspelt.
+        Raises `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
         """
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
@@ -91,38 +95,38 @@ class Keep:
         named = {tag: a.version for a in alive.values() for tag in a.tags}
         for tag in self.tags:
             if tag not in named:
-                raise NotFound(f"Keep(tags=…): no version that lives has the tag {tag!r}; nothing was collected")
+                raise NotFound(f"Keep(tags=…): no living version has the tag {tag!r}; nothing was collected")
             kept.add(named[tag])
         return kept
 
 
 def _best(best: Best, steps: Iterable[Alive]) -> set[int]:
     count, metric, order = (*best, "min")[:3]
-    found = [(a.metrics[metric], a.version) for a in steps if metric in a.metrics]
-    if not found:
+    values = [(a.metrics[metric], a.version) for a in steps if metric in a.metrics]
+    if not values:
         known = ", ".join(sorted({name for a in steps for name in a.metrics})) or "none"
         raise NotFound(
-            f"Keep(best=…): no step has the metric {metric!r}, they have: {known}; nothing was collected"
+            f"Keep(best=…): no step has the metric {metric!r}; the metrics are: {known}; nothing was collected"
         )
     sign = -1 if order == "max" else 1
-    ranked = sorted((sign * value, -version) for value, version in found)  # of equal ones the newer
+    ranked = sorted((sign * value, -version) for value, version in values)  # of equal values the newest
     return {-version for _, version in ranked[:count]}
 
 
 def step_of(tags: Iterable[str]) -> int | None:
-    """The step that the first of the tags names that names one; None where none does, as with `step/007`."""
+    """Return the step that the first tag of the form `step/<number>` names, or None (also for `step/007`)."""
     return next((int(m[1]) for tag in tags if (m := STEP_TAG.fullmatch(tag))), None)
 
 
 class Ledger:
-    """The versions that live, by number; void commits and those of a gc are none of them."""
+    """The living versions, by number; without void records and those of garbage collections."""
 
     def __init__(self, alive: Iterable[Alive] = ()) -> None:
         self.alive = {a.version: a for a in alive}
         self._tags = {tag: a.version for a in self.alive.values() for tag in a.tags}
 
     def add(self, version: int, record: Record) -> None:
-        """Takes in a newer commit, no gc's."""
+        """Add a newer commit, which is not that of a garbage collection."""
         if record.void:
             return
         lost: dict[int, set[str]] = {}
@@ -144,21 +148,21 @@ class Ledger:
         )
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
-        """Lets a version hold what older ones wrote or held and it is made of; then these may expire.
+        """Let a version hold the objects that it needs and older versions wrote or held; then these may expire.
 
-        `replaces` tells that one of them replaced all before it.
+        `replaces` says whether one of them replaced the whole tree.
         """
         heir = self.alive[version]
         self._put(heir, replaces=replaces, holds=tuple(dict.fromkeys((*heir.holds, *objects))))
 
     def without(self, expired: Iterable[int]) -> Ledger:
-        """The ledger once these have expired."""
-        gone = set(expired)
-        return Ledger(a for v, a in self.alive.items() if v not in gone)
+        """Return the ledger after these versions have expired."""
+        removed = set(expired)
+        return Ledger(a for v, a in self.alive.items() if v not in removed)
 
     @property
     def transactions(self) -> set[str]:
-        """The transactions that became a version that lives."""
+        """The transactions that became a living version."""
         return {a.transaction for a in self.alive.values()}
 
     @property
@@ -171,7 +175,7 @@ class Ledger:
 
 
 def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The finite metrics of a commit; metadata may hold anything under that name, as other programs write them."""
+    """Return the finite metrics of a commit; metadata may have anything under that key if others wrote it."""
     metrics = metadata.get("metrics")
     if not isinstance(metrics, Mapping):
         return {}
@@ -180,116 +184,117 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
-    """Raises `Conflict` where the gc of a version condemned the record's transaction, or `SourceCondemned` where
-    it condemned what that re-uses.
+    """Raise `Conflict` if the garbage collection of a version condemned the record's transaction.
+
+    Raise `SourceCondemned` if it condemned packs that the transaction re-uses.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
-            f"{url}: transaction {record.transaction} was taken for abandoned, and collected by version "
-            f"{version}; nothing of it was committed. Repeat it as a new one, with a new attempt",
+            f"{url}: transaction {record.transaction} was taken for abandoned and removed by the gc of version "
+            f"{version}, so it cannot be committed; repeat it as a new one, with a new attempt",
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
     gone = [key for key in record.reused if key in single or owner_of(key) in whole]
     if gone:
         raise SourceCondemned(
-            f"{url}: this transaction re-uses chunks that version {version}, a gc that was committed since then, "
-            "condemned; nothing of it was committed. Read again and repeat it",
+            f"{url}: the garbage collection of version {version} removed chunks that this transaction re-uses, so "
+            "it cannot be committed; read again and repeat it",
             gone,
         )
 
 
 class Condemned(NamedTuple):
-    """What one garbage collection condemned: transactions with all their objects, and single objects."""
+    """What one garbage collection condemned: transactions with all of their objects, and single objects."""
 
     transactions: frozenset[str]
     objects: frozenset[str]
 
     @staticmethod
     def from_collection(collection: Collection) -> Condemned:
-        """What a collection condemned."""
+        """Return what a collection condemned."""
         return Condemned(frozenset(collection.transactions), frozenset(collection.objects))
 
     def covers(self, key: str) -> bool:
-        """Whether an object, or the folder of a transaction, is condemned."""
+        """Return whether an object, or the folder of a transaction, is condemned."""
         return key in self.objects or owner_of(key) in self.transactions
 
 
 def packs_of(tree: Tree) -> set[str]:
-    """The packs that a tree refers to."""
+    """Return the packs that a tree refers to."""
     tables = [node.chunks for node in tree.nodes.values()]
     used = [t.packs[p] for t in tables for p in np.unique(t.pack).tolist()]
     return {key for key in used if isinstance(key, str)}
 
 
 def is_collectable(key: str) -> bool:
-    """Whether an object is of a kind that a garbage collection deletes."""
+    """Return whether an object is of a kind that garbage collection may delete."""
     return is_root(key) or is_written(key)
 
 
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
-    """Raise `Corrupt` where a garbage collection does not follow from what lived before it.
+    """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
-    `ledger` has the versions that live until then; `used` are the packs that the newest one is made of. `voided`
-    are versions that the record names and that a repair has voided since. What those were is not known any more,
-    so tags and inherited objects are not compared then.
+    `ledger` has these versions, and `used` are the packs of the newest one. `voided` are versions that the record
+    names and a repair has voided since. Their tags and objects are no longer known, so those are not compared
+    then.
     """
-    gone = record.collection
-    assert gone is not None
-    expired = set(gone.expired)
-    if len(expired) < len(gone.expired) or not expired <= ledger.alive.keys() | voided:
-        raise Corrupt("it lets versions expire that do not live, or one twice")
+    collection = record.collection
+    assert collection is not None
+    expired = set(collection.expired)
+    if len(expired) < len(collection.expired) or not expired <= ledger.alive.keys() | voided:
+        raise Corrupt("it expires a version that is not alive, or one twice")
     forgotten: set[int] = set()  # expired by a garbage collection that was voided
     if record.collected in voided:
-        forgotten = ledger.alive.keys() - expired - gone.versions
+        forgotten = ledger.alive.keys() - expired - collection.versions
     newest = max(ledger.alive.keys() - voided, default=0)
     if newest in expired or newest in forgotten:
-        raise Corrupt(f"it lets the newest version expire, {newest}")
-    _check_alive(gone, ledger, expired | forgotten, voided)
-    _check_tags(gone.tags, ledger, expired, voided)
-    _check_condemned(gone, set(used))
+        raise Corrupt(f"it expires the newest version, {newest}")
+    _check_alive(collection, ledger, expired | forgotten, voided)
+    _check_tags(collection.tags, ledger, expired, voided)
+    _check_condemned(collection, set(used))
 
 
-def _check_alive(gone: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
-    """Raise `Corrupt` unless those live on that do not expire, and hold at least what they held."""
-    kept = (ledger.alive.keys() | (gone.versions & voided)) - expired
-    if gone.versions != kept:
-        raise Corrupt("the versions that it says live are not those that lived and do not expire")
-    known_gone = [ledger.alive[version] for version in expired & ledger.alive.keys()]
-    given = {key for entry in known_gone for key in entry.holds}
-    owners = {entry.transaction for entry in known_gone}
-    for entry in gone.alive:
+def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
+    """Raise `Corrupt` unless all versions but the expired ones stay alive and hold at least what they held."""
+    kept = (ledger.alive.keys() | (collection.versions & voided)) - expired
+    if collection.versions != kept:
+        raise Corrupt("its living versions are not those before it without the expired ones")
+    removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
+    released = {key for entry in removed for key in entry.holds}
+    owners = {entry.transaction for entry in removed}
+    for entry in collection.alive:
         known = ledger.alive.get(entry.version)
         if known is None:
             continue
         if not _same(entry, replace(known, tags=entry.tags) if voided else known):
-            raise Corrupt(f"it says something else of version {entry.version} than the log")
+            raise Corrupt(f"its entry for version {entry.version} contradicts the log")
         inherited = () if voided else set(entry.holds) - set(known.holds)
-        if not all(is_written(key) and (key in given or owner_of(key) in owners) for key in inherited):
-            raise Corrupt(f"it lets version {entry.version} hold what no version that expires wrote or held")
+        if not all(is_written(key) and (key in released or owner_of(key) in owners) for key in inherited):
+            raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or held")
 
 
 def _same(entry: Alive, known: Alive) -> bool:
-    """Whether an entry is that of the log, but that it may have inherited from versions that expire."""
+    """Return whether an entry is that of the log, apart from what it may inherit from expired versions."""
     alike = replace(entry, replaces=known.replaces, holds=known.holds) == known
     return alike and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
 
 
 def _check_tags(tags: Mapping[str, int], ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
-    """Raise `Corrupt` unless the tags are those of versions that expire; one may have been moved on meanwhile."""
+    """Raise `Corrupt` unless the tags are those of the expired versions; a tag may have been moved since."""
     needed = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
     if not set(tags.values()) <= expired or any(tags.get(tag) != version for tag, version in needed.items()):
-        raise Corrupt("the tags that it says expire are not those of the versions that do")
+        raise Corrupt("its expired tags are not those of the expired versions")
 
 
-def _check_condemned(gone: Collection, used: set[str]) -> None:
-    """Raise `Corrupt` where what it condemns can't be collected, or is still needed."""
-    living = {entry.transaction for entry in gone.alive}
-    needed = used.union(*(entry.holds for entry in gone.alive))
+def _check_condemned(collection: Collection, used: set[str]) -> None:
+    """Raise `Corrupt` if an object or transaction is condemned but still needed."""
+    living = {entry.transaction for entry in collection.alive}
+    needed = used.union(*(entry.holds for entry in collection.alive))
     owners = {owner_of(key) for key in needed}
-    for transaction in gone.transactions:
+    for transaction in collection.transactions:
         if transaction in living or transaction in owners:
-            raise Corrupt(f"it condemns the transaction {transaction!r}, of which a version that lives is made")
-    for key in gone.objects:
+            raise Corrupt(f"it condemns the transaction {transaction!r}, which a living version needs")
+    for key in collection.objects:
         if owner_of(key) in living or key in needed:
-            raise Corrupt(f"it condemns {key!r}, of which a version that lives is made")
+            raise Corrupt(f"it condemns {key!r}, which a living version needs")

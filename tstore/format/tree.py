@@ -1,27 +1,25 @@
 """The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
 
-What becomes of a commit that meets a newer one, committed since its base:
+The outcomes for a transaction when a newer commit was added since its base:
 
-    it …                           and the newer one …                            outcome
-    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both stay
+    the transaction …              and the newer commit …                         outcome
+    wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
     wrote a whole chunk            wrote that chunk, in part or whole             Conflict
-    wrote chunks                   wrote other chunks                             both stay
-    wrote or resized an array      resized, deleted or created it anew            Conflict
+    wrote chunks                   wrote other chunks                             both remain
+    wrote or resized an array      resized, deleted or created it again           Conflict
     resized an array               wrote any chunk of it                          Conflict
     deleted a node                 wrote, resized or created at or below it       Conflict
-    deleted a node                 deleted it too, above it, or below it          both stay
+    deleted a node                 deleted it too, above it, or below it          both remain
     created a node                 created one there, above it or below it        Conflict
     created a node                 deleted a node above it                        Conflict
-    created a node                 created one elsewhere, in one new group too    both stay
+    created a node                 created one elsewhere, even in a common group  both remain
     set or moved a tag             set, moved or dropped the same tag             Conflict
     dropped a tag                  set or moved the same tag                      Conflict
-    dropped a tag                  dropped it too, or a gc did                    both stay
+    dropped a tag                  dropped it too, or a gc did                    both remain
     dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
-    replaced the whole tree        did anything but set the same tag              replaces that too
+    replaced the whole tree        did anything but set the same tag              replaces that as well
     read (serializable)            changed what was read                          Conflict (`read_set`)
-
-A commit that replaces the whole tree rests on nothing that was there.
 """
 
 from __future__ import annotations
@@ -60,14 +58,14 @@ __all__ = [
 ]
 
 OWN = "tstore"
-"""The attribute of the root group under which tstore itself keeps what belongs to a version."""
+"""The attribute of the root group in which tstore stores its own metadata of a version."""
 
 _MERGED = 16
-"""Tables of about one size before they are merged."""
+"""The number of tables of about the same size that are merged into one."""
 
 
 class Node:
-    """A group or an array of a tree; its chunks are in tables, later ones over earlier ones."""
+    """A group or an array of a tree; rows of later tables replace those of earlier ones."""
 
     __slots__ = ("_chunks", "document", "path", "tables")
 
@@ -97,10 +95,10 @@ class Node:
     def attributes(self) -> dict[str, Any]:
         """The attributes of the group or array."""
         with parsing(f"{self.path or 'the root group'}: its metadata"):
-            found = msgspec.json.decode(self.document).get("attributes", {})
-            if not isinstance(found, dict):
-                raise TypeError("attributes are no JSON object")
-            return found
+            attributes = msgspec.json.decode(self.document).get("attributes", {})
+            if not isinstance(attributes, dict):
+                raise TypeError("attributes are not a JSON object")
+            return attributes
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk of the array, or None if it was never written."""
@@ -119,7 +117,7 @@ class Node:
 
 
 class Tree:
-    """All nodes by path, and all tags, as of `version`; never changed once made."""
+    """All nodes by path, and all tags, as of `version`; immutable."""
 
     def __init__(self, version: int, nodes: Mapping[str, Node], tags: Mapping[str, int]) -> None:
         self.version = version
@@ -127,7 +125,7 @@ class Tree:
         self.tags = tags
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
-        """The tree that the commit makes of this one."""
+        """Return the tree after a commit on top of this one."""
         tags = self.tags
         if record.tags or record.dropped:
             dropped = frozenset(record.dropped)
@@ -151,35 +149,35 @@ class Tree:
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
-        """All nodes and their chunks in one manifest, sorted; every node is fresh in it."""
+        """Return one manifest of all nodes and their chunks, sorted by path; every node is `fresh`."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record: bytes) -> Root:
-        """This tree as the object that spares the reading of all records before it.
+        """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record` is the checksum of the record of its version. The result is the same, to the byte, whatever root
-        the tree was read from: a server compares what it is sent with what it computes itself.
+        `record` is the checksum of the record of its version. Every process gets the same bytes, from whichever
+        root it read the tree: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
         return Root(self.version, record, tags, self.manifest())
 
     @staticmethod
     def empty() -> Tree:
-        """The tree before the first commit."""
+        """Return the tree before the first commit."""
         return Tree(0, {}, {})
 
     def differences(self, other: Tree, *, nodes: bool) -> list[str]:
         """Return the tags, and with `nodes` the paths, in which another tree of this version differs."""
         names = self.tags.keys() | other.tags.keys()
-        odd = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
+        differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
             paths = self.nodes.keys() | other.nodes.keys()
-            odd += sorted(p for p in paths if not _alike(self.nodes.get(p), other.nodes.get(p)))
-        return odd
+            differing += sorted(p for p in paths if not _alike(self.nodes.get(p), other.nodes.get(p)))
+        return differing
 
     @staticmethod
     def from_root(root: Root) -> Tree:
-        """The tree in a root."""
+        """Return the tree of a root."""
         nodes = {path: Node(path, document, (table,)) for path, document, _, table in root.manifest.nodes()}
         return Tree(root.version, nodes, root.tags)
 
@@ -192,14 +190,14 @@ class NodeChange(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Where two commits meet: `fatal` as readable paths, and chunks written by both, by path."""
+    """The overlap of two commits: the paths or tags of conflicts (`fatal`), and the chunks that both wrote."""
 
     fatal: list[str]
     chunks: dict[str, npt.NDArray[np.uint64]]
 
 
 class Changes(NamedTuple):
-    """What a commit changes, as far as others can conflict with it."""
+    """The changes of a commit with which others can conflict."""
 
     nodes: Mapping[str, NodeChange]
     deleted: tuple[str, ...] = ()
@@ -209,17 +207,17 @@ class Changes(NamedTuple):
 
     @staticmethod
     def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
-        """The changes that a committed record made."""
+        """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
         for path, _, fresh, table in (node for manifest in manifests for node in manifest.nodes()):
             numbers = table.number
-            if path in nodes:  # transactions that were committed together wrote different chunks of it
+            if path in nodes:  # transactions committed together wrote different chunks of it
                 fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
             nodes[path] = NodeChange(fresh, numbers)
         return Changes(nodes, record.deleted, record.replaces, record.tags, record.dropped)
 
     def overlap(self, other: Changes) -> Overlap:
-        """Where these changes, not yet committed, meet those of a newer commit."""
+        """Return the overlap of these changes, not yet committed, with those of a newer commit."""
         fatal = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
         fatal += [f"tag {t}" for t in self.dropped if t in other.tags]
         if self.replaces:
@@ -242,57 +240,57 @@ class Changes(NamedTuple):
 
 
 def _alike(mine: Node | None, other: Node | None) -> bool:
-    """Whether two nodes have the same metadata and the same chunks at the same places."""
+    """Return whether two nodes have the same metadata and the same references to chunks."""
     if mine is None or other is None or mine.document != other.document:
         return False
     return mine.chunks.equals(other.chunks)
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
-    """Paths that one side created above or below a node that the other side created."""
+    """Return the paths at which one side created a node below one that the other side created."""
     made = {p for p, c in mine.items() if c.fresh}
     others = {p for p, c in theirs.items() if c.fresh}
-    found = [p for p in made if any(a in others for a in parents(p))]
-    return found + [p for p in others if any(a in made for a in parents(p))]
+    below = [p for p in made if any(a in others for a in parents(p))]
+    return below + [p for p in others if any(a in made for a in parents(p))]
 
 
 def parents(path: str) -> Iterable[str]:
-    """The paths above a path, the nearest first, without the root."""
+    """Yield the paths above a path, the nearest first, without the root."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
 
 
 def is_below(path: str, top: str) -> bool:
-    """Whether the path is `top` or lies below it; everything lies below the root, ""."""
+    """Return whether a path is `top` or below it; every path is below the root, ""."""
     return path == top or not top or path.startswith(top + "/")
 
 
 def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
-    """The nodes that lie neither at nor below a path that was deleted."""
+    """Return the nodes that are neither at nor below a deleted path."""
     gone = set(_at_or_below(nodes, deleted))
     return {p: n for p, n in nodes.items() if p not in gone} if gone else nodes
 
 
 def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:
-    """The paths that lie at or below one that was deleted."""
+    """Return the paths that are at or below a deleted one."""
     tops = frozenset(deleted)
     return [p for p in paths if not (tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p)))] if tops else []
 
 
 def rooted_tree(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
-    """The tree of a root that belongs to the record of its version; None for any other."""
+    """Return the tree of a root if it names the checksum of the record of its version, otherwise None."""
     if root is None or stored is None or (root.version, root.record) != (version, stored.check):
         return None
     return Tree.from_root(root)
 
 
 def layered(tables: tuple[ChunkTable, ...], newest: ChunkTable) -> tuple[ChunkTable, ...]:
-    """Return the tables with one more over them; many small ones at the end are merged into one.
+    """Return the tables with a newer one after them; many small ones at the end are merged into one.
 
-    Sixteen or more tables at the end are merged once they are of about the same length, to a power of sixteen, or
-    shorter. So each row is copied a few times however many commits follow, and about fifteen tables remain for
-    each power.
+    Sixteen or more tables at the end are merged if their lengths are of the same power of sixteen, or less. So
+    each row is copied only a few times, however many commits follow, and about fifteen tables remain for each
+    power.
     """
     layers = (*tables, newest)
     while len(layers) >= _MERGED:
@@ -312,18 +310,18 @@ def _level(table: ChunkTable) -> int:
 
 
 def checked_path(path: str) -> str:
-    """The path of a node without outer slashes; `InvalidArgument` where it can't be one."""
+    """Return the path of a node without outer slashes; raise `InvalidArgument` if it is not a path."""
     stripped = checked_text("path", path).strip("/")
     if any(part in ("", ".", "..", "zarr.json") for part in stripped.split("/")) or min(stripped) < " ":
         raise InvalidArgument(
-            f"{path!r} is not the path of a node: expected names joined by '/', without control characters, '', "
-            "'.', '..' and 'zarr.json'"
+            f"{path!r} is not the path of a node: expected names joined by '/', without control characters, none "
+            "of them '', '.', '..' or 'zarr.json'"
         )
     return stripped
 
 
 def checked_new_path(path: str) -> str:
-    """The path of a node that is to be created, as `checked_path`; also `InvalidArgument` where it is too deep."""
+    """Return the path of a node to be created, as `checked_path`; it must not be too long or too deep either."""
     checked = checked_path(path)
     if excess := path_excess(checked):
         raise InvalidArgument(f"the path {shown(checked)} has {excess}; choose a shorter one")
@@ -331,7 +329,7 @@ def checked_new_path(path: str) -> str:
 
 
 def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bytes:
-    """The `zarr.json` of a group with these attributes, and with tstore's `own` under `OWN` (not checked)."""
+    """Return the `zarr.json` of a group with these attributes, and with `own` (unchecked) under `OWN`."""
     checked = checked_attributes(attributes)
     if own is not None:
         checked[OWN] = own
@@ -339,7 +337,7 @@ def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None 
     excess = text_excess(document)
     if excess:
         raise InvalidArgument(
-            f"the attributes of a group, or the structure of a tree, have {excess}; store an array"
+            f"the attributes of a group, or the structure of a tree, have {excess}; store them as an array"
         )
     return document
 
@@ -349,4 +347,4 @@ def _kind(document: bytes) -> str:
     try:
         return str(msgspec.json.decode(document)["node_type"])
     except (KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
-        raise Corrupt(f"metadata of a node does not parse: {error!r}") from error
+        raise Corrupt(f"the metadata of a node does not parse: {error!r}") from error

@@ -1,10 +1,10 @@
-"""The document of a saved tree: its containers and scalars as JSON, with the paths of its arrays; pure, no I/O.
+"""The structure of a saved tree: its containers and scalars as JSON, with the paths of its arrays; pure, no I/O.
 
     ["dict", [[key, node], …]]                        ["list", [node, …]]    ["tuple", [node, …]]
     ["dataclass", name, [[field, node], …]]           ["namedtuple", name, [[field, node], …]]
     ["array", path]    ["scalar", path]    ["none"]   ["int", "5"] and so on for Python scalars
 
-A scalar is a 0-d array that was a NumPy scalar. A key is `[type, text]`, which keeps 5 and "5" apart.
+A "scalar" is a NumPy scalar, stored as a 0-d array. A key is `[type, text]`, which keeps 5 and "5" apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 Document = list[Any]
 
 DEEPEST = 200
-"""Levels of a tree; Python's own limit of recursion is at about 300."""
+"""The most levels of a tree; Python's own limit of recursion allows about 300."""
 
 SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bool: (str, lambda text: text == "True"),
@@ -39,13 +39,13 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     str: (str, str),
     bytes: (bytes.hex, bytes.fromhex),
 }
-"""For each type of scalar, the text of a value and the value of a text."""
+"""For each type of scalar: a function from value to text, and one from text to value."""
 
 _NAMES = {t.__name__: t for t in SCALARS}
 
 
 def scalar_node(value: Any) -> list[str]:
-    """Return the node of a Python scalar; raise `ValueError` where its text cannot be stored."""
+    """Return the node of a Python scalar; raise `ValueError` if its text cannot be stored."""
     text = SCALARS[type(value)][0](value)
     text.encode()
     return [type(value).__name__, text]
@@ -57,9 +57,9 @@ def scalar_value(node: list[str]) -> Any:
 
 
 def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
-    """Return the document that a version keeps; None for anything else, or where it does not have these paths.
+    """Return the stored value if it is a document with exactly these paths, otherwise None.
 
-    Anybody can write attributes, and arrays may have come and gone since the tree was saved.
+    Other programs may have written it, or added and deleted arrays since the tree was saved.
     """
     if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
         return None
@@ -68,8 +68,8 @@ def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
 
 
 def is_document(node: Any, level: int = 0) -> bool:
-    """Whether a value that was stored has the form of a document."""
-    if _is_pair(node) and node[0] == "array":  # most nodes are
+    """Return whether a stored value has the form of a document."""
+    if _is_pair(node) and node[0] == "array":  # the usual case
         return isinstance(node[1], str)
     match node:
         case ["scalar", str()] | ["none"]:
@@ -90,7 +90,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _is_scalar(node: Any) -> bool:
-    if _is_pair(node) and node[0] == "str":  # as most keys are
+    if _is_pair(node) and node[0] == "str":  # the usual case
         return isinstance(node[1], str)
     match node:
         case [str(name), str(text)] if name in _NAMES:
@@ -103,7 +103,7 @@ def _is_scalar(node: Any) -> bool:
 
 
 def paths_in(document: Document) -> Iterator[str]:
-    """The paths of all arrays of a document, in its order."""
+    """Yield the paths of all arrays in a document, in its order."""
     match document:
         case ["array" | "scalar", path]:
             yield path

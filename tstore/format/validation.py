@@ -1,9 +1,8 @@
-"""Whether a record can be the next commit of a log: its form, and what it makes of the tree before it; pure.
+"""Validation of a record as the next commit: its parts, its manifests, and their effect on the tree; pure, no I/O.
 
-What can be seen in a record or manifest alone is checked as it is decoded (`wellformed`). `check_form` looks at
-what shares one record, `pack_ends`, `check_inline` and `applied` at its manifests and the tree that they change.
-Objects by name are the caller's: it reads the manifests and compares the lengths of the packs. What a garbage
-collection decides is checked by `condemned`.
+Decoding has checked each record and manifest on its own (`wellformed`). The caller reads the manifests and
+compares the lengths of the packs with `pack_ends`. `retention.check_collection` checks what a garbage collection
+decides.
 """
 
 from __future__ import annotations
@@ -24,39 +23,36 @@ from tstore.format.tree import Node, Tree, parents, spared
 __all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
 
 MOST_PARTS = 64
-"""Transactions that share one record, and so the manifests that it has at most."""
+"""The most transactions that share one record, and so the most manifests in it."""
 
 
 def check_form(record: Record) -> None:
-    """Raise `Corrupt` where a record is made of more than transactions that share one are.
-
-    All else that can be seen in the record alone was checked when it was decoded.
-    """
+    """Raise `Corrupt` for a record of too many transactions, or of several that have packs."""
     if max(len(record.manifests), len(record.parts)) > MOST_PARTS:
-        raise Corrupt(f"it has more manifests, or parts, than {MOST_PARTS}")
+        raise Corrupt(f"it has more than {MOST_PARTS} manifests or parts")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
-        raise Corrupt("transactions share it of which the chunks do not travel in it")
+        raise Corrupt("several transactions share it, but their chunks are not all inline")
 
 
 def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
-    """Return how long each pack must be at least for the chunks that lie in it; `Corrupt` for one without any.
+    """Return the least length of each pack that contains all of its chunks.
 
-    Packs that travel in the manifests are compared here.
+    Raise `Corrupt` for a pack without chunks, or an inline pack that is too short.
     """
-    found: dict[str, int] = {}
+    ends: dict[str, int] = {}
     for table in (manifest.table for manifest in manifests):
         for pack, end in zip(table.packs, _ends(table), strict=True):
             if end < 0:
-                raise Corrupt("a manifest names a pack in which none of its chunks lies")
+                raise Corrupt("a manifest names a pack to which none of its chunks refers")
             if isinstance(pack, str):
-                found[pack] = max(end, found.get(pack, 0))
+                ends[pack] = max(end, ends.get(pack, 0))
             elif len(pack) < end:
-                raise Corrupt(f"a chunk lies beyond the end of the {len(pack)} bytes that hold it")
-    return found
+                raise Corrupt(f"a chunk ends beyond its inline pack of {len(pack)} bytes")
+    return ends
 
 
 def _ends(table: ChunkTable) -> list[int]:
-    """Return where the last chunk in each pack ends, -1 for a pack without one."""
+    """Return the end of the last chunk in each pack, -1 for a pack without chunks."""
     if len(table) > SHORT:
         far = np.full(len(table.packs), -1, np.int64)
         np.maximum.at(far, table.pack, (table.offset + table.length).astype(np.int64))
@@ -68,9 +64,9 @@ def _ends(table: ChunkTable) -> list[int]:
 
 
 def check_inline(manifests: Sequence[Manifest]) -> None:
-    """Raise `Corrupt` where chunks that travel in manifests do not have their checksums.
+    """Raise `Corrupt` if an inline chunk fails its checksum.
 
-    Chunks may be the same bytes, but do not overlap otherwise, so that no byte is looked at many times.
+    Chunks may share the same bytes but not overlap otherwise, so that no byte is hashed many times.
     """
     for table in (manifest.table for manifest in manifests):
         left = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
@@ -84,18 +80,18 @@ def check_inline(manifests: Sequence[Manifest]) -> None:
             if made is None:
                 left[id(pack)] -= length
                 if left[id(pack)] < 0:
-                    raise Corrupt(f"chunk {number} overlaps others in the bytes that hold it")
+                    raise Corrupt(f"chunk {number} overlaps others in its inline pack")
                 made = seen[place] = block_checks(memoryview(pack)[offset : offset + length])
             if made != checks:
-                raise Corrupt(f"chunk {number}, which travels in a manifest, has another checksum than it says")
+                raise Corrupt(f"the inline chunk {number} does not match its checksum")
 
 
 def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Tree:
-    """Return the tree that a record makes of the one before it; `Corrupt` where no transaction does so."""
+    """Return the tree after a record; raise `Corrupt` if no transaction could have made this change."""
     reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
     if reused != set(record.reused):
-        raise Corrupt("the packs of other transactions that it names are not those that its chunks lie in")
-    if not record.parts:  # else the base is that of the part that was validated the least
+        raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
+    if not record.parts:  # the base of a shared record is the oldest of its parts' bases
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(f"the tag {tag!r} was set by version {tree.tags[tag]}, above its base {record.base}")
@@ -110,19 +106,21 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
 
 
 def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, bytes]) -> set[str]:
-    """Return the paths of the arrays in a manifest; note all its nodes in `made`.
+    """Return the paths of the arrays in a manifest; add the documents of all its nodes to `made`.
 
-    Raise `Corrupt` for a document that can't be one, for a change of a node that is not there, and for
-    chunks that the array has no place for.
+    Raise `Corrupt` for an invalid document, a change of a node that does not exist, and chunks outside of the
+    grid.
     """
     arrays: set[str] = set()
-    limits: list[tuple[int, int]] = []  # of each node: chunks, and bytes of each chunk, 0 for any number
+    limits: list[tuple[int, int]] = []  # for each node: its chunks, and the bytes of each, 0 for any length
     for path, document, fresh, table in manifest.nodes():
         node = Node(path, document, (table,))
         if not fresh:
             before = made.get(path) or (base[path].document if path in base else None)
             if before != document:
-                raise Corrupt(f"it writes into {path!r}, which is not there, or was created anew or resized since")
+                raise Corrupt(
+                    f"it writes to {path!r}, which does not exist, or was created again or resized since"
+                )
         if node.is_array and path:
             meta = ArrayMeta.parse(document)
             arrays.add(path)
@@ -134,18 +132,18 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
     wrong = _wrong_row(manifest, limits)
     if wrong is not None:
         path, number = wrong
-        raise Corrupt(f"chunk {number} of {path!r} is outside of its grid, or of a wrong length")
+        raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
     return arrays
 
 
 def _check_group(path: str, node: Node) -> None:
     if msgspec.json.decode(node.document)["node_type"] != "group":
         raise Corrupt(f"the metadata of {path!r} is neither that of a group nor that of an array")
-    _ = node.attributes  # `Corrupt` where they do not parse
+    _ = node.attributes  # raises `Corrupt` if they do not parse
 
 
 def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[str, int] | None:
-    """Return the node and the number of a chunk outside of its grid, or of a wrong length; None where none is."""
+    """Return the path and the number of a chunk outside of the grid or of a wrong length, or None."""
     table, counts = manifest.table, column(manifest.count, "<u8").astype(np.int64)
     if len(table) <= SHORT:
         owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
@@ -164,12 +162,12 @@ def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[s
 
 
 def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: set[str]) -> None:
-    """Raise `Corrupt` where what was made stands below an array, or above another node as an array."""
+    """Raise `Corrupt` if a node in `made` is below an array, or a `new` array is above another node."""
     for path in made:
         above = next((p for p in parents(path) if p in tree.nodes and tree.nodes[p].is_array), None)
         if above is not None:
-            raise Corrupt(f"{path!r} would stand below the array {above!r}")
+            raise Corrupt(f"{path!r} would be below the array {above!r}")
     if new:
         taken = {above for path in tree.nodes for above in parents(path)} & new
         if taken:
-            raise Corrupt(f"an array can't stand at {min(taken)!r}, below which there are others")
+            raise Corrupt(f"an array cannot be created at {min(taken)!r}, because there are nodes below it")

@@ -1,7 +1,7 @@
-"""What the values in records, manifests and roots must be, whoever wrote them; pure.
+"""The checks of the values in records, manifests and roots, whoever wrote them; pure, no I/O.
 
-Each function raises `Corrupt` with the reason. The rules are those of the public arguments, so that an honest
-writer is refused by its own call and never here.
+Each function raises `Corrupt` with the reason. The rules are those of `arguments`, so that an honest writer fails
+in its own call, never here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 LONGEST_MESSAGE = 64 << 10
 """Characters of the message of a commit."""
 
-_END_OF_TIME = 253_402_300_800.0  # the year 10,000, which a datetime can't hold
+_END_OF_TIME = 253_402_300_800.0  # the year 10,000, beyond the range of datetime
 _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
 _PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
 _NO_PATH = re.compile(r"[\x00-\x1f]")
@@ -43,25 +43,25 @@ def check_transactions(names: Iterable[str]) -> None:
     """Check ids of transactions."""
     for name in names:
         if not is_transaction(name):
-            raise Corrupt(f"{name[:60]!r} can't be the id of a transaction")
+            raise Corrupt(f"{name[:60]!r} is not the id of a transaction")
 
 
 def check_time(time: float) -> None:
     """Check a time in seconds since 1970."""
     if not 0 <= time < _END_OF_TIME:
-        raise Corrupt(f"the time {time} is not in the calendar")
+        raise Corrupt(f"the time {time} is outside of the calendar")
 
 
 def check_tags(tags: Iterable[str]) -> None:
-    """Check tags, of which none may come twice."""
+    """Check tags, none of which may be repeated."""
     listed = tuple(tags)
     if len(listed) > 1:
         if len(set(listed)) < len(listed):
             odd = next(tag for tag, times in Counter(listed).items() if times > 1)
-            raise Corrupt(f"the tag {odd[:60]!r} is named twice")
+            raise Corrupt(f"the tag {odd[:60]!r} is listed twice")
         lines = "\n".join((*listed, ""))
         if _PLAIN_TAGS.fullmatch(lines) and lines.count("\n") == len(listed):
-            return  # all at once, as a rule
+            return  # the usual case, checked with one expression
     for tag in listed:
         if not _PLAIN_TAG.fullmatch(tag):
             try:
@@ -71,12 +71,12 @@ def check_tags(tags: Iterable[str]) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Check paths of nodes, as `checked_path` does one by one: all names at once, however many paths there are."""
+    """Check the paths of nodes by the rules of `tree.checked_path`, but all names at once."""
     joined = "/".join(paths)
     wrong = _NO_NAMES.intersection(joined.split("/")) if paths else ()
     if wrong or _NO_PATH.search(joined):
         odd = next(p for p in paths if _NO_PATH.search(p) or _NO_NAMES.intersection(p.split("/")))
-        raise Corrupt(f"{odd[:60]!r} can't be the path of a node")
+        raise Corrupt(f"{odd[:60]!r} is not the path of a node")
     if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter one has fewer levels
         for path in paths:
             if excess := path_excess(path):
@@ -84,18 +84,18 @@ def check_paths(paths: Sequence[str]) -> None:
 
 
 def check_keys(keys: Iterable[str], allowed: Callable[[str], bool], what: str) -> None:
-    """Check the names of objects, which are all to be `what`."""
+    """Check the names of objects with `allowed`; `what` describes such an object in the error."""
     for key in keys:
         if not allowed(key):
-            raise Corrupt(f"{key[:60]!r} can't be the name of {what}")
+            raise Corrupt(f"{key[:60]!r} is not the name of {what}")
 
 
-def check_ascending(versions: Sequence[int], what: str) -> None:
-    """Check versions that are to be listed once each, the oldest first."""
+def check_ascending(versions: Sequence[int], kind: str) -> None:
+    """Check that versions are listed in ascending order, each once; `kind` describes them in the error."""
     if versions and versions[0] < 1:
-        raise Corrupt(f"version {versions[0]} is listed among the versions {what}")
+        raise Corrupt(f"version {versions[0]} is listed among the {kind} versions")
     if any(later <= version for version, later in itertools.pairwise(versions)):
-        raise Corrupt(f"the versions {what} are not in order, or one is listed twice")
+        raise Corrupt(f"the {kind} versions are out of order, or one is listed twice")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 
 
 def check_documents(documents: Iterable[bytes]) -> None:
-    """Check how much the metadata documents of nodes hold; they are parsed when their node is looked at."""
+    """Check the size of the metadata documents of nodes; each is parsed when its node is used."""
     for document in documents:
         excess = text_excess(document)
         if excess:
