@@ -54,7 +54,7 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "UnsupportedFormat",
-    "inventory",
+    "available",
     "listed",
     "parsing",
 ]
@@ -63,7 +63,7 @@ _MAX_LINES = 20
 _MAX_INLINE = 10
 
 
-def inventory(noun: str, names: Sequence[str] | Sequence[int]) -> str:
+def available(noun: str, names: Sequence[str] | Sequence[int]) -> str:
     """Return "its <noun> are: …" with all of the names, or with the last ten of many."""
     subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
     return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"

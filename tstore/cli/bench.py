@@ -71,7 +71,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
             rounds=rounds,
             seconds=seconds,
             durability=Durability(durability),
-            tell=progress.doing,
+            progress=progress.doing,
         )
         return {"ok": report.ok, **report._asdict()}
 

@@ -40,7 +40,7 @@ def probe(url: str, as_json: bool) -> int:
         finally:
             await storage.close()
         created = [folder for folder in _folders(storage) if not folder.exists()]
-        findings = await judge(Subject.of(url), tell=lambda name: progress.doing(f"probing {url}: {name}"))
+        findings = await judge(Subject.of(url), progress=lambda name: progress.doing(f"probing {url}: {name}"))
         with contextlib.suppress(OSError):  # another process may have written there
             for folder in created:
                 folder.rmdir()

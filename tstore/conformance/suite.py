@@ -33,12 +33,12 @@ class Finding(NamedTuple):
 
 
 async def judge(
-    subject: Subject, checks: Iterable[Check] | None = None, tell: Callable[[str], None] = lambda name: None
+    subject: Subject, checks: Iterable[Check] | None = None, progress: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """Run the checks (by default all) one after the other; call `tell` with the name of each before it starts."""
+    """Run the checks (by default all) one after the other; call `progress` with the name of each before it."""
     findings = []
     for check in CHECKS if checks is None else checks:
-        tell(check.name)
+        progress(check.name)
         begun = time.monotonic()
         outcome: Literal["holds", "fails", "skipped", "unknown"] = "holds"
         detail = ""

@@ -75,7 +75,7 @@ async def bench(
     rounds: int = 3,
     seconds: float = 5.0,
     durability: Durability = Durability.FSYNC,
-    tell: Callable[[str], object] = lambda what: None,
+    progress: Callable[[str], object] = lambda what: None,
 ) -> BenchReport:
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
@@ -92,20 +92,20 @@ async def bench(
     async with created as store:
         try:
             async with Job(hosts, __name__) as job:
-                tell(f"starting {hosts} host processes")
+                progress(f"starting {hosts} host processes")
                 await job.ask("open", url=url, rows=rows, durability=durability.value)
-                saves, restores, differing = await _save_and_restore(job, hosts, rounds, tell)
-                tell(f"{hosts} hosts make small commits for {seconds:g} s")
+                saves, restores, differing = await _save_and_restore(job, hosts, rounds, progress)
+                progress(f"{hosts} hosts make small commits for {seconds:g} s")
                 async with store.transaction("room for small commits") as tx:
                     for number in range(hosts):
                         await tx.create_array(f"writers/{number}", (_SLOTS,), "int64", chunks=(1,), sparse=True)
                 began = time.perf_counter()
                 reports = await job.ask("commit", seconds=seconds)
                 passed = time.perf_counter() - began
-            tell("reading back every acknowledged commit")
+            progress("reading back every acknowledged commit")
             lost = await _lost(store, [len(t["seconds"]) for t in reports])
         finally:
-            tell(f"removing {store.url}")
+            progress(f"removing {store.url}")
             removed = await _remove(url)
     latencies = np.concatenate([np.array(t["seconds"]) for t in reports])
     return BenchReport(
@@ -127,14 +127,14 @@ async def bench(
 
 
 async def _save_and_restore(
-    job: Job, hosts: int, rounds: int, tell: Callable[[str], object]
+    job: Job, hosts: int, rounds: int, progress: Callable[[str], object]
 ) -> tuple[list[float], list[float], int]:
     """Save and restore once per round; return the seconds of both, and the number of arrays that differ."""
     saves, restores, differing = [], [], 0
     for step in range(rounds):
-        tell(f"round {step + 1} of {rounds}: {hosts} hosts save one checkpoint")
+        progress(f"round {step + 1} of {rounds}: {hosts} hosts save one checkpoint")
         saves.append(max(await job.ask("save", step=step)))
-        tell(f"round {step + 1} of {rounds}: {hosts} hosts restore it")
+        progress(f"round {step + 1} of {rounds}: {hosts} hosts restore it")
         results = await job.ask("restore", step=step)
         restores.append(max(took for took, _ in results))
         differing += sum(wrong for _, wrong in results)

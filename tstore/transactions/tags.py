@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, inventory
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, available
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.bounds import MOST_TAGS
 
@@ -51,7 +51,7 @@ class TagEdits(NamedTuple):
         for tag in self.dropped:
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
-                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {inventory('tags', names)}")
+                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {available('tags', names)}")
         new = sum(tag not in existing for tag in self.named)
         if new and len(existing) + new - len(self.dropped) > MOST_TAGS:
             raise InvalidArgument(
