@@ -26,7 +26,7 @@ from tstore.cli.commands import cli
 
 PYTHON = [document for document in DOCUMENTS if document.of_language("python")]
 SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
-MOST_LINES = 280
+MOST_LINES = 250
 
 
 def name_of(document: Document) -> str:
