@@ -107,7 +107,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "no answer taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
     "void record left out": [
-        Edit(APPEND + "_create", DECIDE, "if not await self._landed(): raise"),
+        Edit(APPEND + "_create", DECIDE, "if not await self._was_created(): raise"),
     ],
     "next number without a void record": [Edit(APPEND + "_create", DECIDE, "self._seen += 1")],
     "outcome unknown told as a failure": [
@@ -215,7 +215,9 @@ MUTATIONS: dict[str, list[Edit]] = {
     "a redelivered fragment is not forced": [
         Edit(COOPERATIVE + "_deliver", "await self._storage.flush(self.member.folder, self.durability)", "pass")
     ],
-    "an own commit met again is not forced": [Edit(APPEND + "_catch_up", "await self._settle(version)", "pass")],
+    "an own commit met again is not forced": [
+        Edit(APPEND + "_catch_up", "await self._make_durable(version)", "pass")
+    ],
     "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
     "packs are not forced": [
         Edit(

@@ -400,7 +400,7 @@ async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
     await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
     store = await tstore.open(store.url)
     [fault] = (await store.verify()).faults
-    assert "commits/00000000000000000001 is named as the record of a garbage collection, but is none" in fault
+    assert "commits/00000000000000000001 is referred to as a garbage collection, but is not one" in fault
     with pytest.raises(Corrupt):
         await store.snapshot(1)
 

@@ -75,7 +75,7 @@ def as_compressor(document: Mapping[str, Any]) -> Compressor:
     return compressor
 
 
-def _check_whole(value: Any, low: int, high: int) -> int:
+def _check_int(value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise TypeError
     return value
@@ -95,7 +95,7 @@ class _GZip:
     most = None
 
     def __init__(self, level: int = 5) -> None:
-        self._level = _check_whole(level, 0, 9)
+        self._level = _check_int(level, 0, 9)
 
     def encode(self, data: Any) -> bytes:
         return gzip.compress(data, self._level, mtime=0)
@@ -156,7 +156,7 @@ class _Zstd:
     def __init__(self, level: int = 0, checksum: bool = False) -> None:
         if type(checksum) is not bool:
             raise TypeError
-        self._codec = Zstd(_check_whole(level, -(1 << 17), 22), checksum)
+        self._codec = Zstd(_check_int(level, -(1 << 17), 22), checksum)
 
     def encode(self, data: Any) -> bytes:
         encoded: bytes = self._codec.encode(data)
@@ -256,10 +256,10 @@ class _Blosc:
             raise TypeError
         self._codec = numcodecs.blosc.Blosc(
             cname,
-            _check_whole(clevel, 0, 9),
+            _check_int(clevel, 0, 9),
             _SHUFFLES.index(shuffle),
-            _check_whole(blocksize, 0, _WHOLE),
-            _check_whole(typesize, 1, _WHOLE),
+            _check_int(blocksize, 0, _WHOLE),
+            _check_int(typesize, 1, _WHOLE),
         )
 
     def encode(self, data: Any) -> bytes:

@@ -19,6 +19,7 @@ __all__ = [
     "TRANSACTIONS",
     "commit_key",
     "folder_of",
+    "is_collectable",
     "is_manifest",
     "is_object",
     "is_pack",
@@ -79,6 +80,11 @@ def is_root(key: str) -> bool:
 def is_written(key: str) -> bool:
     """Return whether this is the key of an object that a transaction writes."""
     return _WRITTEN.fullmatch(key) is not None
+
+
+def is_collectable(key: str) -> bool:
+    """Return whether this is the key of an object that garbage collection may delete."""
+    return is_written(key) or is_root(key)
 
 
 def is_pack(key: str) -> bool:

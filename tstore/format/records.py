@@ -20,7 +20,7 @@ from tstore.format.bounds import (
     MOST_TAGS_SET,
     STRUCTURE_BYTES,
 )
-from tstore.format.layout import is_pack, is_root, is_written, owner_of
+from tstore.format.layout import is_collectable, is_pack, is_written, owner_of
 from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef
 from tstore.format.wellformed import (
     check_ascending,
@@ -129,7 +129,7 @@ class Collection(Body, dict=True, frozen=True):
         if not set(self.tags.values()) <= set(self.expired):
             raise Corrupt("a tag expired although its version did not")
         check_transactions(self.transactions)
-        check_keys(self.objects, _is_collectable, "an object that a garbage collection may delete")
+        check_keys(self.objects, is_collectable, "an object that a garbage collection may delete")
         if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
             raise Corrupt("it condemns an object of a living version")
 
@@ -308,7 +308,3 @@ def date_of(time: float) -> datetime.datetime:
     except (ValueError, OverflowError, OSError):
         nearest = datetime.datetime.max if time > 0 else datetime.datetime.min
         return nearest.replace(tzinfo=datetime.UTC)
-
-
-def _is_collectable(key: str) -> bool:
-    return is_written(key) or is_root(key)

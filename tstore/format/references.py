@@ -51,7 +51,7 @@ class ObjectRef(Body, tag="object", frozen=True):
         """Raise `Corrupt` for invalid values."""
         check_keys((self.key,), is_manifest, "a manifest")
 
-    def is_to(self, data: bytes) -> bool:
+    def matches(self, data: bytes) -> bool:
         """Return whether these bytes have the length and checksum of the reference."""
         return len(data) == self.length and check_of(data) == self.check
 

@@ -1,7 +1,7 @@
 """Retention: the rules for which versions to keep, the ledger of living versions, and what a gc may delete; pure.
 
 Only roots and what a transaction wrote can be collected. Markers, records and hints never are, whatever a record
-says: every deletion is filtered by `is_collectable`.
+says: every deletion is filtered by `layout.is_collectable`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SourceCondemned
 from tstore.format.arguments import STEP_TAG, checked_duration, shown
-from tstore.format.layout import is_root, is_written, owner_of
+from tstore.format.layout import is_written, owner_of
 from tstore.format.records import Alive, Collection, Record
 from tstore.format.tree import Tree
 
@@ -29,7 +29,6 @@ __all__ = [
     "Ledger",
     "check_collection",
     "check_condemned",
-    "is_collectable",
     "packs_of",
     "step_of",
 ]
@@ -225,11 +224,6 @@ def packs_of(tree: Tree) -> set[str]:
     tables = [node.chunks for node in tree.nodes.values()]
     used = [t.packs[p] for t in tables for p in np.unique(t.pack).tolist()]
     return {key for key in used if isinstance(key, str)}
-
-
-def is_collectable(key: str) -> bool:
-    """Return whether an object is of a kind that garbage collection may delete."""
-    return is_root(key) or is_written(key)
 
 
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:

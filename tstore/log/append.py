@@ -1,19 +1,19 @@
 """The commit protocol: how a record becomes the next version of the log.
 
 The data of the record is durable already.
-1. Read every record above the version that the record was validated against, unless a look a moment ago showed
-   that there is none. A record with the same transaction id is this very commit (its response was lost, or another
-   host finished the cooperative commit): done. If one is a garbage collection that condemned this transaction, or
-   a pack that it reuses, raise `Conflict`. Otherwise validate against all of them: the caller raises `Conflict`,
-   or returns the record to continue with (usually the same bytes).
+1. Read every record above the version that the record was validated against, unless a recent check showed
+   that there is none. A record with the same transaction id is this commit itself (its response was lost, or
+   another host finished the cooperative commit): done. If one is a garbage collection that condemned this
+   transaction, or a pack that it reuses, raise `Conflict`. Otherwise validate against all of them: the caller
+   raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
-   done. The same bytes can take any number, so they are written and fsynced once, however many numbers are tried
-   (`Storage.offer`). A durable record first makes sure that the one before it is durable, and so by induction are
-   all: if that one was created with `durability="none"`, everything is flushed.
+   done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
+   (`Storage.offer`). A durable record requires a durable predecessor, and so by induction all are durable: if that
+   one was created with `durability="none"`, everything is flushed first.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
-   nobody starves. It grows with the time an attempt takes (a server, many writers), so that fewer attempts are
-   lost. Commits of one process do not race: they take turns, or share a record (`group_commit`).
+   no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
+   fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
 4. If no response came, read the number. If it is still absent, the request may yet arrive, so create a void record
    there: once that exists, the late request can never succeed; continue with the next number. If the number
    exists, go to 1. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
@@ -125,13 +125,13 @@ class Append:
             newer = await self._newer()
             for version, other in newer:
                 if other.transaction == self._record.transaction:
-                    await self._settle(version)
+                    await self._make_durable(version)
                     return version
-                if other.collection is not None:  # first of all: what it condemned may be deleted
+                if other.collection is not None:  # checked first: what it condemned may be deleted already
                     await check_not_condemned(self._log, self._record, version, other)
                     self._collected = version
             whole = max((version for version, other in newer if other.replaces), default=0)
-            # manifests below `whole` may be deleted, and whatever they conflict with conflicts with `whole` too
+            # manifests below `whole` may be deleted; what conflicts with them also conflicts with `whole`
             relevant = [(v, r if v >= whole else replace(r, manifests=())) for v, r in newer if not r.void]
             try:
                 if relevant:
@@ -164,8 +164,8 @@ class Append:
             self._retried(Retry(self._requested, f"no response to its creation: {error}"))
             return False
         except TStoreError:
-            if await self._landed():
-                return False  # it was created before it failed, as when only the fsync of its folder failed
+            if await self._was_created():
+                return False  # it was created before the failure, for example of the fsync of its folder
             raise
         self._log.records.add(self._requested, stored, self._candidate.size)
         return True
@@ -182,7 +182,7 @@ class Append:
             raise
 
     async def _decide(self, cause: Unavailable) -> None:
-        """Make sure that the creation without a response has succeeded or never will."""
+        """Ensure that the creation without a response has either succeeded or never can."""
         own = self._record
         void = Record(f"{own.transaction}.void", own.base, own.time, void=True, durable=False)
         void = replace(void, collected=self._collected)
@@ -194,15 +194,15 @@ class Append:
         except TStoreError:
             raise self._unknown(self._requested, cause) from cause
 
-    async def _landed(self) -> bool:
-        """Return whether the requested number exists; the record there may be this one."""
+    async def _was_created(self) -> bool:
+        """Return whether the requested number exists, possibly as this record."""
         try:
             return await self._log.records.stored_or_none(self._requested) is not None
         except Unavailable as error:
             raise self._unknown(self._requested, error) from error
 
-    async def _settle(self, version: int) -> None:
-        """Make a commit durable that exists already; its creator may have died before it did so."""
+    async def _make_durable(self, version: int) -> None:
+        """Make an existing commit durable; its creator may have died before doing so."""
         try:
             await self._log.storage.flush("commits", self._durability)
         except Unavailable as error:
@@ -211,8 +211,8 @@ class Append:
     def _unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
         return CommitOutcomeUnknown(
-            f"{self._log.storage.url}: no response to the creation of version {version}, nor to asking again "
-            f"({cause}); the commit may exist, and nothing was deleted. Call store.outcome({transaction!r}) later",
+            f"{self._log.storage.url}: no response to the creation of version {version}, nor to reading it back "
+            f"({cause}), so the commit may or may not exist; call store.outcome({transaction!r}) later",
             transaction,
         )
 
@@ -224,7 +224,7 @@ class Append:
 
 
 class _Candidate:
-    """The bytes of a record, prepared once for as many numbers as must be tried."""
+    """The bytes of a record, prepared once for all numbers that are tried."""
 
     def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
         self._storage = storage
@@ -234,11 +234,11 @@ class _Candidate:
 
     @property
     def size(self) -> int:
-        """Length of the record in bytes."""
+        """The length of the record in bytes."""
         return len(self._framed.data)
 
     async def create(self, version: int, record: Record, collected: int) -> Stored:
-        """Create the record of a version, above the garbage collection `collected`, and return it."""
+        """Create the record as a version, with `collected` as the garbage collection before it; return it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self._framed.record and record != self._framed.record:
@@ -250,13 +250,13 @@ class _Candidate:
         return Stored(self._framed.record, check_of(self._framed.data))
 
     async def withdraw(self) -> None:
-        """Discard what was prepared."""
+        """Discard the prepared bytes."""
         if self._offer is not None:
             await self._offer.withdraw()
 
 
 async def _write_root(log: LogReader, version: int) -> None:
-    """Write the root of a version and the hint; a failure costs later readers some reads."""
+    """Write the root of a version and the hint; a failure only costs later readers some requests."""
     try:
         root = (await log.tree(version)).root((await log.stored(version)).check)
         await log.storage.create(root_key(version), encode(root), Durability.FSYNC)
@@ -264,7 +264,7 @@ async def _write_root(log: LogReader, version: int) -> None:
         pass  # another process wrote the same bytes
     except TStoreError:
         return
-    log.trees.replace(Tree.from_root(root))  # with one span for each array in place of one for each commit
+    log.trees.replace(Tree.from_root(root))  # each array has one table instead of one for each commit
     try:
         await log.storage.hint(HINT, str(version).encode())
     except (Denied, StorageFull, Unavailable):

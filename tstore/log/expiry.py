@@ -45,14 +45,14 @@ async def named_collection(log: LogReader, version: int) -> int:
 async def existing_collection(log: LogReader, version: int) -> int:
     """Return the garbage collection that a record names as the newest before it, 0 for none.
 
-    A void record stands for the collection before it: `tstore repair` may have voided that of a collection. Raises
-    `Corrupt` if the version is neither a collection nor void.
+    A void record is skipped in favour of the collection before it, because `tstore repair` may have voided the
+    record of a collection. Raises `Corrupt` if the version is neither a collection nor void.
     """
     while version and (record := await log.record(version)).collection is None:
         if not record.void:
             raise Corrupt(
-                f"{log.storage.url}: {commit_key(version)} is named as the record of a garbage collection, but is "
-                f"none; {log.objects.advice}"
+                f"{log.storage.url}: {commit_key(version)} is referred to as a garbage collection, but is not "
+                f"one; {log.objects.advice}"
             )
         version = record.collected
     return version
@@ -70,14 +70,14 @@ async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Col
     """
     while last and (collection := await log.collection(last)) is not None:
         yield last, collection
-        del collection  # two of them may take too much memory
+        del collection  # before the next is read: two may take too much memory
         last = await existing_collection(log, (await log.record(last)).collected)
 
 
 async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]:
     """Return the versions that the newest garbage collection up to `at` left alive, and its version (0 for none).
 
-    What was committed after the collection is alive too.
+    Versions committed after the collection are alive too.
     """
     last = await last_collection(log, at)
     collection = await log.collection(last) if last else None
@@ -89,7 +89,7 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
     alive, last = await living_versions(log, await log.newest() if at is None else at)
     state = version
     while 0 < state <= last and changes_nothing(await log.record(state)):
-        state -= 1  # it shows the state that an older version made
+        state -= 1  # its state is that of an older version
     if 0 < state <= last and state not in alive:
         async for number, collection in collections(log, last):
             if state in collection.expired:
@@ -135,12 +135,12 @@ async def newest_tree(log: LogReader) -> Tree:
 
 
 def changes_nothing(record: Record) -> bool:
-    """Return whether the version shows the state of an older one: it is void, or a garbage collection."""
+    """Return whether the version has the state of the one before it: it is void, or a garbage collection."""
     return record.void or record.collection is not None
 
 
 async def ledger_since(log: LogReader, collection: int, alive: Iterable[Alive], version: int) -> Ledger:
-    """Return what is alive as of a version: `alive` after a collection (0 for none), and all commits since."""
+    """Return the ledger as of a version: `alive` after a collection (0 for none), and all commits since."""
     ledger = Ledger(alive)
     async for number, record in each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)

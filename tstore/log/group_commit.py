@@ -1,14 +1,15 @@
 """Group commit: commits of one process that wait while another is in flight share one record.
 
 1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
-2. The next one takes along all that wait and may share its record, and one record is appended for all of them.
+2. The next one takes along all waiting commits that may share its record, and one record is appended for them all.
 3. Commits that share a record are small (all of their data is inline), equally durable, and disjoint: none would
    conflict with another, so every order gives the same result. A commit that replaces the tree, drops tags or has
-   metrics goes alone: retention reads the metrics of a version, not those of its parts.
-4. Each is validated by itself against all newer commits. One that conflicts or fails drops out. One that cannot be
-   validated because a garbage collection was committed meanwhile, or that grew because partial chunks had to be
-   written again, drops out too and goes alone in the next turn. So no commit fails because of another that shared
-   its record.
+   metrics is appended alone: retention reads the metrics of a version, not those of its parts.
+4. Each is validated by itself against all newer commits, and drops out if it conflicts or fails. It also drops
+out,
+   and is appended alone in the next turn, if it cannot be validated because a garbage collection was committed
+   meanwhile, or if it grew because partial chunks had to be written again. So no commit fails because of another
+   that shared its record.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # added to the longest pause: where one attempt takes long, those of the others do too
+_ATTEMPTS = 12  # the longest pause grows by this many attempts: if one is slow, those of others are too
 _MOST_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 
 Newer = Sequence[tuple[int, Record]]
@@ -43,7 +44,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was tried again: the version that was committed meanwhile, and the reason in words."""
+    """Why a commit was retried: the version that was committed meanwhile, and the reason in words."""
 
     version: int
     reason: str
@@ -53,11 +54,11 @@ Append = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable[int]]
 
 
 class _AllDroppedOut(Exception):
-    """None of the commits that were to share a record is left."""
+    """None of the commits that wanted to share a record is left."""
 
 
 class QueuedCommit:
-    """A record of `size` bytes to be appended; `changes` is None if it must go alone."""
+    """A record of `size` bytes to be appended; `changes` is None if it must be appended alone."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class QueuedCommit:
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether it may share a record; once it has outgrown that, it goes alone for good."""
+        """Return whether it may share a record; once it has grown too large for that, it never may again."""
         small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if small else None
         return self.changes is not None
@@ -109,16 +110,13 @@ class CommitQueue:
     """The commits of one event loop that wait for their turn."""
 
     def __init__(self) -> None:
-        self._waiting: list[QueuedCommit] = []
+        self.waiting: list[QueuedCommit] = []
         self._busy = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     async def append(self, commit: QueuedCommit, append: Append) -> int:
         """Return the version that the commit became, or became part of; raise the error that prevented it."""
         if self._busy:
-            self._waiting.append(commit)
+            self.waiting.append(commit)
             await self._wait(commit)
         else:
             self._busy = True
@@ -126,7 +124,7 @@ class CommitQueue:
             try:
                 await self._append(commit, append)
             finally:
-                self._pass_on()
+                self._start_next()
         if commit.error is not None:
             raise commit.error
         assert commit.version is not None
@@ -136,10 +134,10 @@ class CommitQueue:
         try:
             await commit.turn
         except asyncio.CancelledError:
-            if commit in self._waiting:
-                self._waiting.remove(commit)
+            if commit in self.waiting:
+                self.waiting.remove(commit)
             elif commit.turn.done() and not commit.done:  # it was its turn
-                self._pass_on()
+                self._start_next()
             raise
 
     async def _append(self, commit: QueuedCommit, append: Append) -> None:
@@ -151,50 +149,50 @@ class CommitQueue:
                 for other in commits[1:]:
                     if other.done:
                         other.wake()
-                self._waiting[:0] = [other for other in commits[1:] if not other.done]
+                self.waiting[:0] = [other for other in commits[1:] if not other.done]
 
     def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
-        """Remove from the queue what may share a record with a commit, and return all of them."""
+        """Remove the commits that can share a record with this one from the queue; return all of them."""
         commits, size = [commit], commit.size
-        for other in self._waiting:
+        for other in self.waiting:
             if len(commits) < MOST_PARTS and size + other.size <= _MOST_BYTES and other.fits(commits):
                 commits.append(other)
                 size += other.size
-        self._waiting = [other for other in self._waiting if other not in commits]
+        self.waiting = [other for other in self.waiting if other not in commits]
         return commits
 
-    def _pass_on(self) -> None:
-        if self._waiting:
-            self._waiting.pop(0).wake()
+    def _start_next(self) -> None:
+        if self.waiting:
+            self.waiting.pop(0).wake()
         else:
             self._busy = False
 
 
 async def _append_together(commits: list[QueuedCommit], append: Append) -> None:
-    """Append one record for all commits; those that must go alone from now on stay without an outcome."""
-    going = commits
+    """Append one record for all commits; those that must be appended alone remain without an outcome."""
+    sharing = commits
     transaction = (
         commits[0].record.transaction if len(commits) == 1 else f"{commits[0].record.transaction}.together"
     )
 
     async def validate(newer: Newer) -> Record:
-        nonlocal going
-        for commit in going:
+        nonlocal sharing
+        for commit in sharing:
             try:
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # because of a garbage collection: `Append` looks again
+                    raise  # because of a garbage collection: `Append` reads the newer records again
                 commit.changes = None
             except Exception as error:
                 commit.error = error
-        going = [c for c in going if not c.done and (len(commits) == 1 or c.may_share())]
-        if not going:
+        sharing = [c for c in sharing if not c.done and (len(commits) == 1 or c.may_share())]
+        if not sharing:
             raise _AllDroppedOut
-        return _combined(transaction, commits, going)
+        return _combined(transaction, commits, sharing)
 
     def retried(retry: Retry) -> None:
-        for commit in going:
+        for commit in sharing:
             _logger.info(
                 "retrying transaction %s after version %d: %s",
                 commit.record.transaction,
@@ -204,13 +202,13 @@ async def _append_together(commits: list[QueuedCommit], append: Append) -> None:
             commit.retried(retry)
 
     try:
-        version = await append(_combined(transaction, commits, going), validate, retried)
-        for commit in going:
+        version = await append(_combined(transaction, commits, sharing), validate, retried)
+        for commit in sharing:
             commit.version = version
     except _AllDroppedOut:
-        pass  # each has its error, or goes alone
+        pass  # each has its error, or is appended alone
     except BaseException as error:
-        for commit in [c for c in going if not c.done]:
+        for commit in [c for c in sharing if not c.done]:
             commit.error = error
             if isinstance(error, CommitOutcomeUnknown):
                 commit.error = CommitOutcomeUnknown(str(error), commit.record.transaction)
@@ -218,11 +216,11 @@ async def _append_together(commits: list[QueuedCommit], append: Append) -> None:
             raise
 
 
-def _combined(transaction: str, commits: Sequence[QueuedCommit], going: Sequence[QueuedCommit]) -> Record:
-    """Return one record for all that go, based on the oldest of their bases."""
+def _combined(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequence[QueuedCommit]) -> Record:
+    """Return one record for the commits that share it, based on the oldest of their bases."""
     if len(commits) == 1:
         return commits[0].record
-    records = [commit.record for commit in going]
+    records = [commit.record for commit in sharing]
     return Record(
         transaction=transaction,
         base=min(r.base for r in records),

@@ -49,7 +49,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """
     newest = await log.newest()
     alive, last = await living_versions(log, newest)
-    pending: list[tuple[int, Record]] = []  # collections, alive if the version below whose state they show is
+    pending: list[tuple[int, Record]] = []  # collections, which expire with the version below them
     async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if record.void:
@@ -67,10 +67,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
 
 
 async def version_named(log: LogReader, at: int | str, newest: int) -> int:
-    """Return the version of a number or tag, as of the version `newest`.
-
-    Raises `NotFound`, which lists the tags.
-    """
+    """Return the version that a number or tag names as of `newest`; raise `NotFound`, which lists the tags."""
     if isinstance(at, int):
         if not 0 <= at <= newest:
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}")

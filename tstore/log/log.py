@@ -26,12 +26,6 @@ class Log:
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CommitQueue]
         self._queues = weakref.WeakKeyDictionary()  # one for each loop; a forked child has another loop
 
-    @property
-    def waiting(self) -> int:
-        """Number of commits of the running event loop that wait while another is in flight."""
-        queue = self._queues.get(asyncio.get_running_loop())
-        return 0 if queue is None else len(queue)
-
     async def append(
         self,
         record: Record,
@@ -47,7 +41,7 @@ class Log:
         record passed with its `changes` may share a record with other commits of this process: see `group_commit`.
         Raises `InvalidArgument` if readers would refuse the record, `Conflict`, `CommitOutcomeUnknown`.
         """
-        first = FramedRecord.from_record(record)  # raises here, before it can fail together with others
+        first = FramedRecord.from_record(record)  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def checked(newer: Newer) -> Record:
@@ -68,7 +62,7 @@ class Log:
             await check_not_condemned(self.reader, Record(transaction, base, 0.0), version, other)
 
     async def make_durable(self, version: int, durability: Durability) -> None:
-        """Make an existing commit as durable as asked; its creator may have died before it did so."""
+        """Make an existing commit as durable as requested; its creator may have died before doing so."""
         if durability is Durability.FSYNC and not (await self.reader.record(version)).durable:
             await self.storage.sync()
         else:

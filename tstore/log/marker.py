@@ -1,4 +1,4 @@
-"""The marker of a store: the small object that says what it is, in which format, and which store."""
+"""The marker of a store: the small object with its format version and identity."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Marker(msgspec.Struct, frozen=True):
             raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
         try:
             written = msgspec.json.decode(data, type=_Format).format
-            if written > FORMAT_VERSION:  # everything else may differ there
+            if written > FORMAT_VERSION:  # all other fields may differ in it
                 raise UnsupportedFormat(
                     f"{MARKER} has format version {written}; this tstore reads up to {FORMAT_VERSION}"
                 )
@@ -88,19 +88,19 @@ def _decoded(storage: Storage, data: bytes) -> Marker:
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
-    `racers` creations, each with another uuid, race for it: storage on which not exactly one wins is refused.
+    `racers` concurrent creations, each with another uuid, must have exactly one winner, or the storage is refused.
     Raises `NotAStore` (the folder holds other files), `Denied`.
     """
     try:
         empty = await storage.empty()
     except NotFound as error:
         raise NotAStore(
-            f"{storage.url} is no folder, so no store can be created there; choose another path"
+            f"{storage.url} is not a folder, so no store can be created there; choose another path"
         ) from error
     if not empty and await read_marker(storage) is None:  # another host may have created it just now
         raise NotAStore(
-            f"{storage.url} holds other files and no {MARKER}, so no store is created there; choose an empty or a "
-            "new folder"
+            f"{storage.url} holds other files but no {MARKER}, so no store can be created there; choose an empty "
+            "or a new folder"
         )
     if not storage.capabilities.conditional_create:
         await prove(storage)

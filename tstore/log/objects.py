@@ -41,17 +41,17 @@ class MetadataObjects:
 
     @property
     def advice(self) -> str:
-        """What to do about a record that is damaged or missing."""
+        """The advice for a damaged or missing record."""
         return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
 
     async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return what `take` makes of the bytes of an object.
+        """Return the result of `take` for the bytes of an object.
 
-        `cached` returns what another task made of a long object while this one waited for its turn, or None.
+        `cached` returns that result if another task loaded the object while this one waited for its turn, or None.
         """
         try:
             data = await self.storage.get(key, SHORT)
-        except Corrupt:  # it is longer; if it is damaged, the next `get` raises the same
+        except Corrupt:  # it is longer, or damaged; then the next `get` raises this again
             return await self.load_long(key, take, cached)
         return take(data)
 
@@ -92,9 +92,9 @@ class MetadataObjects:
             reference.validate()
             return reference
         data = await self.storage.get(reference.key, reference.length)
-        if not reference.is_to(data) and await run(forget, self.storage, reference.key):
+        if not reference.matches(data) and await run(forget, self.storage, reference.key):
             data = await self.storage.get(reference.key, reference.length)
-        if not reference.is_to(data):
+        if not reference.matches(data):
             raise Corrupt(
                 f"{self.storage.url}: {reference.key} is not the object that was committed: expected "
                 f"{reference.length} bytes and the checksum in its record, got {len(data)} bytes; restore it from "

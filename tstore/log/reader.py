@@ -6,11 +6,11 @@ To find the newest version
 3. Bisect between the last that exists and the first that does not.
 
 On storage whose requests mostly wait for a server, a probe fetches the record, many probes are sent at once
-(`search`), and with the last of them go those for the records that the tree needs from below. So the tree of a new
+(`Search`), and with the last of them go those for the records that the tree needs from below. So the tree of a new
 version takes no further requests, and the root at the hint is fetched together with the first probes.
 
 A process that knows the newest version looks at the next number only. On a disk it reads the records above at
-once, up to the first absent number, and checks whether one exists behind that: then the log has a hole.
+once, up to the first absent number, and checks whether a later one exists: then the log has a hole.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ _RECENTLY = 1.0  # seconds
 
 
 class Search:
-    """A search by `exist`, which returns for each of some numbers whether it exists.
+    """A search for the newest of consecutively numbered objects: gallop, then bisect.
 
-    `waits` means that probing many numbers takes no longer than probing one.
+    `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
+    longer than probing one. Then the first batch has the next two numbers, which is enough if at most one was
+    committed since; the second has those up to the 64th, the next that writes a hint; the last has all numbers
+    between the last that exists and the first that does not.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
@@ -291,7 +294,7 @@ class LogReader:
             return True
         if not self.storage.tuning.waits:
             return await self.storage.size(commit_key(version)) is not None
-        try:  # takes as long as asking for its length, and it is needed next as a rule
+        try:  # takes as long as a request for its length, and the record is usually needed next
             return await self.records.stored_or_none(version) is not None
         except (Corrupt, UnsupportedFormat):
             return True

@@ -30,10 +30,10 @@ V = TypeVar("V")
 
 
 class VersionCache(Generic[V]):
-    """The values put in last: about `most` of them, and at most `size` bytes in total.
+    """A bounded cache of the most recent values by version: about `most`, and at most `size` bytes in total.
 
     Up to an eighth more stay for a while, so that several are evicted at a time. Every step is a single dict
-    operation, which is atomic, and assumes nothing about the steps before it, so that threads need no lock.
+    operation, which is atomic, and assumes nothing about the steps before it, so threads share it without a lock.
     """
 
     def __init__(self, most: int, size: float = math.inf) -> None:
@@ -87,7 +87,7 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 
 
 class _Unread:
-    """Has none of a collection's attributes, so that code which did not ask for the collection fails."""
+    """Has none of the attributes of a collection, so that code fails if it did not read the collection."""
 
 
 UNREAD = cast(Collection, _Unread())
@@ -197,7 +197,7 @@ class Records:
         return self.add(version, Stored(record, check_of(data)), len(data))
 
     async def refetch(self, version: int) -> None:
-        """Raise `TimelineChanged` if the record of a version is not the cached one any more."""
+        """Read the record of a version again; raise `TimelineChanged` if it is no longer the cached one."""
         try:
             await self._objects.load(commit_key(version), lambda data: self.confirm(version, data), lambda: None)
         except NotFound:

@@ -34,6 +34,7 @@ from tstore.errors import Denied, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.layout import (
     ROOT_EVERY,
+    is_collectable,
     is_manifest,
     is_object,
     is_pack,
@@ -44,7 +45,7 @@ from tstore.format.layout import (
 )
 from tstore.format.records import Collection, Record
 from tstore.format.references import ObjectRef
-from tstore.format.retention import Keep, Ledger, is_collectable, packs_of
+from tstore.format.retention import Keep, Ledger, packs_of
 from tstore.log.expiry import ledger_since, living_versions
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log

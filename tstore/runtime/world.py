@@ -1,7 +1,7 @@
 """The clock and random numbers, which a simulation can replace.
 
-Identifiers, jitter and the times in records come from here, so that a simulated host can have its own clock and
-random numbers (`tstore.simulation`), and a seed can be replayed exactly. Waits and deadlines use the time of the
+Identifiers, jitter and the times in records come from here, so that each host of a simulation
+(`tstore.simulation`) can have its own, and a seed can be replayed exactly. Waits and deadlines use the time of the
 event loop. Code in the threads of the pool always uses the real clock and random numbers.
 """
 

@@ -304,7 +304,7 @@ class Admission:
             absent.append(ref.key)
             return None
         data = await self._storage.get(ref.key) if size == ref.length else b""
-        if not ref.is_to(data):
+        if not ref.matches(data):
             raise Corrupt(f"{ref.key} has another length or checksum than the record says")
         return await run(decode, data, Manifest)
 
