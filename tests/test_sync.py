@@ -94,7 +94,7 @@ def test_the_types_are_those_of_the_awaited_names() -> None:
         ("tstore.save", "metrics", "Nested dicts, lists, tuples"),
         ("tstore.open('s').transaction", "isolation", "`with` commits"),
         ("tstore.open('s').transaction().create_array", "fill_value", "Stage a new array"),
-        ("tstore.open('s').snapshot().array('w').read", "out", "Return the values, verified"),
+        ("tstore.open('s').snapshot().array('w').read", "out", "Return the verified values"),
         ("tstore.open('s').snapshot().array('w')[3:, 0].write", "values", "Stage values"),
     ],
 )

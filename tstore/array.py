@@ -28,7 +28,7 @@ class ArraySource(Protocol):
         """Stage values, which have one axis per axis of the array; raise `Misuse` if the source is read-only."""
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
-        """Stage another shape and return the metadata with it."""
+        """Stage a new shape and return the changed metadata."""
 
 
 class Array:
@@ -81,12 +81,12 @@ class Array:
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:
-        """The name of each axis of the array, None for an axis without one; or None."""
+        """The name of each axis (None for one without a name), or None if no axis has a name."""
         return self._meta.dimension_names
 
     @property
     def fill_value(self) -> Any:
-        """The value of elements never written, in a sparse array or in a chunk written in part."""
+        """The value of elements that were never written, in a sparse array or in a partly written chunk."""
         return self._meta.fill_value
 
     @property
@@ -102,15 +102,13 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Raise `Misuse`: NumPy cannot await, and without this method would make an array of one object."""
-        raise Misuse(
-            f"{self.path}: NumPy can't convert an array of tstore; pass it the values, `await array.read()`"
-        )
+        raise Misuse(f"{self.path}: NumPy can't convert a tstore.Array; pass it the values, `await array.read()`")
 
     def __repr__(self) -> str:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"
 
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the values, verified, in a new array, or in `out` of the same shape and dtype.
+        """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
         Raise `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if stored bytes
         have changed.
@@ -130,11 +128,12 @@ class Array:
     async def write(self, values: npt.ArrayLike) -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
-        A chunk that is written in part keeps its other values bit for bit. If a lossy codec can't do that, because
-        the new values need another shared offset, the commit (or a read before it) raises `InvalidArgument`.
+        The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
+        them, because the new values need another shared offset, the commit (or a read before it) raises
+        `InvalidArgument`.
 
-        Raise `InvalidArgument` if shape or dtype do not fit (values are cast within one kind), and `Misuse` for an
-        array of a snapshot or of a transaction that has ended.
+        Raise `InvalidArgument` if the shape or dtype does not fit (values are cast within one kind), and `Misuse`
+        for an array of a snapshot or of a transaction that has ended.
         """
         if isinstance(values, np.ndarray) and hasattr(values, "mask"):
             raise InvalidArgument(
@@ -155,7 +154,7 @@ class Array:
         await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(spread))
 
     async def resize(self, shape: Sequence[int]) -> None:
-        """Stage another shape with as many axes; chunks outside of it are dropped.
+        """Stage a new shape with the same number of axes; chunks outside of it are dropped.
 
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows.

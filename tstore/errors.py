@@ -64,7 +64,7 @@ _MAX_INLINE = 10
 
 
 def available(noun: str, names: Sequence[str] | Sequence[int]) -> str:
-    """Return "its <noun> are: …" with all of the names, or with the last ten of many."""
+    """Return the text "its <noun> are: …" with all of the names, or with the last ten of many."""
     subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
     return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"
 
@@ -139,13 +139,13 @@ class SnapshotExpired(NotFound):
 
 
 class AlreadyExists(TStoreError):
-    """The name to be created exists already; it was not changed."""
+    """The store, array, tag or object to be created exists already; it was not changed."""
 
 
 class Conflict(TStoreError):
     """Another transaction committed a change to the same chunks or metadata first.
 
-    `paths` lists the nodes (or tags) on which the two overlap. Nothing of this transaction is visible.
+    `paths` lists the nodes or tags that both changed. This transaction has no visible effect.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ class SourceCondemned(Conflict):
 class Inconsistent(TStoreError):
     """The fragments of a cooperative transaction contradict each other or lack chunks.
 
-    `paths` lists the arrays or tags concerned. Nothing of this transaction is visible.
+    `paths` lists the arrays or tags concerned. The transaction has no visible effect.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class Corrupt(TStoreError):
 
 
 class TimelineChanged(TStoreError):
-    """The store was replaced while it was open, as by restoring a backup; open it again."""
+    """The store was replaced while it was open, for example by a restored backup; open it again."""
 
 
 class UnsupportedFormat(TStoreError):
@@ -213,7 +213,7 @@ class DeadlineExceeded(Unavailable, TimeoutError):
 
 
 class CommitOutcomeUnknown(TStoreError):
-    """It is unknown whether the commit took effect; nothing was deleted.
+    """Whether the commit took effect is unknown; nothing was deleted.
 
     `transaction` is the id to pass to `store.outcome(…)` once the storage responds again.
     """

@@ -51,7 +51,7 @@ class Snapshot:
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
-        return sorted(p for p, n in self._tree.nodes.items() if n.is_array)
+        return sorted(path for path, node in self._tree.nodes.items() if node.is_array)
 
     def attributes(self, path: str = "") -> dict[str, Any]:
         """Return the attributes of the array or group at a path, empty if there are none."""
@@ -59,7 +59,7 @@ class Snapshot:
         return {} if node is None else node.attributes
 
     def own_attributes(self) -> dict[str, Any]:
-        """Return the root group's attributes that tstore uses; another program may have written them."""
+        """Return tstore's own attributes of the root group; another program may have written them."""
         own = self.attributes().get(OWN)
         return own if isinstance(own, dict) else {}
 
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
-    """Return the snapshot of a version; raise `SnapshotExpired` if a gc, up to `newest` or later, removed it."""
+    """Return the snapshot of a version; raise `SnapshotExpired` if garbage collection removed it."""
     await check_alive(log, version, newest)
     return Snapshot(log, await unexpired(log, version, log.tree(version)))
 

@@ -1,11 +1,10 @@
 """The steps of a store: the commits with a tag `step/<number>`, each a checkpoint.
 
-`save` sets these tags, and so does an import, which saves; a copy takes them over. `quantize` refuses them: a
-lossy copy is not a step, and is restored or quantized again only by its own tag. A transaction that sets such a
-tag declares its commit a checkpoint.
+`save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
+`quantize` refuses them: a lossy copy is not a step, and is restored or quantized again only by its own tag.
 
-A store without steps is restored from its newest version, except for the commits of `quantize`. Their metadata
-names the version that they were made from (`QUANTIZED`).
+A store without steps is restored from its newest version, except for the commits of `quantize`, whose metadata
+names their source version (`QUANTIZED`).
 """
 
 from __future__ import annotations
@@ -36,16 +35,13 @@ def steps_of(tags: Iterable[str]) -> list[int]:
 
 
 async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the steps that are saved, in increasing order.
-
-    Raises `NotAStore`.
-    """
+    """Return the saved steps, in increasing order; raise `NotAStore`."""
     async with opened(store, "r") as source:
         return steps_of(await source.tags())
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, of a version or tag, or of the newest step (without steps, version)."""
+    """Return the snapshot of a step, version or tag; by default the newest step, or version without steps."""
     if at is not None:
         return await store.snapshot(at)
     newest = await store.snapshot()
@@ -58,7 +54,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize: of a version or tag, or of the newest step (without steps, version).
+    """Return the snapshot to quantize: a version or tag; by default the newest step, or version without steps.
 
     Raises `InvalidArgument` if every version is quantized already.
     """
@@ -66,12 +62,14 @@ async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
         return await store.snapshot(at)
     newest = await _newest_checkpoint(store, await store.snapshot())
     if newest is None:
-        raise InvalidArgument(f"{store.url} has quantized commits only; to quantize one again, name it with at=…")
+        raise InvalidArgument(
+            f"{store.url} has only quantized commits; to quantize one again, pass its version or tag as at=…"
+        )
     return newest
 
 
 async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
-    """Return the newest step; without steps, the newest living version that is not a quantized copy, if any."""
+    """Return the newest step; without steps, the newest living version that is not quantized, or None."""
     if newest.version == 0:
         raise NotFound(f"{store.url} has no commit yet; save one first")
     saved = steps_of(newest.tags)

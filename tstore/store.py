@@ -65,14 +65,14 @@ async def open(
     """Open the store at a URL or path, or on a `Storage`.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
-    `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder that keeps what is read from a server, up to the size that `Cache` sets.
+    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder for objects read from a server, limited to the size that `Cache` sets.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one.
-    Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
-    exclusive creates that is made with each new store), `InvalidArgument`.
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raises
+    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
+    (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
+    is tested for each new store), `InvalidArgument`.
     """
     if mode not in get_args(Mode):
         raise InvalidArgument(
@@ -112,14 +112,14 @@ async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
         if mode == "x" and not created:
             raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
     elif mode == "x":
-        raise AlreadyExists(f"{storage.url} is a store already; open it with mode='a', or choose another URL")
+        raise AlreadyExists(f"{storage.url} is already a store; open it with mode='a', or choose another URL")
     elif mode != "r" and not storage.capabilities.conditional_create:
         await prove(storage)
     return marker
 
 
 async def _prefetched_hint(storage: Storage) -> int | None:
-    """Read the hint to the newest version while the marker is read; None if storage is local or the read fails."""
+    """Return the hint to the newest version, read concurrently with the marker; None if local or unreadable."""
     if not storage.tuning.waits:
         return None
     try:
@@ -130,7 +130,7 @@ async def _prefetched_hint(storage: Storage) -> int | None:
 
 @contextlib.asynccontextmanager
 async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIterator[Store]:
-    """Yield an open store as it is, or open the store at a URL in this mode and close it afterwards."""
+    """Yield a `Store` unchanged, or open the store at a URL in this mode and close it afterwards."""
     if isinstance(store, Store):
         yield store
         return
@@ -139,7 +139,7 @@ async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIter
 
 
 class Store:
-    """Everything under one URL. Readers never block; writers conflict only when they commit."""
+    """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     def __init__(self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
         self._log = Log(LogReader(storage, hint))
@@ -184,15 +184,15 @@ class Store:
         ----------
         tag, move_tag, drop_tag
             `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
-            `move_tag` names it too, and may be in use. `drop_tag` removes a tag, or raises `NotFound`.
+            `move_tag` names it too, and may be in use. `drop_tag` removes a tag; `NotFound` if there is none.
         isolation
-            With "serializable" the commit also fails with a `Conflict` if anything that was read through the
-            transaction has changed.
+            With "serializable" the commit also raises `Conflict` if anything read through the transaction has
+            changed.
         durability
             With "none" a power failure may undo the commit.
         name, host, hosts, attempt
-            With these, the transaction is one host's part of a cooperative transaction, which is committed once
-            all hosts have called `commit`.
+            The transaction is one host's part of a cooperative transaction, which is committed once all hosts
+            have called `commit`.
 
         Raises
         ------
@@ -200,36 +200,22 @@ class Store:
         `Misuse` if this host already has the same transaction open in this `Store`.
         """
         self._check_writable()
-        message, stored_metadata = checked_text("message", message), checked_metadata(metadata)
         if isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
-        if isolation == "serializable" and name is not None:
-            raise InvalidArgument(
-                f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
-                "host; read and write in a transaction of one process, without a name"
-            )
-        if drop_tag is not None and name is not None:
-            raise InvalidArgument(
-                f"transaction {name!r} can't drop a tag, because a fragment does not carry that; drop "
-                f"{drop_tag!r} in a transaction of one process, without a name"
-            )
-        checked = checked_durability(durability)
-        if name is None and hosts != 1:
-            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
-        member = None if name is None else Membership.from_arguments(name, host, hosts, attempt)
-        place = (member.transaction, host) if member is not None else ("", 0)
+        member = _membership(name, host, hosts, attempt, isolation, drop_tag)
+        place = ("", 0) if member is None else (member.transaction, host)
         if place in self._members and not self._members[place].ended:
             raise Misuse(
                 f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
             )
         transaction = Transaction(
             self._log,
-            message=message,
+            message=checked_text("message", message),
             tags=TagEdits.from_arguments(tag, move_tag, drop_tag),
             isolation=isolation,
-            durability=checked,
+            durability=checked_durability(durability),
             member=member,
-            metadata=stored_metadata,
+            metadata=checked_metadata(metadata),
         )
         if member is not None:
             self._members[place] = transaction
@@ -372,3 +358,24 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<tstore.Store {self.url} mode={self.mode!r}>"
+
+
+def _membership(
+    name: str | None, host: int, hosts: int, attempt: str | None, isolation: Isolation, drop_tag: str | None
+) -> Membership | None:
+    """Return the membership of a host in a cooperative transaction, None for a transaction of one process."""
+    if name is None:
+        if hosts != 1:
+            raise InvalidArgument(f"a transaction of {hosts} hosts needs a name that all of them share")
+        return None
+    if isolation == "serializable":
+        raise InvalidArgument(
+            f"transaction {name!r} can't be serializable, because a fragment does not carry the reads of its "
+            "host; read and write in a transaction of one process, without a name"
+        )
+    if drop_tag is not None:
+        raise InvalidArgument(
+            f"transaction {name!r} can't drop a tag, because a fragment does not carry that; drop {drop_tag!r} in "
+            "a transaction of one process, without a name"
+        )
+    return Membership.from_arguments(name, host, hosts, attempt)

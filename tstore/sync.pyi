@@ -107,18 +107,18 @@ class Array:
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:
-        """The name of each axis of the array, None for an axis without one; or None."""
+        """The name of each axis (None for one without a name), or None if no axis has a name."""
 
     @property
     def fill_value(self) -> Any:
-        """The value of elements never written, in a sparse array or in a chunk written in part."""
+        """The value of elements that were never written, in a sparse array or in a partly written chunk."""
 
     @property
     def codecs(self) -> list[dict[str, Any]]:
         """The codec chain, as in `zarr.json`."""
 
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the values, verified, in a new array, or in `out` of the same shape and dtype.
+        """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
         Raise `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if stored bytes
         have changed."""
@@ -126,14 +126,15 @@ class Array:
     def write(self, values: npt.ArrayLike) -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
-        A chunk that is written in part keeps its other values bit for bit. If a lossy codec can't do that, because
-        the new values need another shared offset, the commit (or a read before it) raises `InvalidArgument`.
+        The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
+        them, because the new values need another shared offset, the commit (or a read before it) raises
+        `InvalidArgument`.
 
-        Raise `InvalidArgument` if shape or dtype do not fit (values are cast within one kind), and `Misuse` for an
-        array of a snapshot or of a transaction that has ended."""
+        Raise `InvalidArgument` if the shape or dtype does not fit (values are cast within one kind), and `Misuse`
+        for an array of a snapshot or of a transaction that has ended."""
 
     def resize(self, shape: Sequence[int]) -> None:
-        """Stage another shape with as many axes; chunks outside of it are dropped.
+        """Stage a new shape with the same number of axes; chunks outside of it are dropped.
 
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows."""
@@ -205,15 +206,15 @@ class Store:
         ----------
         tag, move_tag, drop_tag
             `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
-            `move_tag` names it too, and may be in use. `drop_tag` removes a tag, or raises `NotFound`.
+            `move_tag` names it too, and may be in use. `drop_tag` removes a tag; `NotFound` if there is none.
         isolation
-            With "serializable" the commit also fails with a `Conflict` if anything that was read through the
-            transaction has changed.
+            With "serializable" the commit also raises `Conflict` if anything read through the transaction has
+            changed.
         durability
             With "none" a power failure may undo the commit.
         name, host, hosts, attempt
-            With these, the transaction is one host's part of a cooperative transaction, which is committed once
-            all hosts have called `commit`.
+            The transaction is one host's part of a cooperative transaction, which is committed once all hosts
+            have called `commit`.
 
         Raises
         ------
@@ -385,14 +386,14 @@ def open(
     """Open the store at a URL or path, or on a `Storage`.
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
-    `storage_options` are the options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder that keeps what is read from a server, up to the size that `Cache` sets.
+    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder for objects read from a server, limited to the size that `Cache` sets.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one.
-    Raises `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"),
-    `UnsupportedFormat` (written by a newer tstore), `Denied` (no permission, or the storage fails the test of
-    exclusive creates that is made with each new store), `InvalidArgument`."""
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raises
+    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
+    (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
+    is tested for each new store), `InvalidArgument`."""
 
 def quantize(
     store: str | os.PathLike[str] | Store,
@@ -541,6 +542,4 @@ def save(
     is not saved and earlier commits are unchanged."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the steps that are saved, in increasing order.
-
-    Raises `NotAStore`."""
+    """Return the saved steps, in increasing order; raise `NotAStore`."""

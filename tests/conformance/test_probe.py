@@ -46,7 +46,7 @@ async def test_an_honest_storage_is_asked_little() -> None:
     await tstore.open(counted, "x")
     assert len(counted.calls) <= 12
     assert await counted.list("") == ["tstore.json"]
-    with pytest.raises(AlreadyExists, match="store already"):
+    with pytest.raises(AlreadyExists, match="already a store"):
         await tstore.open(counted, "x")
     seen = len(counted.calls)
     await tstore.open(counted)
