@@ -1,4 +1,4 @@
-"""The data path: values into packs, and out of them again.
+"""The data path: values into packs, and back out of them.
 
 A chunk's address has three forms on its way from `save` to disk and back:
 

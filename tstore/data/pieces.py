@@ -61,7 +61,7 @@ class ReadJob:
 
 
 def fits(values: Values, meta: ArrayMeta) -> bool:
-    """Return whether a decoded chunk can go into `values` without a cast or a strided copy."""
+    """Return whether a chunk can be decoded straight into `values`, without a cast or a strided copy."""
     return values.flags.c_contiguous and values.dtype == meta.dtype
 
 
@@ -101,7 +101,7 @@ class Piece(abc.ABC):
 class ChunkPiece(Piece):
     """A chunk, or its blocks from `first` up to `last`, which begin `skipped` bytes into it.
 
-    `cover` is None if the chunk is the whole array and the result takes its bytes unchanged.
+    `cover` is None if the chunk is the whole array and its bytes are the result.
     """
 
     __slots__ = ("cover", "row", "skipped", "target")

@@ -35,7 +35,7 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
     try:
         return np.empty(shape, dtype)
     except MemoryError as error:
-        raise InvalidArgument(f"{path}: {error}, which exceeds the memory available; read a part of it") from error
+        raise InvalidArgument(f"{path}: {error}: it exceeds the available memory; read a part of it") from error
 
 
 async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:

@@ -1,7 +1,8 @@
 """Writes: values into packs, copied, encoded, checksummed and compared with the previous version.
 
-What is written is what was hashed, even if the caller changes its arrays meanwhile: every byte is first copied
-into a worker's scratch memory, and only the copy is encoded, hashed and written, while it is in the CPU's caches.
+The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
+first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
+caches.
 Short chunks are written in batches, many of them gathered by one strided copy. A long chunk that is contiguous in
 memory is copied, hashed and written block by block. A chunk whose checksums equal those of the previous version
 becomes a reference to it and costs no bytes.

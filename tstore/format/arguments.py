@@ -1,8 +1,8 @@
 """Checks of arguments that are stored: text, tags, steps, numbers and JSON; pure, no I/O.
 
-The call with a value that cannot be read back must fail before any data is written, because a record is never
-deleted. The bounds are those of readers: text is UTF-8, integers have 64 bits, and nesting is far below every
-parser's limit.
+A call with a value that readers would refuse must fail before any data is written, because records are never
+deleted. The rules are those of readers: text is UTF-8, integers have 64 bits, and nesting is far below the limit
+of every parser.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def checked_step(step: Any) -> int:
 
 
 def checked_index(argument: str, value: Any) -> int:
-    """Return the number of a host or of hosts as an int; raise `InvalidArgument` if it is not an integer."""
+    """Return an integer as an int; raise `InvalidArgument` for any other type."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -112,7 +112,7 @@ def checked_duration(argument: str, value: Any) -> datetime.timedelta:
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
     """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists.
 
-    Raise `InvalidArgument`, naming the place, for keys that are not text, NaN, infinity, integers beyond 64 bits,
+    Raise `InvalidArgument`, naming the key, for keys that are not text, NaN, infinity, integers beyond 64 bits,
     and types that JSON does not have.
     """
     if attributes is None:
@@ -156,15 +156,14 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     excess = packed_excess(packed, METADATA_VALUES, METADATA_LEVELS)
     if excess or len(packed) > METADATA_BYTES:
         raise InvalidArgument(
-            f"metadata: {excess or f'{len(packed)} bytes'} are too many for the record of a commit, which every "
-            f"reader reads; expected at most {METADATA_VALUES} values in {METADATA_BYTES} bytes: store them as "
-            "an array"
+            f"metadata: {excess or f'{len(packed)} bytes'} are too many for the record of a commit; expected at "
+            f"most {METADATA_VALUES} values in {METADATA_BYTES} bytes: store them as an array"
         )
     return checked
 
 
 class _Refused(Exception):
-    """The reason why a value cannot be stored, and the keys on the path to it."""
+    """The reason why a value cannot be stored, and the keys that lead to it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -172,7 +171,7 @@ class _Refused(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refused:
-        """Return the exception with another outermost key."""
+        """Add an outermost key; return the exception."""
         self.keys.insert(0, key)
         return self
 
@@ -270,9 +269,9 @@ def _encodable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: in one short line, whatever its type."""
+    """Return a value of any type as a short line for an error message."""
     try:
         text = ascii(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
-    except Exception as error:  # the value's own code: some cannot be shown, as an integer of 5,000 digits
+    except Exception as error:  # repr may raise, for example for an integer of 5,000 digits
         return f"a value of type {type(value).__name__} ({type(error).__name__} from its repr)"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

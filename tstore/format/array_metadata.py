@@ -1,4 +1,4 @@
-"""Array metadata: the Zarr v3 `zarr.json` of an array, parsed and made; pure, no I/O."""
+"""Array metadata: the Zarr v3 `zarr.json` of an array, parsed and written; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
 
 _MOST_DIMENSIONS = 32
-"""Half of NumPy's: a write views its values as a grid of chunks, with two axes for each of the array."""
+"""Half of NumPy's limit: a write views its values as a grid of chunks, with two axes for each of the array."""
 
 _MOST_LEVELS = 120
 """Levels of nesting in stored attributes; `checked_attributes` allows a caller 100."""
@@ -215,10 +215,10 @@ def _stored_flag(value: Any) -> bool:
 class ArrayMeta:
     """The metadata of an array, without the references to its chunks; equal documents share one instance.
 
-    `document` has the bytes of its `zarr.json`, and `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`,
-    `chain`, `fill_value`, `attributes`, `dimension_names` and `sparse` its contents. `counts` is the number of
-    chunks along each axis, `chunk_size` the number of values in a chunk, and `encoded_bound` the length of an
-    encoded chunk before compression.
+    `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `chain`,
+    `fill_value`, `attributes`, `dimension_names` and `sparse` are its contents. `counts` is the number of chunks
+    along each axis, `chunk_size` the number of values in a chunk, and `encoded_bound` the length of an encoded
+    chunk before compression.
     """
 
     def __init__(self, document: bytes) -> None:
@@ -297,7 +297,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, kind), kind)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(kind, codecs)]
-            Chain(kind, chunks, documents)  # raises InvalidArgument for what would be Corrupt in a stored document
+            Chain(kind, chunks, documents)  # raises InvalidArgument where parsing the document would raise Corrupt
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(

@@ -115,7 +115,7 @@ _BESIDE_COMMAS = bytes(set(_BESIDE_BRACKETS) - set(b","))
 
 
 def longest(key: str) -> int | None:
-    """Return the most bytes of the object of this name, or None if unbounded (a pack, or any unknown name)."""
+    """Return the maximum size of the object at this key, or None if unbounded (a pack, or an unknown key)."""
     folder, slash, name = key.partition("/")
     if not slash:
         return _FILES.get(key)
@@ -126,7 +126,7 @@ def longest(key: str) -> int | None:
 
 
 def longest_of(key: str, head: bytes | bytearray) -> int | None:
-    """Return `longest` for an object that begins with `head`: of the records, only those of a gc are long."""
+    """Return `longest` for an object that begins with `head`: a record is long only if it is that of a gc."""
     if key.startswith("commits/") and len(head) >= HEAD:
         return COLLECTION_BYTES if head.startswith(_COLLECTING) else RECORD_BYTES
     return longest(key)
@@ -143,7 +143,7 @@ def path_excess(path: str) -> str:
 def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
     """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are cut short.
 
-    Nothing is decoded; the count ends with the first value too many.
+    Nothing is decoded, and counting stops at the first value beyond the bounds.
     """
     if len(data) <= min(values, levels):
         return ""
@@ -167,7 +167,7 @@ def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
 
 
 def contained(data: bytes | memoryview) -> int:
-    """Return how many values the first one of msgpack contains: the items of a list, keys and values of a map."""
+    """Return the number of values directly in the first value of msgpack: items, or keys and values of a map."""
     return _inside(data, 0)[0] if len(data) else 0
 
 
@@ -195,7 +195,7 @@ _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2
 
 
 def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return how many values the value at this offset contains, and the offset of the next."""
+    """Return the number of values directly in the value at this offset, and the offset of the next."""
     first = data[at]
     if first < 0x80 or first >= 0xE0:
         return 0, at + 1
@@ -213,7 +213,7 @@ def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
             [length] = struct.unpack_from(form, data, at + 1)
             return length * each, at + 1 + struct.calcsize(form)
     except struct.error:
-        return 0, len(data)  # cut short, for which the parser raises
+        return 0, len(data)  # cut short; the parser raises for it
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 

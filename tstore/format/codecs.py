@@ -50,7 +50,7 @@ _LOSSLESS_BLOCK = 1 << 19  # bytes: in smaller blocks blosc compresses each byte
 class _ArrayBytes(Protocol):
     """An array→bytes codec for chunks of one shape.
 
-    `size` is the length of an encoded chunk. With `identity`, its bytes are those of the C-ordered chunk.
+    `size` is the length of an encoded chunk. `identity` says that its bytes are those of the C-ordered chunk.
     """
 
     identity: bool
@@ -143,12 +143,12 @@ class Chain:
             raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MOST_COMPRESSORS}")
         self._compressors = [as_compressor(document) for document in rest]
         self.plain = self._array.identity
-        """Whether a chunk's bytes in memory are stored, uncompressed or compressed."""
+        """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
-        """Whether a chunk's bytes in memory are stored uncompressed."""
+        """Whether the encoded bytes are those of the chunk in memory."""
         self.bound: int = self._array.size
         """The exact length of an encoded chunk before compression, in bytes."""
-        self._stages = [self.bound]  # the most bytes before each compressor, and after the last
+        self._stages = [self.bound]  # the longest input of each compressor, and the longest output
         for compressor in self._compressors:
             if compressor.most is not None and self._stages[-1] > compressor.most:
                 raise InvalidArgument(
@@ -190,7 +190,7 @@ class Chain:
             if length > self._stages[-1] or not feasible(self.bound, length, len(self._compressors)):
                 raise Corrupt(f"{length} bytes can't be the encoding of {self.bound} bytes")
         elif length != self.bound:
-            raise Corrupt(f"expected {self.bound} encoded bytes, found {length}")
+            raise Corrupt(f"expected {self.bound} encoded bytes, got {length}")
 
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
         """Decode a chunk into `out`, an array of its shape; raise `Corrupt` if the bytes are not such a chunk.
@@ -237,9 +237,9 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with the finest exponent offsets at which no value clips; chunks decode with either.
+    """Return the codecs with the finest exponent offsets that clip no value; the result decodes the same chunks.
 
-    Values decoded from a chunk stay exact with these offsets, unless a larger value was written among them.
+    With these offsets, values decoded from a chunk are encoded exactly, unless a larger value was added to them.
     """
     first, *rest = codecs
     settings = first.get("configuration") or {}
@@ -258,7 +258,7 @@ def is_exmy(codecs: Codecs) -> bool:
 
 
 def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
-    """Return the configuration of the eXmY format, the first of the codecs."""
+    """Return the configuration of the eXmY format, which is the first codec."""
     if isinstance(codecs, str):
         return {"format": codecs}
     if isinstance(codecs, Mapping):

@@ -1,4 +1,4 @@
-"""The compressors of a chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
+"""The compressors of a codec chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
 before it allocates or decodes anything; a frame without a reliable size (gzip) is decoded up to the expected size.
@@ -45,7 +45,7 @@ class Compressor(Protocol):
 
 
 def longest_encoding(size: int) -> int:
-    """Return the most bytes to which a compressor encodes `size` bytes.
+    """Return an upper bound on the encoded length of `size` bytes, for any compressor.
 
     zstd adds 1/256, gzip 1/1000 (zlib's own worst case is 1/8), blosc 16 bytes.
     """
@@ -82,7 +82,7 @@ def _check_int(value: Any, low: int, high: int) -> int:
 
 
 def _wrong_size(expected: int | str, actual: int | str) -> Corrupt:
-    return Corrupt(f"expected {expected} decoded bytes, found {actual}")
+    return Corrupt(f"expected {expected} decoded bytes, got {actual}")
 
 
 def _wrong_declaration(expected: int | str, declared: int) -> Corrupt:
@@ -122,7 +122,7 @@ _GZIP_PIECE = 16 << 10  # bytes: zlib copies all data after a member, which woul
 
 
 def _members(data: memoryview, most: int) -> bytes:
-    """Return the content of all members, each of which zeros may follow."""
+    """Return the joined content of all members, which may be separated by zeros."""
     parts: list[bytes] = []
     left, at, inside = most, 0, False
     member = zlib.decompressobj(wbits=31)
@@ -163,7 +163,7 @@ class _Zstd:
         return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode frames that declare this size, or one that declares none: streaming writers do not know it."""
+        """Decode frames that declare this size, or a frame that declares none, as streaming writers make."""
         _, size, _ = _zstd_header(data, 0)
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
@@ -207,7 +207,7 @@ def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
 
 
 def _zstd_size(data: memoryview, most: int) -> int | None:
-    """Return the total size that the frames declare, some number above `most`, or None if one declares none."""
+    """Return the total size that the frames declare (any number above `most`), or None if one declares none."""
     total, at = 0, 0
     while at < len(data) and total <= most:
         start, size, checked = _zstd_header(data, at)
@@ -232,7 +232,7 @@ _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _BLOSC_HEADER = 16  # bytes: version, version of the compressor, flags, typesize, and three sizes of four bytes
 _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
-_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed apart, in blocks of 128 or more
+_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed separately, in blocks of 128 or more
 _BLOSC_LARGE = 1 << 20  # bytes of a block
 
 
@@ -295,7 +295,7 @@ def _blosc_size(data: memoryview) -> int:
 
 
 def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> None:
-    """Raise `Corrupt` if a header contradicts itself, or a block is outside of the frame."""
+    """Raise `Corrupt` if the header contradicts itself, or a block begins outside of the frame."""
     version, flags = data[0], data[2]
     if version != _BLOSC_VERSION or flags & _BLOSC_RESERVED:
         raise UnsupportedFormat(

@@ -99,7 +99,7 @@ def whole(shape: Sequence[int]) -> Selection:
 
 
 def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[Any]:
-    """Return a view of a region; without axes an array as well, where NumPy returns a scalar."""
+    """Return a view of a region; it is an array even without axes, where NumPy would return a scalar."""
     index: tuple[slice | EllipsisType, ...] = (*region, ...)
     view: npt.NDArray[Any] = values[index]
     return view
@@ -117,7 +117,7 @@ class Cover(NamedTuple):
     inside: tuple[slice, ...]
     """The selected elements of the chunk, with steps of one or more."""
     result: tuple[slice, ...]
-    """Their place in the full-rank result of the selection; the step is negative if their order is reversed."""
+    """Their positions in the full-rank result of the selection; the step is negative if the order is reversed."""
     full: bool
     """Whether all elements of the chunk within the array are selected."""
 
@@ -134,7 +134,7 @@ class Cover(NamedTuple):
 
 def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
     """Yield the intersections with all chunks that the selection touches, in C order."""
-    if not all(selection.axes):  # first, as the chunks along the other axes may be any number
+    if not all(selection.axes):  # checked first: the other axes may have any number of chunks
         return
     per_axis = [axis_covers(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
@@ -179,7 +179,7 @@ def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
 def full_boxes(
     per_axis: Sequence[Sequence[AxisCover]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Yield boxes of neighbouring full chunks: first chunk, number per axis, place in the result."""
+    """Yield boxes of neighbouring full chunks: the first chunk, the number per axis, the region of the result."""
     for runs in itertools.product(*[_neighbours([p for p in parts if p.full]) for parts in per_axis]):
         yield (
             tuple(run[0].chunk for run in runs),

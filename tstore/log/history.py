@@ -13,7 +13,7 @@ from tstore.format.arguments import shown
 from tstore.format.records import Part, Record, date_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import InTurn
+from tstore.runtime.concurrency import Prefetch
 
 __all__ = ["Commit", "history", "version_at", "version_named"]
 
@@ -50,7 +50,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     newest = await log.newest()
     alive, last = await living_versions(log, newest)
     pending: list[tuple[int, Record]] = []  # collections, which expire with the version below them
-    async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(Prefetch(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if record.void:
                 continue
@@ -84,7 +84,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """Return the newest version committed by a time; raise `NotFound` if there is none, or `InvalidArgument`."""
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async with contextlib.aclosing(InTurn(log.record, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(Prefetch(log.record, range(newest, 0, -1))) as records:
         async for version, record in records:
             if min(date_of(part.time) for part in record.parts or (record,)) <= at:
                 return version

@@ -31,7 +31,7 @@ from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import InTurn
+from tstore.runtime.concurrency import Prefetch
 from tstore.storage.base import Storage
 
 __all__ = ["NEVER", "LogReader", "Search", "read_hint"]
@@ -225,7 +225,7 @@ class LogReader:
         async def read(version: int) -> Record:
             return await self.records.record_below(version, newest + 1)
 
-        async with contextlib.aclosing(InTurn(read, range(unknown, above, -1))) as records:
+        async with contextlib.aclosing(Prefetch(read, range(unknown, above, -1))) as records:
             async for version, record in records:
                 if record.commits(transaction):
                     return version

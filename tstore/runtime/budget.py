@@ -24,7 +24,7 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 
 
 class _Budget:
-    """One half of the budget for buffers that threads retain, the other for temporary claims.
+    """The budget: half for buffers that threads retain, half for temporary claims.
 
     A claim larger than its half waits until it is the only one. A thread that holds a claim gets another at once:
     it could not release the first while it waits.
@@ -38,7 +38,7 @@ class _Budget:
         self._local = threading.local()
 
     def retain(self, size: int) -> bool:
-        """Reserve a buffer of that size permanently if there is room; return whether there is."""
+        """Reserve memory for a buffer permanently if enough is left; return whether it was."""
         with self._changed:
             room = size <= _MAX_REUSED and self._retained + size <= self._limit
             self._retained += size if room else 0
@@ -66,7 +66,7 @@ class _Budget:
                 call()
             with self._changed:
                 if self._claimed + size > self._limit:
-                    # with a timeout: a holder may have acquired memory after it was asked to free some
+                    # with a timeout: a caller may acquire memory right after it was asked to free some
                     self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:

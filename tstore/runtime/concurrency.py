@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Generic, Self, TypeVar
 
-__all__ = ["InTurn", "batched", "each", "together"]
+__all__ = ["Prefetch", "batched", "each", "together"]
 
 _CONCURRENCY = 64
 
@@ -40,8 +40,8 @@ async def each(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIt
             yield item, result
 
 
-class InTurn(Generic[K, V]):
-    """An async iterator over items with the results of a call, for a caller that may stop early.
+class Prefetch(Generic[K, V]):
+    """An async iterator over items with the results of a call, made ahead, for a caller that may stop early.
 
     The number of concurrent calls doubles with each batch, from one. A failure is raised at the position of its
     item. `aclose` cancels the calls under way. This is not an async generator, because an event loop closes all

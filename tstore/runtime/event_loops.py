@@ -176,9 +176,9 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
 class BackgroundLoop:
     """An event loop in a daemon thread, started at its first use and again in a forked child.
 
-    At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C cancels them, waits
-    for that, and ends the process by that signal. From then on only the main thread can make calls, in `atexit`
-    functions, and no thread can once the interpreter is being finalized.
+    At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C then cancels them,
+    waits for their end, and ends the process by SIGINT. During exit only the main thread can make calls, in
+    `atexit` functions, and none once the interpreter is being finalized.
     """
 
     def __init__(self) -> None:
@@ -260,11 +260,11 @@ class BackgroundLoop:
         return tasks[0].result()
 
     def _run_late(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run in this thread a first call made when no thread can be started any more."""
+        """Run a call in this thread, because no thread can be started any more."""
         try:
             return asyncio.run(call)
         except Exception as error:
-            self._late_error = error  # possibly nothing else reports it
+            self._late_error = error  # reported at exit: possibly nothing else does
             raise
 
     def _finish(self) -> None:
