@@ -74,7 +74,7 @@ FOUND: dict[str, tuple[str, Edit]] = {
     ),
     "condemned packs are re-used": (
         "maintenance/test_collect.py::test_a_commit_that_re_uses_what_was_condemned_is_refused",
-        Edit("tstore.format.retention:check_condemned", "if gone:", "if False:"),
+        Edit("tstore.format.retention:check_condemned", "if removed:", "if False:"),
     ),
     "a version that expired is opened": (
         "maintenance/test_collect.py::test_an_expired_version_says_so",

@@ -180,7 +180,7 @@ async def test_an_open_store_notices_that_a_backup_was_restored(connect: Callabl
         await fill(connect(), 5 + since, 1000)
     before = await backed_up(other.log.storage)
     for work in (handle.snapshot(), handle.snapshot(3), handle.tags(), write(handle, 20, 0), handle.outcome("t")):
-        with pytest.raises(TimelineChanged, match="open it anew"):
+        with pytest.raises(TimelineChanged, match="open it again"):
             await work
     with pytest.raises(TimelineChanged):
         await late.commit()

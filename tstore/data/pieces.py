@@ -41,6 +41,12 @@ __all__ = ["BoxPiece", "Bytes", "ChunkPiece", "Division", "Piece", "ReadJob", "V
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+Box = tuple[range, ...]
+"""Neighbouring chunks: a range of chunk coordinates per axis."""
+
+_BOX = 8 << 20  # bytes of a box at most
+_BOX_CHUNKS = 512  # chunks of a box at most
+_FEWEST = 4  # chunks of a box at least
 
 
 class ReadJob:
@@ -212,14 +218,6 @@ class ChunkPiece(Piece):
         if self.cover is None:
             return tuple(slice(0, n, 1) for n in self.job.meta.chunks), self.job.out
         return self.cover.inside, part_of(self.job.out, self.cover.result)
-
-
-_BOX = 8 << 20
-_BOX_CHUNKS = 512
-_FEWEST = 4
-
-Box = tuple[range, ...]
-"""Neighbouring chunks: a range of chunk coordinates per axis."""
 
 
 class BoxPiece(Piece):

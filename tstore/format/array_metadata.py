@@ -46,7 +46,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
         dtype = np.dtype(custom)
     widest = _WIDEST.get(dtype.kind)
     if widest is not None and dtype.itemsize > widest.itemsize:
-        raise InvalidArgument(f"dtype {dtype} can't be stored, as it differs between platforms; use {widest}")
+        raise InvalidArgument(f"dtype {dtype} can't be stored, because it differs between platforms; use {widest}")
     supported = dtype.kind in "biufc" or (
         dtype.kind == "V" and (dtype.name == "bfloat16" or dtype.name.startswith("float8_"))
     )

@@ -39,6 +39,8 @@ import struct
 import msgspec
 import numpy as np
 
+from tstore.format.layout import HINT, MARKER
+
 __all__ = [
     "ALIVE_VALUES",
     "COLLECTION_BYTES",
@@ -97,7 +99,7 @@ MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 HEAD = 8
 """The length of the start of a record that shows its kind, in bytes."""
 
-_FILES = {"tstore.json": MARKER_BYTES, "latest": HINT_BYTES}
+_FILES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
 _FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
 _WRITTEN = {
     "manifest": MANIFEST_BYTES,

@@ -147,7 +147,7 @@ class Ledger:
         )
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
-        """Let a version hold the objects that it needs and older versions wrote or held; then these may expire.
+        """Let a version hold the objects of older versions that it needs, so that these may expire.
 
         `replaces` says whether one of them replaced the whole tree.
         """
@@ -194,12 +194,12 @@ def check_condemned(url: str, record: Record, version: int, collection: Collecti
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
-    gone = [key for key in record.reused if key in single or owner_of(key) in whole]
-    if gone:
+    removed = [key for key in record.reused if key in single or owner_of(key) in whole]
+    if removed:
         raise SourceCondemned(
             f"{url}: the garbage collection of version {version} removed chunks that this transaction re-uses, so "
             "it cannot be committed; read again and repeat it",
-            gone,
+            removed,
         )
 
 

@@ -54,7 +54,7 @@ __all__ = [
     "layered",
     "parents",
     "rooted_tree",
-    "spared",
+    "without_deleted",
 ]
 
 OWN = "tstore"
@@ -132,11 +132,11 @@ class Tree:
             tags = {t: v for t, v in tags.items() if t not in dropped}
             tags.update(dict.fromkeys(record.tags, version))
         if record.collection is not None:
-            gone = set(record.collection.expired)
-            tags = {tag: named for tag, named in tags.items() if named not in gone}
+            expired = set(record.collection.expired)
+            tags = {tag: named for tag, named in tags.items() if named not in expired}
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
-        nodes = {} if record.replaces else dict(spared(self.nodes, record.deleted))
+        nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))
         made: set[str] = set()
         for manifest in manifests:
             for path, document, fresh, table in manifest.nodes():
@@ -266,10 +266,10 @@ def is_below(path: str, top: str) -> bool:
     return path == top or not top or path.startswith(top + "/")
 
 
-def spared(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
+def without_deleted(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
     """Return the nodes that are neither at nor below a deleted path."""
-    gone = set(_at_or_below(nodes, deleted))
-    return {p: n for p, n in nodes.items() if p not in gone} if gone else nodes
+    removed = set(_at_or_below(nodes, deleted))
+    return {p: n for p, n in nodes.items() if p not in removed} if removed else nodes
 
 
 def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:

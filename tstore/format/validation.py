@@ -18,7 +18,7 @@ from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import SHORT, ChunkTable, column
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import Node, Tree, parents, spared
+from tstore.format.tree import Node, Tree, parents, without_deleted
 
 __all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
 
@@ -95,7 +95,7 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(f"the tag {tag!r} was set by version {tree.tags[tag]}, above its base {record.base}")
-    base = {} if record.replaces else spared(tree.nodes, record.deleted)
+    base = {} if record.replaces else without_deleted(tree.nodes, record.deleted)
     arrays: set[str] = set()
     made: dict[str, bytes] = {}
     for manifest in manifests:

@@ -117,7 +117,7 @@ class Append:
                 self._retried(Retry(self._requested, "another transaction became this version first"))
                 pause = next_pause(pause, attempts, clock() - began)
                 await asyncio.sleep(pause)
-        raise AssertionError  # the loop above never ends by itself
+        raise AssertionError  # unreachable: the loop is endless
 
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""

@@ -50,7 +50,7 @@ class Retry(NamedTuple):
     reason: str
 
 
-Append = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable[int]]
+AppendRecord = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable[int]]
 
 
 class _AllDroppedOut(Exception):
@@ -113,7 +113,7 @@ class CommitQueue:
         self.waiting: list[QueuedCommit] = []
         self._busy = False
 
-    async def append(self, commit: QueuedCommit, append: Append) -> int:
+    async def append(self, commit: QueuedCommit, append: AppendRecord) -> int:
         """Return the version that the commit became, or became part of; raise the error that prevented it."""
         if self._busy:
             self.waiting.append(commit)
@@ -140,7 +140,7 @@ class CommitQueue:
                 self._start_next()
             raise
 
-    async def _append(self, commit: QueuedCommit, append: Append) -> None:
+    async def _append(self, commit: QueuedCommit, append: AppendRecord) -> None:
         while not commit.done:
             commits = self._take_along(commit)
             try:
@@ -168,8 +168,8 @@ class CommitQueue:
             self._busy = False
 
 
-async def _append_together(commits: list[QueuedCommit], append: Append) -> None:
-    """Append one record for all commits; those that must be appended alone remain without an outcome."""
+async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
+    """AppendRecord one record for all commits; those that must be appended alone remain without an outcome."""
     sharing = commits
     transaction = (
         commits[0].record.transaction if len(commits) == 1 else f"{commits[0].record.transaction}.together"

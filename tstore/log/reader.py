@@ -42,6 +42,7 @@ NEVER = 1 << 62
 _PROBES = 31  # at once, on storage whose requests wait for a server
 _DOUBLINGS = 7  # up to the 64th
 _RECENTLY = 1.0  # seconds
+_MOST_AHEAD = 32  # records read at once
 
 
 class Search:
@@ -107,9 +108,6 @@ def _probes(waits: bool) -> Iterator[list[int]]:
     many = _DOUBLINGS if waits else 1
     for done in itertools.count(_DOUBLINGS if waits else 0, many):
         yield [1 << i for i in range(done, done + many)]
-
-
-_MOST_AHEAD = 32
 
 
 async def read_hint(storage: Storage) -> int:

@@ -28,6 +28,10 @@ __all__ = ["CACHED_RECORDS", "UNREAD", "Records", "VersionCache"]
 
 V = TypeVar("V")
 
+CACHED_RECORDS = 256
+_CACHED_BYTES = 8 << 20  # of records, as they are stored
+_COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached whatever its length
+
 
 class VersionCache(Generic[V]):
     """A bounded cache of the most recent values by version: about `most`, and at most `size` bytes in total.
@@ -79,11 +83,6 @@ class VersionCache(Generic[V]):
 
     def __contains__(self, version: int) -> bool:
         return version in self._values
-
-
-CACHED_RECORDS = 256
-_CACHED_BYTES = 8 << 20  # of records, as they are stored
-_COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached whatever its length
 
 
 class _Unread:
@@ -213,10 +212,10 @@ class Records:
             return
         if data is not None:
             self._objects.decode(commit_key(version), data, Record)
-        what = "is gone" if data is None else "is not the record that was there before"
+        what = "is gone" if data is None else "is another record than before"
         self._replaced = (
-            f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, as by "
-            "restoring a backup; open it anew"
+            f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, for "
+            "example by a restored backup; open it again"
         )
         self.check_timeline()
 

@@ -109,7 +109,7 @@ class _Work(Generic[T]):
     def __call__(self) -> None:
         future = self.future
         if not future.set_running_or_notify_cancel():
-            return  # cancelled while queued, as the name resolution of an abandoned request
+            return  # cancelled while queued, for example the name resolution of an abandoned request
         try:
             result = self._call()
         except BaseException as error:
