@@ -19,8 +19,8 @@ import trustme
 import tstore
 from tests.support.served import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 from tstore.server import Certificate, Limits, Server
+from tstore.server.limits import Shares
 from tstore.server.responses import Refused
-from tstore.server.shares import Shares
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 TREE = {"w": np.arange(300_000, dtype=np.float32)}

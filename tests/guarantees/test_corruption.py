@@ -17,7 +17,7 @@ import tstore
 from tests.support import fileservers
 from tstore.errors import Corrupt, NotAStore, NotFound, TStoreError, UnsupportedFormat
 from tstore.format.records import Record, Root
-from tstore.server.names import Kind, kind_of
+from tstore.server.kinds import Kind, kind_of
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability

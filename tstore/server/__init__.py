@@ -1,12 +1,12 @@
 """An HTTP/1.1 server for a store: `tstore serve STORE`, or `async with Server("folder") as server: …`.
 
 1. `app`: the protocol, request by request.
-2. `access`: tokens and scopes; `names`, `metadata`: the keys and metadata that a server accepts.
+2. `access`: tokens and scopes; `kinds`: the keys and metadata that a server accepts.
 3. `storing`: writes and deletions; `admission`: their validation against the log, whose state is `log_state`;
-   `served`, `folder`: the objects behind the server, in any storage or in local files.
-4. `limits`, `transfers`, `shares`: the limits of clients, and the order in which they are served; `bodies`,
-   `spool`: the bodies of requests and responses; `listings`: names in pages.
-5. `running`: start and shutdown; `listener`, `connections`: incoming connections; `responses`, `access_log`.
+   `served`, `folder`: the storage behind the server, of any kind or a local folder.
+4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
+   requests and responses; `responses`: other responses.
+5. `running`: start and shutdown; `listener`, `connections`: incoming connections; `access_log`.
 """
 
 from __future__ import annotations

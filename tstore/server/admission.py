@@ -41,10 +41,9 @@ from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
-from tstore.server.limits import SMALLER
+from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_of, weight_of_tags
 from tstore.server.responses import Refused
-from tstore.server.shares import Shares
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion", "Sender"]
@@ -116,7 +115,7 @@ class Admission:
         total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
         if total > _MAX_READ:
             raise Corrupt(
-                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {SMALLER}"
+                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {ADVICE}"
             )
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
@@ -352,7 +351,7 @@ def _bounded(admitted: NextVersion) -> NextVersion:
     if weight > _MAX_WEIGHT:
         raise Corrupt(
             f"all tags and the references to all chunks would have {weight} bytes; a server accepts "
-            f"{_MAX_WEIGHT}: {SMALLER}"
+            f"{_MAX_WEIGHT}: {ADVICE}"
         )
     return admitted._replace(tree=Tree.from_root(root), weight=weight)
 

@@ -36,10 +36,10 @@ from tstore.errors import InvalidArgument, TStoreError
 from tstore.server.access import Access, Scope
 from tstore.server.access_log import current_tally
 from tstore.server.bodies import send
+from tstore.server.kinds import Kind, Names, key_of, kind_of
 from tstore.server.limits import Limits
-from tstore.server.names import Kind, Names, key_of, kind_of
 from tstore.server.responses import Refused, json_response, refusal_from
-from tstore.server.served import Served
+from tstore.server.served import ServedStorage
 from tstore.server.storing import Storing
 from tstore.server.transfers import Transfers, client_of
 from tstore.storage.objects import PutMode, checked_key
@@ -64,7 +64,7 @@ class App:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedStorage,
         access: Access,
         most: Scope,
         names: Names,
@@ -174,7 +174,7 @@ class App:
         if request.method in ("GET", "HEAD"):
             if kind is None or kind is Kind.FOLDER:
                 raise Refused(404, "there is no such object")
-            async with self._served.opened(key, kind) as opened:
+            async with self._served.open(key, kind) as opened:
                 if request.method == "HEAD" and opened.age is None:
                     entry = await self._served.storage.head(key)
                     opened = opened._replace(age=None if entry is None else entry.age)

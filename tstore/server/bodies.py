@@ -11,7 +11,7 @@ from io import FileIO
 from aiohttp import web
 
 from tstore.server.access_log import current_tally
-from tstore.server.limits import LONGEST_HELD, PIECE, SMALLER
+from tstore.server.limits import ADVICE, LONGEST_IN_MEMORY, PIECE
 from tstore.server.responses import Refused, common_headers
 from tstore.server.served import OpenObject
 from tstore.server.transfers import Transfer
@@ -57,7 +57,7 @@ async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> As
 
 
 def _too_long(most: int) -> Refused:
-    advice = SMALLER if most == LONGEST_HELD else "pass a greater --max-pack to tstore serve"
+    advice = ADVICE if most == LONGEST_IN_MEMORY else "pass a greater --max-pack to tstore serve"
     message = f"the body is longer than the {most} bytes that this server accepts; {advice}"
     return Refused(413, message, {"Connection": "close"})
 

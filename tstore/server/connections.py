@@ -6,7 +6,7 @@ idle; among equals the oldest. Connections with a request under way stay open; i
 is closed. So a client that keeps opening silent connections closes only its own.
 
 A body in chunks of a few bytes costs far more time than its bytes would: a connection is no longer read once too
-much of what was received is framing (`FRAMING`). This counts bytes, not packets, so that slow lines do not
+much of what was received is framing (`_FRAMING`). This counts bytes, not packets, so that slow lines do not
 qualify.
 """
 
@@ -25,11 +25,14 @@ from aiohttp import StreamReader, web
 from aiohttp.http import HttpProcessingError
 
 from tstore.server.access_log import AccessLog
-from tstore.server.limits import FRAMING, FRAMING_SHARE, Limits
+from tstore.server.limits import Limits
 from tstore.server.responses import Refused, json_response
 
 __all__ = ["Connection", "Connections"]
 
+_FRAMING, _FRAMING_SHARE = 32 << 10, 16
+"""Bytes of a request besides its body: the head, and the framing of a chunked body, of which one more byte is
+permitted for each 16 of the body. That permits 5,000 chunks of any size, and any number of about 100 bytes."""
 _LINGER = 2.0
 _SHUTDOWN_TIMEOUT = 0.1
 _HANDSHAKE_SHARE = 2  # at most 1 in 2 connections may be in a handshake, which takes half a MiB
@@ -160,7 +163,7 @@ class Connection(web.RequestHandler):
         body = self._body
         if body is None or body.is_eof() or self.refused_body:
             return
-        if self._received - body.total_bytes <= FRAMING + body.total_bytes // FRAMING_SHARE:
+        if self._received - body.total_bytes <= _FRAMING + body.total_bytes // _FRAMING_SHARE:
             return
         self.refused_body = True
         if self.stage is Stage.BUSY:

@@ -18,9 +18,9 @@ import xxhash
 
 from tstore.errors import Denied, NotFound
 from tstore.runtime.pool import run, uncancelled
+from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
-from tstore.server.names import Kind
-from tstore.server.served import SMALL, Incoming, OpenObject, Served
+from tstore.server.served import SMALL, Incoming, OpenObject, ServedStorage
 from tstore.storage.local.atomic_file import StagedFile, explained, locked_draft, write_all
 from tstore.storage.local.confined import ConfinedStorage
 from tstore.storage.objects import Buffers, Durability, Page
@@ -31,7 +31,7 @@ _MARK = "upload"
 _TICK = 3.0  # seconds in which a file may change without a new modification time
 
 
-class ServedFolder(Served):
+class ServedFolder(ServedStorage):
     """The files of a store's folder."""
 
     storage: ConfinedStorage
@@ -40,8 +40,8 @@ class ServedFolder(Served):
         super().__init__(ConfinedStorage(folder), wait)
 
     @contextlib.asynccontextmanager
-    async def opened(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
-        """See `Served.opened`."""
+    async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
+        """See `ServedStorage.open`."""
         opened, file = await run(self._open, key, kind)
         try:
             yield opened
@@ -49,22 +49,22 @@ class ServedFolder(Served):
             file.close()
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """See `Served.page`."""
+        """See `ServedStorage.page`."""
         return await self.storage.page(prefix, delimiter, after, limit)
 
-    async def clean(self) -> None:
-        """See `Served.clean`."""
-        await run(self._clean)
+    async def remove_unfinished(self) -> None:
+        """See `ServedStorage.remove_unfinished`."""
+        await run(self._remove_unfinished)
 
-    async def clean_folder(self, folder: str) -> None:
-        """See `Served.clean_folder`."""
+    async def remove_empty_folder(self, folder: str) -> None:
+        """See `ServedStorage.remove_empty_folder`."""
         page, _ = await self.page(f"{folder}/", "", "", 1)
         if not page.entries:
             await self.storage.delete(folder)
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """See `Served.incoming`."""
+        """See `ServedStorage.incoming`."""
         incoming = _IncomingFile(self.storage, await run(self.storage.path, key))
         try:
             await run(incoming.begin)
@@ -73,7 +73,7 @@ class ServedFolder(Served):
         finally:
             await uncancelled(run(incoming.close))
 
-    def _clean(self) -> None:
+    def _remove_unfinished(self) -> None:
         try:
             draft = locked_draft(self.storage.url, _MARK, Durability.NONE)
         except OSError:

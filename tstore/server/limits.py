@@ -1,49 +1,33 @@
-"""The limits of a server: connections, requests, sizes, rates and times."""
+"""The limits of a server, and fair shares of limited memory and access to the storage among its clients."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
 from typing import NamedTuple
 
 from tstore.errors import InvalidArgument
+from tstore.server.responses import Refused
 from tstore.storage.pace import SLOWEST
 
-__all__ = [
-    "FRAMING",
-    "FRAMING_SHARE",
-    "HELD",
-    "LIMITS",
-    "LONGEST_HELD",
-    "MOST_RATE",
-    "PIECE",
-    "SMALLER",
-    "UPLOADS",
-    "Limits",
-    "checked_limits",
-]
+__all__ = ["ADVICE", "BODY_MEMORY", "LIMITS", "LONGEST_IN_MEMORY", "PIECE", "Limits", "Shares", "checked_limits"]
 
 PIECE = 1 << 20
 """Bytes of a body that must be transferred within `Limits.stall`; also the maximum sent in one call."""
 
-FRAMING, FRAMING_SHARE = 32 << 10, 16
-"""Bytes of a request besides its body: the head, and the framing of a chunked body, of which one more byte is
-permitted for each 16 of the body. That permits 5,000 chunks of any size, and any number of about 100 bytes."""
-
-HELD = 256 << 20
+BODY_MEMORY = 256 << 20
 """Bytes of bodies in memory at once: those that are validated before they are stored."""
 
-LONGEST_HELD = 192 << 20
+LONGEST_IN_MEMORY = 192 << 20
 """The longest body held in memory, if `bounds.longest` permits a longer object of its name."""
 
-SMALLER = "choose larger chunks, or write to its storage directly"
+ADVICE = "choose larger chunks, or write to its storage directly"
 """The advice to clients whose metadata is too large for a server."""
 
-UPLOADS = 8
-"""Objects uploaded at once to storage that is not local; they are complete by then."""
-
-
-MOST_RATE = 1 << 20
-"""The maximum of `Limits.rate`: the rate of each of 128 concurrent bodies of hosts that share 1 Gbit/s."""
+_MAX_RATE = 1 << 20  # of `Limits.rate`: the rate of each of 128 concurrent bodies of hosts that share 1 Gbit/s
 
 
 class Limits(NamedTuple):
@@ -81,8 +65,80 @@ def checked_limits(limits: Limits) -> Limits:
     """Return the limits; raise `InvalidArgument` for a value out of its range."""
     for name, value in limits._asdict().items():
         least = {"drain": 0, "stall": 0.001, "idle": 0.001, "wait": 0.001}.get(name, 1)
-        most = MOST_RATE if name == "rate" else math.inf
+        most = _MAX_RATE if name == "rate" else math.inf
         if not (isinstance(value, int | float) and least <= value <= most and math.isfinite(value)):
             upper = "" if most == math.inf else f" and at most {most}"
             raise InvalidArgument(f"Limits({name}={value!r}): expected a number of at least {least}{upper}")
     return limits
+
+
+class _Waiter(NamedTuple):
+    client: Hashable
+    size: int
+    turn: asyncio.Future[None]
+
+
+class Shares:
+    """A weighted semaphore that serves the client with the smallest claims first, after at most `wait` seconds.
+
+    Nothing is claimed for a body that is still being received, so the duration of a claim depends on the server
+    and its storage, never on a client. Therefore waiting in turn is fair, and no claim needs to be revoked.
+    """
+
+    def __init__(self, total: int, wait: float, resource: str) -> None:
+        self._total = total
+        self._left = total
+        self._wait = wait
+        self._resource = resource
+        self._claimed: Counter[Hashable] = Counter()
+        self._waiting: list[_Waiter] = []
+
+    @contextlib.asynccontextmanager
+    async def claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
+        """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait."""
+        size = min(size, self._total)
+        if self._waiting or size > self._left:
+            await self._turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))
+        else:
+            self._take(client, size)
+        try:
+            yield
+        finally:
+            self._release(client, size)
+
+    async def _turn(self, waiter: _Waiter) -> None:
+        self._waiting.append(waiter)
+        self._serve()  # a client with smaller claims than the earlier waiters may come first
+        try:
+            async with asyncio.timeout(self._wait):
+                await waiter.turn
+        except BaseException as error:
+            if waiter.turn.done() and not waiter.turn.cancelled():  # granted at the moment of the timeout
+                self._release(waiter.client, waiter.size)
+            else:
+                self._waiting.remove(waiter)
+                self._serve()  # those after it may fit
+            if isinstance(error, TimeoutError):
+                message = f"the server is busy, waiting for {self._resource}; try again"
+                raise Refused(503, message, {"Retry-After": "5"}) from None
+            raise
+
+    def _take(self, client: Hashable, size: int) -> None:
+        self._left -= size
+        self._claimed[client] += size
+
+    def _release(self, client: Hashable, size: int) -> None:
+        self._left += size
+        self._claimed[client] -= size
+        if not self._claimed[client]:
+            del self._claimed[client]
+        self._serve()
+
+    def _serve(self) -> None:
+        while waiting := [waiter for waiter in self._waiting if not waiter.turn.done()]:
+            waiter = min(waiting, key=lambda waiter: self._claimed[waiter.client])  # the earliest of equals
+            if waiter.size > self._left:
+                return  # it stays next, so that large claims are not starved
+            self._waiting.remove(waiter)
+            self._take(waiter.client, waiter.size)
+            waiter.turn.set_result(None)

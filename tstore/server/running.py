@@ -20,10 +20,10 @@ from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
+from tstore.server.kinds import Names
 from tstore.server.limits import LIMITS, Limits, checked_limits
 from tstore.server.listener import Listener
-from tstore.server.names import Names
-from tstore.server.served import Served
+from tstore.server.served import ServedStorage
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
@@ -103,9 +103,9 @@ class Server:
         storage, wait = connect(self.store, self._options), self._limits.wait
         await self._check_store(storage)
         local = isinstance(storage, LocalStorage)
-        self._served = ServedFolder(storage.url, wait) if local else Served(storage, wait)
+        self._served = ServedFolder(storage.url, wait) if local else ServedStorage(storage, wait)
         if self._mode == "a":
-            await self._served.clean()
+            await self._served.remove_unfinished()
         most = Scope.READ if self._mode == "r" else Scope.ADMIN
         self._app = App(self._served, self._access, most, self._names, self._limits, self._hostnames)
         limits = _affordable(self._limits)

@@ -1,8 +1,7 @@
-"""The objects of a store as a server needs them, beyond what their storage does.
+"""The storage behind a server: objects opened for sending, pages of listings, and incoming objects.
 
-A pack is received whole (`spool`) before it is uploaded to the storage, at the storage's pace: so a few slots
-suffice for any number of clients, and no slow client occupies one. `ServedFolder` (`folder`) is faster for local
-files.
+A pack is received whole (`Spool`) before it is uploaded at the pace of the storage: so a few slots suffice for any
+number of clients, and no slow client occupies one. `ServedFolder` (`folder`) is faster for local files.
 """
 
 from __future__ import annotations
@@ -10,27 +9,34 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import mmap
 import os
+import tempfile
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable
 from io import FileIO
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import xxhash
 
 from tstore.errors import NotFound
 from tstore.runtime.pool import run
-from tstore.server.limits import LIMITS, UPLOADS
-from tstore.server.listings import Pages
-from tstore.server.names import Kind
-from tstore.server.shares import Shares
-from tstore.server.spool import Spool
+from tstore.server.kinds import Kind
+from tstore.server.limits import LIMITS, PIECE, Shares
 from tstore.storage.base import PackReader, Storage
+from tstore.storage.local.atomic_file import explained, write_all
 from tstore.storage.objects import Buffers, Durability, Page
 
-__all__ = ["SMALL", "Incoming", "OpenObject", "Served"]
+__all__ = ["SMALL", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 
 SMALL = 1 << 20
 """The longest object in bytes that is read whole before any of it is sent."""
+
+_UPLOADS = 8  # concurrent uploads to the storage, of objects already received
+_MIN_CACHED = 1000  # names; shorter listings are cheap to read again
+_MAX_CACHED = 500_000  # names of all listings
+_STALE = 60.0  # seconds from one page to the next
 
 
 class OpenObject(NamedTuple):
@@ -42,7 +48,7 @@ class OpenObject(NamedTuple):
     age: float | None
     modified: float | None
     source: bytes | FileIO | PackReader
-    """The system can send a file directly."""
+    """The operating system can send a file directly."""
 
     async def piece(self, offset: int, size: int) -> bytes:
         """Return some of its bytes, which must exist."""
@@ -60,16 +66,68 @@ def _piece(source: PackReader, offset: int, size: int) -> bytes:
     return bytes(data)
 
 
-class Served:
-    """The objects of a storage."""
+class Incoming(Protocol):
+    """An object being received."""
+
+    async def write(self, pieces: Buffers) -> None:
+        """Append bytes."""
+
+
+class Spool:
+    """A buffer for a body being received: up to 1 MiB in memory, a larger body in an unnamed temporary file.
+
+    So a body that arrives slowly, or is declared to be large, claims neither memory nor access to the storage, but
+    only disk space (`TMPDIR`) for the bytes received so far. Close it after use.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._in_memory: list[bytes] = []
+        self._file: IO[bytes] | None = None
+
+    async def write(self, pieces: Buffers) -> None:
+        """Append bytes."""
+        self.size += sum(map(len, pieces))
+        if self._file is None and self.size <= PIECE:
+            self._in_memory += map(bytes, pieces)
+        else:
+            await run(self._write, [*self._in_memory, *pieces])
+            self._in_memory.clear()
+
+    def content(self) -> bytes | mmap.mmap:
+        """Return the bytes; those of a file are memory-mapped."""
+        if self._file is None:
+            return b"".join(self._in_memory)
+        return mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)
+
+    async def read(self) -> bytes:
+        """Return the bytes, in memory."""
+        content = self.content()
+        return content if isinstance(content, bytes) else await run(bytes, content)
+
+    def close(self) -> None:
+        """Release memory and file; may be called repeatedly."""
+        self._in_memory.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, pieces: Buffers) -> None:
+        with explained("write", tempfile.gettempdir()):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
+            write_all(self._file.fileno(), pieces, self.size - sum(map(len, pieces)))
+
+
+class ServedStorage:
+    """A storage as a server uses it."""
 
     def __init__(self, storage: Storage, wait: float = LIMITS.wait) -> None:
         self.storage = storage
-        self._pages = Pages()
-        self._uploads = Shares(UPLOADS, wait, "its storage")
+        self._listings = _ListingCache()
+        self._uploads = Shares(_UPLOADS, wait, "its storage")
 
     @contextlib.asynccontextmanager
-    async def opened(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
+    async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
         """Open an object for the duration of the block; raise `NotFound`. Its age may be left out."""
         entry = await self.storage.head(key) if kind.streamed else None
         if kind.streamed and entry is None:
@@ -78,13 +136,13 @@ class Served:
             data = await self.storage.get(key)
             age = None if entry is None else entry.age
             yield OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)
-        else:  # a name that is never reused identifies an object
+        else:  # a key that is never reused identifies an object
             etag = None if kind.replaceable else xxhash.xxh3_128_hexdigest(f"{key} {entry.size}".encode())
             yield OpenObject(entry.size, etag, entry.age, None, await run(self.storage.reader, key))
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
         """Return up to `limit` names after `after`, and the last of them if more follow."""
-        names = self._pages.known(prefix, delimiter, after)
+        names = self._listings.get(prefix, delimiter, after)
         if names is None:
             names = await self._names(prefix, delimiter)
         first = bisect.bisect_right(names, after)
@@ -106,14 +164,14 @@ class Served:
             return sorted({f"{prefix}{name}{end}" for name, end, _ in cut})
 
         names = await run(sort)
-        self._pages.put(prefix, delimiter, names)
+        self._listings.put(prefix, delimiter, names)
         return names
 
-    async def clean(self) -> None:
-        """Remove the unfinished files of a server that was killed; only files have any."""
+    async def remove_unfinished(self) -> None:
+        """Remove the unfinished uploads of a server that was killed; only a folder has any."""
 
-    async def clean_folder(self, folder: str) -> None:
-        """Remove a folder that contains no object; only files have folders."""
+    async def remove_empty_folder(self, folder: str) -> None:
+        """Remove a folder that contains no object; only file systems have such folders."""
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
@@ -127,7 +185,7 @@ class Served:
                 await run(self._upload, key, spool)
 
     def _upload(self, key: str, spool: Spool) -> None:
-        """Upload an object to the storage; block a control thread, of which there are more than slots."""
+        """Upload an object to the storage. Blocks a control thread, of which there are more than upload slots."""
         writer = self.storage.upload(key, spool.size, Durability.FSYNC)
         try:
             if spool.size:
@@ -138,8 +196,33 @@ class Served:
             raise
 
 
-class Incoming(Protocol):
-    """A new object."""
+class _Listing(NamedTuple):
+    used: float
+    names: list[str]
 
-    async def write(self, pieces: Buffers) -> None:
-        """Append bytes."""
+
+class _ListingCache:
+    """The sorted names of long listings, so that a listing in pages reads the names only once.
+
+    A storage does not tell whether it has changed. So the first page of a listing is always read, and only the
+    pages after it come from the cache, which is at least as new as their first page.
+    """
+
+    def __init__(self) -> None:
+        self._cache: OrderedDict[tuple[str, str], _Listing] = OrderedDict()
+
+    def get(self, prefix: str, delimiter: str, after: str) -> list[str] | None:
+        """Return the names for a page after `after`; None for a first page, or if they are not cached."""
+        cached = self._cache.get((prefix, delimiter))
+        if cached is None or not after or time.monotonic() > cached.used + _STALE:
+            return None
+        self.put(prefix, delimiter, cached.names)
+        return cached.names
+
+    def put(self, prefix: str, delimiter: str, names: list[str]) -> None:
+        """Cache the names for the following pages, as the most recently used."""
+        self._cache.pop((prefix, delimiter), None)
+        if len(names) >= _MIN_CACHED:
+            self._cache[prefix, delimiter] = _Listing(time.monotonic(), names)
+        while sum(len(cached.names) for cached in self._cache.values()) > _MAX_CACHED:
+            self._cache.popitem(last=False)

@@ -24,13 +24,10 @@ from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
 from tstore.server.bodies import declared_length, receive
-from tstore.server.limits import HELD, LONGEST_HELD, PIECE, Limits
-from tstore.server.metadata import parse_metadata
-from tstore.server.names import Kind, number_of
+from tstore.server.kinds import Kind, parse_metadata, version_of
+from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
 from tstore.server.responses import Refused
-from tstore.server.served import Served
-from tstore.server.shares import Shares
-from tstore.server.spool import Spool
+from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers, client_of
 from tstore.storage.objects import PutMode
 
@@ -43,13 +40,13 @@ _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 class Storing:
     """Stores and removes the objects of one server."""
 
-    def __init__(self, served: Served, limits: Limits, transfers: Transfers) -> None:
+    def __init__(self, served: ServedStorage, limits: Limits, transfers: Transfers) -> None:
         self._served = served
         self._limits = limits
         self._transfers = transfers
         self._storage = served.storage
         self._admission = Admission(served.storage, limits.wait)
-        self._memory = Shares(HELD, limits.wait, "memory")
+        self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
         """Store the body of a request that has the given scope; return whether it creates or replaces."""
@@ -82,7 +79,7 @@ class Storing:
         if kind is not Kind.FOLDER:
             await self._storage.delete(key)
         if kind is not Kind.ROOT:
-            await self._served.clean_folder("/".join(key.split("/")[:2]))
+            await self._served.remove_empty_folder("/".join(key.split("/")[:2]))
 
     async def _stream(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
@@ -91,7 +88,7 @@ class Storing:
             await self._receive(request, most, incoming.write)
 
     async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope) -> None:
-        most = min(LONGEST_HELD, longest(key) or LONGEST_HELD)
+        most = min(LONGEST_IN_MEMORY, longest(key) or LONGEST_IN_MEMORY)
         declared_length(request, most)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
@@ -124,7 +121,7 @@ class Storing:
         if not isinstance(body, Record):
             await self._storage.put(key, [data], mode)
             return
-        admitted = await self._admission.admit(number_of(key), body, len(data), sender)
+        admitted = await self._admission.admit(version_of(key), body, len(data), sender)
         await self._storage.put(key, [data], mode)
         self._admission.advance(admitted, data)
 

@@ -1,6 +1,6 @@
-"""The keys that a server serves, and the kind of object under each.
+"""The kinds of objects that a server accepts: their keys, and the validation of their contents.
 
-The server accepts and serves only these, so that no other file in the folder is ever exposed:
+The server accepts and serves only these keys, so that no other file in the folder is ever exposed:
 
     tstore.json                        the marker
     commits/<20 digits>                a record
@@ -12,6 +12,9 @@ The server accepts and serves only these, so that no other file in the folder is
     txn/<id>/merging-…                 the number of the host that merges
     txn/<id>/alive-…                   a heartbeat; may be replaced, and deleted with scope write
     txn/<id>                           not an object but a folder, which a gc deletes last
+
+Metadata must parse and agree with its key before it is stored. Only its form is checked here, most of it by
+decoding; `admission` validates the references of records and the contents of roots against the log.
 """
 
 from __future__ import annotations
@@ -21,15 +24,24 @@ import re
 from typing import Literal
 from urllib.parse import unquote_to_bytes
 
-from tstore.errors import InvalidArgument
-from tstore.storage.objects import checked_key
+import msgspec
 
-__all__ = ["Kind", "Names", "key_of", "kind_of", "number_of"]
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.encoding import decode
+from tstore.format.layout import ROOT_EVERY
+from tstore.format.records import Fragment, Record, Root
+from tstore.format.references import Manifest
+from tstore.log.marker import Marker
+from tstore.storage.objects import checked_key
+from tstore.transactions.pending import Heartbeat
+
+__all__ = ["Kind", "Names", "key_of", "kind_of", "parse_metadata", "version_of"]
 
 Names = Literal["layout", "any"]
 """The keys that a server serves: those of a store's layout, or any valid key."""
 
 _MAX_PATH = 1024
+_HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
 _TRANSACTION = r"txn/[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 
 
@@ -87,6 +99,61 @@ def kind_of(key: str, names: Names = "layout") -> Kind | None:
     return Kind.OTHER if kind is None and names == "any" else kind
 
 
-def number_of(key: str) -> int:
+def version_of(key: str) -> int:
     """Return the version in the key of a record or root."""
     return int(key.rpartition("/")[2])
+
+
+def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
+    """Validate an object; return it if it is a record or root, else None.
+
+    Raise `Corrupt` or `UnsupportedFormat` if the data is not a valid object for its key.
+    """
+    match kind:
+        case Kind.MARKER:
+            Marker.decode(data)
+        case Kind.HEARTBEAT:
+            _check_heartbeat(data)
+        case Kind.MERGER:
+            if not re.fullmatch(rb"[0-9]{1,10}", data):
+                raise Corrupt("it is not the number of a host")
+        case Kind.HINT:
+            if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
+                raise Corrupt("the hint is not a version")
+        case Kind.RECORD:
+            record = decode(data, Record)
+            record.check_number(version_of(key))
+            return record
+        case Kind.ROOT:
+            root = decode(data, Root)
+            if root.version != version_of(key) or root.version % ROOT_EVERY:
+                raise Corrupt(
+                    f"the root is of version {root.version}; expected the version in its name, a multiple of "
+                    f"{ROOT_EVERY}"
+                )
+            return root
+        case Kind.MANIFEST:
+            decode(data, Manifest)
+        case Kind.FRAGMENT:
+            _check_fragment(decode(data, Fragment), key)
+        case _:
+            pass
+    return None
+
+
+def _check_fragment(fragment: Fragment, key: str) -> None:
+    _, transaction, name = key.split("/")
+    hosts = _HOSTS.fullmatch(name)
+    if fragment.transaction != transaction:
+        raise Corrupt("the transaction of the fragment is not the one in its name")
+    if hosts is None or fragment.hosts != int(hosts[3]):
+        raise Corrupt("the number of hosts of the fragment is not the one in its name")
+    if hosts[1] == "part" and fragment.host != int(hosts[2]):
+        raise Corrupt("the host of the fragment is not the one in its name")
+
+
+def _check_heartbeat(data: bytes) -> None:
+    try:
+        msgspec.json.decode(data, type=Heartbeat)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"it does not parse: {error}") from error
