@@ -25,7 +25,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> conformance.Subje
     name = uuid.uuid4().hex
     match request.param:
         case "local":
-            return conformance.Subject.of(str(tmp_path / "new" / "store"))
+            return conformance.Subject.from_url(str(tmp_path / "new" / "store"))
         case "memory":
             return conformance.Subject(lambda: connect(f"memory://{name}"))
         case _:
@@ -38,7 +38,7 @@ async def test_conformance(check: conformance.Check, subject: conformance.Subjec
 
 
 async def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    findings = await conformance.judge(conformance.Subject.of(str(tmp_path)))
+    findings = await conformance.run_checks(conformance.Subject.from_url(str(tmp_path)))
     assert [f.check for f in findings if f.outcome == "fails"] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +66,7 @@ class GoesAway(MemoryStorage):
 async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
     subject = conformance.Subject(lambda: Remote(kind(name)))
-    findings = {f.check: f for f in await conformance.judge(subject)}
+    findings = {f.check: f for f in await conformance.run_checks(subject)}
     assert findings[check].outcome == "unknown"
     assert findings[check].detail.startswith("no ")
     assert "fails" not in {f.outcome for f in findings.values()}

@@ -31,7 +31,7 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     ):
         async with await tstore.open(server.url, "x"):
             pass
-        yield conformance.Subject.of(f"http://{relay.host}:{relay.port}", relay=relay)
+        yield conformance.Subject.from_url(f"http://{relay.host}:{relay.port}", relay=relay)
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
@@ -46,7 +46,7 @@ async def test_gcs(check: conformance.Check, emulator: str) -> None:
         through = {"endpoint_url": f"http://{relay.host}:{relay.port}"}
         async with await tstore.open(url, "x", storage_options=through):
             pass
-        await check(conformance.Subject.of(url, through, relay=relay))
+        await check(conformance.Subject.from_url(url, through, relay=relay))
 
 
 async def test_a_gcs_that_ignores_the_condition_is_refused(emulator: str) -> None:

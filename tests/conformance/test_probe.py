@@ -168,7 +168,7 @@ def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     code, out, err = probed(capsys, str(tmp_path / "s"))
     assert (code, err) == (0, "")
     assert "holds" in out
-    assert "of racing creates of one name exactly one wins" in out
+    assert "of racing creates of one key exactly one wins" in out
     assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault found")
     assert list(tmp_path.iterdir()) == []
     assert probed(capsys, str(tmp_path / "a" / "b"))[0] == 0

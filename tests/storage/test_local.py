@@ -47,7 +47,7 @@ def no_safe_rename(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_links")
 @pytest.mark.parametrize("check", IN_PROCESS, ids=str)
 async def test_without_links_it_conforms_as_well(check: conformance.Check, tmp_path: Path) -> None:
-    await check(conformance.Subject.of(str(tmp_path)))
+    await check(conformance.Subject.from_url(str(tmp_path)))
 
 
 @pytest.mark.usefixtures("no_links", "no_safe_rename")
@@ -69,7 +69,7 @@ def shm() -> Iterator[Path]:
 
 
 async def test_in_memory(shm: Path) -> None:
-    findings = await conformance.judge(conformance.Subject.of(str(shm / "s")))
+    findings = await conformance.run_checks(conformance.Subject.from_url(str(shm / "s")))
     assert [f for f in findings if f.outcome == "fails"] == []
     await tstore.save(shm / "s", TREE, step=1)
     assert np.array_equal((await tstore.restore(shm / "s"))["a"], TREE["a"])

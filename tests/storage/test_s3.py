@@ -49,7 +49,7 @@ async def test_conformance(check: conformance.Check, server: S3Server, url: str)
             moto_server.options(f"http://{relay.host}:{relay.port}") if check.name == "lost_replies" else None
         )
         given = through or server.options
-        await check(conformance.Subject.of(url, given, relay=relay if through else None))
+        await check(conformance.Subject.from_url(url, given, relay=relay if through else None))
 
 
 async def test_a_list_of_several_pages(server: S3Server) -> None:
@@ -118,7 +118,7 @@ async def test_a_server_that_ignores_the_condition_is_refused(server: S3Server, 
                 await tstore.open(url, mode, storage_options=given)
         for check in ("one_winner", "one_winner_among_processes"):
             with pytest.raises(AssertionError, match="of 8 racing creates"):
-                await CHECKS[check](conformance.Subject.of(url, given))
+                await CHECKS[check](conformance.Subject.from_url(url, given))
     async with await tstore.open(url, "x", storage_options=server.options):  # nothing of it was left
         pass
 
@@ -131,7 +131,7 @@ async def test_a_create_that_the_client_sent_twice_is_known_as_its_own(server: S
             await made.put(key, [b"mine"], PutMode.CREATE)
 
         await on_io(create("before"))  # the connection is kept, and so the request is sent again
-        with relay.losing("reply"):
+        with relay.losing("response"):
             await on_io(create("k"))
         assert relay.lost == 1
         with pytest.raises(AlreadyExists):
@@ -145,8 +145,8 @@ async def test_the_suite_finds_a_create_that_takes_itself_for_anothers(server: S
 
     async with Relay.to(server.host, server.port, forget) as relay:
         given = moto_server.options(f"http://{relay.host}:{relay.port}")
-        with pytest.raises(AssertionError, match="its own object another's"):
-            await CHECKS["lost_replies"](conformance.Subject.of(url, given, relay=relay))
+        with pytest.raises(AssertionError, match="its own object as another's"):
+            await CHECKS["lost_replies"](conformance.Subject.from_url(url, given, relay=relay))
 
 
 async def test_what_a_user_sees(server: S3Server, url: str) -> None:

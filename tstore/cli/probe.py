@@ -29,7 +29,7 @@ def probe(url: str, as_json: bool) -> int:
     them; a store at URL is not changed. Exits with status 1 if a promise is broken or could not be tested because
     the storage was full or did not respond.
     """
-    from tstore.conformance import Subject, judge
+    from tstore.conformance import Subject, run_checks
 
     async def work(progress: Progress) -> Document:
         storage = connect(url)
@@ -40,7 +40,9 @@ def probe(url: str, as_json: bool) -> int:
         finally:
             await storage.close()
         created = [folder for folder in _folders(storage) if not folder.exists()]
-        findings = await judge(Subject.of(url), progress=lambda name: progress.doing(f"probing {url}: {name}"))
+        findings = await run_checks(
+            Subject.from_url(url), progress=lambda name: progress.doing(f"probing {url}: {name}")
+        )
         with contextlib.suppress(OSError):  # another process may have written there
             for folder in created:
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""Tests of a storage: whether it keeps the promises on which a store relies.
+"""Tests of whether a storage keeps the promises that a store relies on.
 
 With pytest and pytest-asyncio (the function returns one more client of the same storage at each call):
 
@@ -10,15 +10,14 @@ With pytest and pytest-asyncio (the function returns one more client of the same
 
 and for users as `tstore probe URL`.
 
-1. `suite`: run all checks against a storage. `promises`: the checks. `subject`: the storage under test.
-2. `racers`: processes that race to create one object. `relay`: responses lost between client and server.
+1. `suite`: a storage under test, and running all checks against it. `promises`: the checks.
+2. `racers`: processes that race to create one object. `relay`: lost requests and responses.
 3. `faults`: a storage that fails by rules, or by chance as behind a bad network.
 """
 
 from __future__ import annotations
 
 from tstore.conformance.promises import CHECKS
-from tstore.conformance.subject import Check, Subject
-from tstore.conformance.suite import Finding, judge
+from tstore.conformance.suite import Check, Finding, Subject, run_checks
 
-__all__ = ["CHECKS", "Check", "Finding", "Subject", "judge"]
+__all__ = ["CHECKS", "Check", "Finding", "Subject", "run_checks"]

@@ -1,16 +1,16 @@
-"""A storage that fails, in front of one that works: by rules, or by seeded chance as behind a bad network.
+"""A wrapper that makes a storage fail: by rules, or by seeded chance as behind a bad network.
 
     store, faults = await open_faulty("memory://x")
     faults.fail("create", "commits/*")               # not done, `Unavailable`
     faults.lose_reply("create", "commits/*", nth=2)  # done, but the response is lost: `Unavailable`
-    faults.postpone("create", "commits/*")           # `Unavailable`, and done when `land()` is awaited
+    faults.postpone("create", "commits/*")           # `Unavailable`, and done only by `await faults.land()`
     gate = faults.hold("create", "commits/*")        # the request waits: `await gate.reached()`, `gate.release()`
 
-Each rule takes effect once, at the n-th request of that operation whose key matches the pattern (as of `fnmatch`);
-`times` extends it to more requests. Operations are those of `Request`, and of the blocking calls "writer",
-"reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
+Each rule takes effect once, at the n-th request of that operation whose key matches the pattern (of `fnmatch`);
+`times` extends it to more requests. Operations are those of `Request`, and the blocking calls "writer", "reader",
+"upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
 
-`Chances` draw at most one fault for each request that no rule meets:
+`Chances` draw at most one fault for each request to which no rule applies:
 
     throttled    refused, and not done: `Throttled`
     lost         never arrives: `Unavailable`
@@ -18,7 +18,7 @@ Each rule takes effect once, at the n-th request of that operation whose key mat
     late         `Unavailable`, and done only afterwards
     repeated     done, and done again afterwards, as by a network that duplicates
 
-Late requests and repetitions are done at most `LATE` seconds later, unless the process ends before.
+Late and repeated requests are done within `LATE` seconds, unless the process ends before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """One request that reached the wrapper."""
+    """A request that reached the wrapper."""
 
     operation: str
     key: str
@@ -63,7 +63,7 @@ class Chances(NamedTuple):
 
 
 class Gate:
-    """A request that is held back until it is released."""
+    """Holds a request back until it is released."""
 
     def __init__(self) -> None:
         self._reached = asyncio.Event()
@@ -74,11 +74,11 @@ class Gate:
         await self._reached.wait()
 
     def release(self) -> None:
-        """Let the request continue."""
+        """Let the request proceed."""
         self._released.set()
 
     async def pass_through(self) -> None:
-        """Wait, on behalf of the request."""
+        """Wait until released; awaited by the request."""
         self._reached.set()
         await self._released.wait()
 
@@ -111,9 +111,9 @@ class _Rule:
 class Faults(Wrapper):
     """Another storage with faults.
 
-    Of the rules that match a request the first one given takes effect. Every awaited request takes at least
-    `latency` seconds, and a further time drawn with the mean `jitter`. The same `seed` and the same order of
-    requests give the same faults.
+    If several rules apply to a request, the first takes effect. Every awaited request takes at least `latency`
+    seconds, and a random time with the mean `jitter` in addition. The same `seed` and the same order of requests
+    give the same faults.
     """
 
     def __init__(
@@ -146,15 +146,15 @@ class Faults(Wrapper):
         times: int = 1,
         error: Callable[[str], TStoreError] = Unavailable,
     ) -> None:
-        """Make the n-th such request raise, and do nothing."""
+        """Make the n-th such request raise an error instead of being done."""
         self._rules.append(_Rule("fail", operation, pattern, range(nth, nth + times), error))
 
     def lose_reply(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th such request raise `Unavailable` after it was done."""
+        """Make the n-th such request raise `Unavailable` after it is done."""
         self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
 
     def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th such request raise `Unavailable` now and be done at `land()`. Awaited calls only."""
+        """Make the n-th such request raise `Unavailable`, and do it at `land()`. Awaited calls only."""
         self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
 
     def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
@@ -178,7 +178,7 @@ class Faults(Wrapper):
         return sum(c.operation == operation and fnmatch.fnmatchcase(c.key, pattern) for c in self.calls)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request, or not, or twice."""
+        """Make the request as the rules and chances demand."""
         rule = self._match(Call(request.operation, request.key))
         if rule is None:
             result = await self._by_chance(request, call)
@@ -209,7 +209,7 @@ class Faults(Wrapper):
         return self.blocking("reader", key, lambda: _FaultyReader(self, key, inner(key)))
 
     def blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
-        """Make a blocking call by the rules."""
+        """Make a blocking call as the rules demand."""
         rule = self._match(Call(operation, key))
         if rule is None:
             return call()
@@ -236,7 +236,7 @@ class Faults(Wrapper):
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # the buffers are the caller's again after the response; and pages come one by one
+            fault = "lost"  # the caller owns the buffers again after the response; pages arrive one by one
         where = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":
@@ -261,7 +261,7 @@ class Faults(Wrapper):
             try:
                 await call()
             except TStoreError:
-                return  # its sender does not listen any more
+                return  # the sender has received an error already
 
         task = asyncio.get_running_loop().create_task(late())
         self._late.add(task)
@@ -296,7 +296,7 @@ class _FaultyReader:
 
 
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
-    """Return the store at a URL, and the faults between it and its storage: none without rules."""
+    """Return the store at a URL, and the faults between it and its storage, at first none."""
     store = await open(url, mode)
     faults = Faults(store.log.storage)
     return Store(faults, store.uuid, mode), faults

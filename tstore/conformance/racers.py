@@ -1,11 +1,11 @@
 """Processes that race to create the same objects.
 
-1. One process starts, imports what is needed, and forks: so a race of eight costs one start.
-2. Each racer connects, asks for a name that does not exist, and says that it is ready.
-3. When all are, they are let go at once; each tries to create every key with bytes of its own, and tells which it
-   has made.
+1. One process starts, imports the storage, and forks the racers: so a race of eight costs one start.
+2. Each racer connects, requests a missing object, and reports that it is ready.
+3. Once all are ready, they begin together. Each tries to create every key with its own bytes, and reports the keys
+   that it created.
 
-Where the place is, and the options with their secrets, come on standard input, never on the command line.
+The URL, and the options with their secrets, are passed on standard input, never on the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tstore.errors import AlreadyExists, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 
-__all__ = ["Turn", "race_of_processes", "serve"]
+__all__ = ["Race", "race_of_processes", "serve"]
 
 _START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
@@ -30,8 +30,8 @@ _START = (
 _TIMEOUT = 120.0
 
 
-class Turn(NamedTuple):
-    """The outcome of the race for one name."""
+class Race(NamedTuple):
+    """The outcome of a race for one key."""
 
     won: list[bytes]
     """The bytes of the creates that succeeded."""
@@ -53,27 +53,27 @@ async def race_of_processes(
             stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
-        raise Unavailable(f"{url}: no process could be started to race: {error}") from error
+        raise Unavailable(f"{url}: the racing processes could not be started: {error}") from error
     try:
-        answer = process.communicate(json.dumps(task).encode())
-        out, complaint = await asyncio.wait_for(answer, _TIMEOUT)
+        communication = process.communicate(json.dumps(task).encode())
+        output, errors = await asyncio.wait_for(communication, _TIMEOUT)
     except TimeoutError as error:
         raise Unavailable(f"{url}: racing processes did not end within {_TIMEOUT:.0f} s") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    results = [json.loads(line) for line in out.splitlines()]
+    results = [json.loads(line) for line in output.splitlines()]
     if len(results) != racers:
-        last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise Unavailable(f"{url}: {racers - len(results)} of {racers} racing processes failed: {last}")
     return {key: [_body(n, key) for n, won in results if key in won] for key in keys}
 
 
 def serve() -> None:
-    """Run the process of `_START`: read one task, race, write a line for each racer."""
+    """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
-    connect(task["url"], task["options"])  # imports the modules of that kind of storage
+    connect(task["url"], task["options"])  # imports the modules of the storage
     ready, gate = os.pipe(), os.pipe()
     children = []
     for number in range(task["racers"]):
@@ -91,9 +91,9 @@ def serve() -> None:
         children.append(child)
     os.close(ready[1])
     os.close(gate[0])
-    waiting = task["racers"]
-    while waiting and os.read(ready[0], 1):  # ends early where a racer died
-        waiting -= 1
+    for _ in range(task["racers"]):
+        if not os.read(ready[0], 1):
+            break  # the remaining racers have died
     os.close(gate[1])
     for child in children:
         os.waitpid(child, 0)
@@ -105,15 +105,15 @@ async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> Non
         await storage.size(f"{task['keys'][0]}-ready")
         os.write(ready, b".")
         os.close(ready)
-        os.read(gate, 1)  # until the parent closes the other end
-        won = []
+        os.read(gate, 1)  # returns when the parent closes the other end
+        created = []
         for key in task["keys"]:
             try:
                 await storage.create(key, _body(number, key), Durability.NONE)
-                won.append(key)
+                created.append(key)
             except AlreadyExists:
                 pass
-        os.write(1, json.dumps([number, won]).encode() + b"\n")
+        os.write(1, json.dumps([number, created]).encode() + b"\n")
     finally:
         await storage.close()
 

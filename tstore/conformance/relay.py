@@ -1,13 +1,13 @@
-"""A relay between clients and a server that loses requests or responses on demand.
+"""A TCP relay between clients and a server that loses requests or responses on demand.
 
     async with Relay.to("127.0.0.1", port) as relay:
-        ...                                  # clients talk to relay.host, relay.port
-        with relay.losing("reply"):          # the next request is done, then its connection is closed
+        ...                                  # clients connect to relay.host, relay.port
+        with relay.losing("response"):       # the next request is done, then its connection is closed
             ...
 
-It forwards bytes of TCP and knows nothing of what they mean. "request" closes a connection before anything of the
-next request has reached the server. Only the next one is lost, also where the client then repeats it. With
-`rewrite`, what clients send is changed on its way: so an honest server seems one that ignores a condition.
+"request" closes the connection before any byte of the next request reaches the server. Only the next one is lost,
+even if the client repeats it. `rewrite` changes the bytes that clients send: so a correct server seems to be one
+that ignores a condition.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["Relay"]
 
 _PIECE = 64 << 10
 
-Loss = Literal["request", "reply"]
+Loss = Literal["request", "response"]
 Rewrite = Callable[[bytes], bytes]
 
 
 class Relay:
-    """A listener on `host` and `port` that forwards to the server."""
+    """A listener on `host` and `port` that forwards connections to a server."""
 
     host = "127.0.0.1"
 
     def __init__(self, server: str, server_port: int, rewrite: Rewrite | None = None) -> None:
         self.port = 0
         self.lost = 0
-        """The number of requests or replies lost so far."""
-        self.replied = 0
-        """The bytes that the server has sent to clients so far."""
+        """The number of requests or responses lost so far."""
+        self.bytes_received = 0
+        """The number of bytes that the server has sent to clients so far."""
         self._server = (server, server_port)
         self._rewrite = rewrite
         self._loss: Loss | None = None
@@ -46,7 +46,7 @@ class Relay:
     @classmethod
     @contextlib.asynccontextmanager
     async def to(cls, server: str, port: int, rewrite: Rewrite | None = None) -> AsyncIterator[Relay]:
-        """Yield a relay to that server; `rewrite` returns other bytes of the same length."""
+        """Relay to a server during the block; `rewrite` returns other bytes of the same length."""
         relay = cls(server, port, rewrite)
         listening = await asyncio.start_server(relay._serve, cls.host, 0)
         relay.port = listening.sockets[0].getsockname()[1]
@@ -60,7 +60,7 @@ class Relay:
 
     @contextlib.contextmanager
     def losing(self, loss: Loss) -> Iterator[None]:
-        """Lose the next request, or the next reply, within the block."""
+        """Lose the next request, or the next response, within the block."""
         self._loss = loss
         try:
             yield
@@ -80,25 +80,25 @@ class Relay:
                 self._quiet.set()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, mine = await asyncio.open_connection(*self._server)
+        server_reader, server_writer = await asyncio.open_connection(*self._server)
         try:
-            ways = [
-                asyncio.ensure_future(self._copy(reader, mine, "request")),
-                asyncio.ensure_future(self._copy(theirs, writer, "reply")),
+            copying = [
+                asyncio.ensure_future(self._copy(reader, server_writer, "request")),
+                asyncio.ensure_future(self._copy(server_reader, writer, "response")),
             ]
             try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
+                for task in copying:
+                    task.cancel()
+                await asyncio.gather(*copying, return_exceptions=True)
         finally:
-            mine.close()
+            server_writer.close()
 
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, kind: Loss) -> None:
-        """Copy until the source ends, or until this direction is to be lost."""
+        """Copy until the source ends, or until bytes of this direction are to be lost."""
         while data := await source.read(_PIECE):
-            self.replied += len(data) if kind == "reply" else 0
+            self.bytes_received += len(data) if kind == "response" else 0
             if self._loss == kind:
                 self._loss = None
                 self.lost += 1

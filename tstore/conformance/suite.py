@@ -1,24 +1,134 @@
-"""The suite: every check run against one storage.
+"""The suite: a storage under test, the form of a check, and running all checks.
 
 A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if that can't be tested, and
 the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
-store's layout, so that it harms no store at that URL, and deletes what it created.
+store's layout, so that it harms no store at that URL, and deletes what it created. It has two clients, since many
+faults show only between clients.
 
 A check can find a fault, but not prove that there is none. So a race is run many times.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import secrets
 import time
 import unittest
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from tstore.conformance.promises import CHECKS
-from tstore.conformance.subject import Check, Subject
-from tstore.errors import StorageFull, Unavailable
+from tstore.conformance.relay import Relay
+from tstore.errors import Denied, StorageFull, TStoreError, Unavailable
+from tstore.storage.base import Storage
+from tstore.storage.connect import connect
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
+from tstore.storage.remote import Remote
 
-__all__ = ["Finding", "judge"]
+__all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "heartbeat", "many", "promise", "run_checks"]
+
+_CONCURRENT = 32
+
+Outcome = Literal["holds", "fails", "skipped", "unknown"]
+"""Unknown if the storage was full or did not respond: repeat the check."""
+
+
+class Subject:
+    """A storage under test, and how to connect to it."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Storage],
+        *,
+        url: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        relay: Relay | None = None,
+    ) -> None:
+        """Take a function that returns one more client of the storage at each call.
+
+        With a `url` and `storage_options` for `tstore.open`, processes race too; with a relay between the server
+        and all clients, responses are lost.
+        """
+        self.connect = connect
+        self.url = url
+        self.storage_options = dict(storage_options or {})
+        self.relay = relay
+
+    @classmethod
+    def from_url(
+        cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None
+    ) -> Subject:
+        """Return the storage at a URL; other processes do not race for one in the memory of this process."""
+        options = storage_options
+        shared = None if isinstance(connect(url, options), MemoryStorage) else url
+        return cls(lambda: connect(url, options), url=shared, storage_options=options, relay=relay)
+
+
+class Scratch:
+    """A new folder of the subject, with two clients of it."""
+
+    def __init__(self, subject: Subject, clients: Sequence[Storage]) -> None:
+        self.subject = subject
+        self.folder = f"txn/{secrets.token_hex(16)}"
+        self.one, self.other = clients
+
+    def key(self, name: object) -> str:
+        """Return a key in the folder, of a pack, since packs may contain any bytes."""
+        return f"{self.folder}/pack-{name}"
+
+
+Work = Callable[[Scratch], Awaitable[None]]
+
+
+class Check:
+    """One promise, and its test."""
+
+    def __init__(self, name: str, promise: str, work: Work, needs: str) -> None:
+        self.name = name
+        self.promise = promise
+        self._work = work
+        self._needs = needs
+
+    async def __call__(self, subject: Subject) -> None:
+        """Raise AssertionError if the promise is broken, `unittest.SkipTest` if it can't be tested.
+
+        `StorageFull` and `Unavailable` break no promise, and are raised unchanged.
+        """
+        async with _scratch(subject) as scratch:
+            try:
+                await scratch.one.size(scratch.key("none"))  # the first response tells a server's capabilities
+                if self._needs and not getattr(scratch.one.capabilities, self._needs):
+                    raise unittest.SkipTest(f"the storage does not claim {self._needs}")
+                await self._work(scratch)
+            except (AssertionError, unittest.SkipTest, StorageFull, Unavailable):
+                raise
+            except TStoreError as error:
+                if isinstance(error, Denied) and await _is_read_only(scratch):
+                    raise unittest.SkipTest(f"nothing can be created here: {error}") from error
+                raise AssertionError(f"{type(error).__name__}: {error}") from error
+            finally:
+                await _clean(scratch)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+CHECKS: list[Check] = []
+"""All checks, the quick ones first."""
+
+
+def promise(text: str, needs: str = "") -> Callable[[Work], Work]:
+    """Add the decorated function to the checks, as the test of a promise.
+
+    `needs` names the capability without which the promise does not apply.
+    """
+
+    def add(work: Work) -> Work:
+        CHECKS.append(Check(getattr(work, "__name__", ""), text, work, needs))
+        return work
+
+    return add
 
 
 class Finding(NamedTuple):
@@ -26,21 +136,20 @@ class Finding(NamedTuple):
 
     check: str
     promise: str
-    outcome: Literal["holds", "fails", "skipped", "unknown"]
-    """Unknown if the storage was full or did not respond: repeat the check."""
+    outcome: Outcome
     detail: str
     seconds: float
 
 
-async def judge(
+async def run_checks(
     subject: Subject, checks: Iterable[Check] | None = None, progress: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """Run the checks (by default all) one after the other; call `progress` with the name of each before it."""
+    """Run the checks (by default all) one after the other; call `progress` with the name of each before it runs."""
     findings = []
     for check in CHECKS if checks is None else checks:
         progress(check.name)
-        begun = time.monotonic()
-        outcome: Literal["holds", "fails", "skipped", "unknown"] = "holds"
+        began = time.monotonic()
+        outcome: Outcome = "holds"
         detail = ""
         try:
             await check(subject)
@@ -50,5 +159,60 @@ async def judge(
             outcome, detail = "fails", str(fault)
         except (StorageFull, Unavailable) as error:
             outcome, detail = "unknown", str(error)
-        findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - begun))
+        findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - began))
     return findings
+
+
+def heartbeat(number: int) -> bytes:
+    """Return a heartbeat of a host; a server may accept nothing else at `alive-…`."""
+    return b'{"name": "probe", "time": %d}' % number
+
+
+async def many(call: Callable[[str], Awaitable[object]], keys: Iterable[str]) -> None:
+    """Await the call for every key, some at a time."""
+    remaining = iter(keys)
+
+    async def work() -> None:
+        for key in remaining:
+            await call(key)
+
+    await asyncio.gather(*[work() for _ in range(_CONCURRENT)])
+
+
+@contextlib.asynccontextmanager
+async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
+    clients = [_client(subject.connect()) for _ in range(2)]
+    try:
+        yield Scratch(subject, clients)
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def _client(storage: Storage) -> Storage:
+    """Return the storage as stores use it, but without retries."""
+    return storage if storage.capabilities.in_place or isinstance(storage, Remote) else Remote(storage)
+
+
+async def _is_read_only(scratch: Scratch) -> bool:
+    """Return whether not even a heartbeat can be created, which needs the weakest permission to write."""
+    try:
+        await scratch.one.create(f"{scratch.folder}/alive-trial", heartbeat(0), Durability.NONE)
+    except Denied:
+        return True
+    return False
+
+
+async def _clean(scratch: Scratch) -> None:
+    """Delete what the check has created, as far as that is permitted."""
+    if not scratch.one.capabilities.listing:
+        return
+    with contextlib.suppress(TStoreError):
+        if scratch.one.capabilities.in_place:
+            for client in (scratch.one, scratch.other):
+                await client.close()  # some file systems keep files that are open
+        keys = await scratch.one.list(f"{scratch.folder}/")
+        await many(scratch.one.delete, keys)
+        folders = {key.rpartition("/")[0] for key in keys} | {scratch.folder, "txn"}
+        for folder in sorted(folders, key=len, reverse=True):
+            await scratch.one.delete(folder)
