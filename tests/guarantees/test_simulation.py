@@ -416,7 +416,7 @@ async def test_a_power_failure_takes_what_was_not_forced() -> None:
     pack = storage.writer("txn/b/pack-1", Durability.FSYNC)
     pack.append([b"data"], 4)
     pack.finish()
-    chances = [shared.photograph().after_power_failure(random.Random(seed)).objects for seed in range(20)]
+    chances = [shared.copy().after_power_failure(random.Random(seed)).objects for seed in range(20)]
     assert {frozenset(objects) for objects in chances} == {
         frozenset({"commits/1"}),
         frozenset({"commits/1", "commits/2"}),

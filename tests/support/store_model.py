@@ -73,10 +73,8 @@ class Grid:
         for at in self.touched(region)[0]:
             block = self.blocks.setdefault(at, np.zeros(self.chunks, self.dtype))
             box = self._box(at)
-            part: Any = (
-                *(slice(0, s.stop - s.start) for s in box),
-                ...,
-            )  # the ellipsis makes views of 0-d arrays too
+            # the ellipsis makes views of 0-d arrays too
+            part: Any = (*(slice(0, s.stop - s.start) for s in box), ...)
             same_part: Any = (*box, ...)
             np.copyto(block[part], whole[same_part], where=inside[same_part])
 

@@ -1,18 +1,18 @@
-"""Checks that the history of a simulation is one that a correct store could have produced.
+"""Checks that a correct store could have produced the history of a simulation.
 
     dense          versions are numbered from 1 without a gap, and no transaction is committed twice
     acknowledged   a version acknowledged to a host is the version of its transaction
     nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
-                   committed (one host of a cooperative transaction may fail while the others succeed)
-    atomic         every version has the state that replaying its attempts on the model yields: no attempt is
-                   applied in part, no two attempts are mixed, no update is lost
+                   committed (though one host of a cooperative transaction may fail while the others succeed)
+    atomic         every version has the state that replaying its attempts on the model yields: none is applied
+                   in part, no two are mixed, no update is lost
     isolated       no two concurrent commits wrote the same chunk, node or tag (except for parts of a chunk)
-    serializable   what a serializable transaction read is unchanged in the version before its own
-    readers        what was read is the state of the version that was read, and a reader of the newest version
-                   sees none older than any version acknowledged before it began
+    serializable   the values that a serializable transaction read are those of the version before its own
+    readers        a read returns the state of its version; a read of the newest version returns none older than
+                   any version acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
-    consistent     `outcome` agrees with the log, and the history has each transaction's message and metadata
+    consistent     `outcome` agrees with the log, and `history` with each transaction's message and metadata
 
 The model is in `tstore.simulation.history`; it has no packs, records or requests.
 """
@@ -46,7 +46,7 @@ __all__ = ["Committed", "retained", "violations"]
 
 
 class Committed(NamedTuple):
-    """A version at the end of a run: its record, and the state that a reader gets, or None if it has expired."""
+    """A version at the end of a run: its record, and its state, or None if it has expired."""
 
     record: Record
     state: State | None
@@ -54,7 +54,7 @@ class Committed(NamedTuple):
 
 
 class _WriteSet(NamedTuple):
-    """The write set of a transaction: whole and partial chunks, created or resized nodes, deleted nodes."""
+    """The write set of a transaction: chunks written whole or in part, created or resized nodes, deleted nodes."""
 
     whole: dict[str, set[int]]
     parts: dict[str, set[int]]
@@ -124,7 +124,7 @@ def violations(
     _check_steps(log, faults)
     for read in history.reads:
         _check_read(read, states, tags, history.acknowledged, faults)
-    known = [] if history.lagging else history.acknowledged  # lagging: an older version may pass for the newest
+    known = [] if history.lagging else history.acknowledged
     for listing in history.listings:
         _check_listing(listing, states, known, faults)
     return faults
@@ -182,7 +182,7 @@ def _replayed(
 
 
 def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[str]:
-    """Return what a serializable attempt read that differs in the version before its own."""
+    """Return a fault for each read of a serializable attempt that differs in the version before its own."""
     if not attempt.serializable:
         return []
     changed = []
@@ -225,20 +225,20 @@ def _check_history(commits: Sequence[Commit], history: History, faults: list[str
 
 
 def _check_isolation(log: Mapping[int, Committed], history: History, faults: list[str]) -> None:
-    touched: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
+    write_sets: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
     for version, commit in log.items():
-        touched[version] = []
+        write_sets[version] = []
         for attempt in _attempts(commit, history):
             mine = _WriteSet.from_ops(attempt.all_ops)
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
-                for other, theirs in touched.get(newer, ()):
+                for other, theirs in write_sets.get(newer, ()):
                     both = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
                     if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
                         both = f"the tags {(*attempt.tags, *attempt.dropped)}"
                     if both:
                         faults.append(f"version {version}, based on {base}, and {newer} both changed {both}")
-            touched[version].append((attempt, mine))
+            write_sets[version].append((attempt, mine))
 
 
 def _check_steps(log: Mapping[int, Committed], faults: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""One run of a simulated host: its store, and the history in which it records its actions and observations."""
+"""A client of the store on a simulated host, which records its actions and observations in a history."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
 
 
 class PowerCut:
-    """An image of the storage at an acknowledgement, to check what a power failure at that moment leaves."""
+    """A copy of the storage at an acknowledgement, to check what remains if the power fails at that moment."""
 
     def __init__(self) -> None:
         self.image: SharedObjects | None = None
@@ -29,13 +29,13 @@ class PowerCut:
         """The highest version that must survive."""
 
     def acknowledge(self, host: Host, storage: SharedObjects, version: int) -> None:
-        """Save an image of the storage at some of these moments, replacing the last one."""
+        """Copy the storage at some acknowledgements, replacing the previous copy."""
         if storage.volatile and host.chance(0.3):
-            self.image, self.acknowledged = storage.photograph(), version
+            self.image, self.acknowledged = storage.copy(), version
 
 
 class Client:
-    """One run of a host: its store, and the history in which it records its actions and observations."""
+    """A host's store, and the history in which the host records its actions and observations."""
 
     def __init__(
         self, host: Host, store: Store, storage: SharedObjects, history: History, power_cut: PowerCut
@@ -52,7 +52,7 @@ class Client:
     async def open(
         cls, host: Host, storage: SharedObjects, history: History, power_cut: PowerCut, cache: Cache | None = None
     ) -> Client:
-        """Open the store as a host, without faults."""
+        """Open the store on a host, without faults."""
         rates, host.rates = host.rates, NO_FAULTS
         try:
             store = await tstore.open(HostStorage(storage, host), "a", cache=cache)
@@ -61,7 +61,7 @@ class Client:
         return cls(host, store, storage, history, power_cut)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
-        """Record an acknowledged commit. It must be durable now if `durable`."""
+        """Record an acknowledged commit; if `durable`, check that it is durable now."""
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
             lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)
@@ -106,7 +106,7 @@ class Client:
             self.history.note(f"host {host} of {attempt.transaction} was acknowledged before {part} was durable")
 
     async def _query_outcome(self, attempt: Attempt) -> None:
-        """Query and record the version of an attempt; that it has none is not final, so it is not recorded."""
+        """Query and record the version of an attempt. If it has none, record nothing: it may still get one."""
         try:
             version = await self.store.outcome(attempt.transaction)
         except Unavailable:

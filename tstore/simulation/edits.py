@@ -1,4 +1,4 @@
-"""Independent transactions of a simulated host: random changes of arrays and tags, one or several at a time."""
+"""Independent transactions of a simulated host: random changes of arrays and tags, alone or concurrent."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
-_RESIZED = PATHS[1:]  # not the first: cooperative transactions write fixed parts of it
+_RESIZED = PATHS[1:]  # not the first, of which cooperative transactions write fixed parts
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
-_SCRATCH = 0.1  # share of the transactions with durability "none"
+_NOT_DURABLE = 0.1  # the share of transactions with durability "none"
 
 
 async def transact(client: Client) -> None:
@@ -40,7 +40,7 @@ async def transact(client: Client) -> None:
             _TAGS
         )
     isolation: Isolation = "serializable" if client.random.random() < 0.25 else "snapshot"
-    tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _SCRATCH)
+    tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _NOT_DURABLE)
     after = client.loop.time()
     if client.random.random() < 0.05:
         await _interrupt(client, tx, attempt, asyncio.create_task(_fill(client, tx, attempt, after)))
@@ -49,12 +49,12 @@ async def transact(client: Client) -> None:
 
 
 async def burst(client: Client) -> None:
-    """Run several small transactions at once, which write, set and drop tags; some share a group commit."""
+    """Run several small transactions concurrently, which write, set and drop tags; some share a group commit."""
     try:
         known = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
         return
-    durable = client.random.random() >= _SCRATCH
+    durable = client.random.random() >= _NOT_DURABLE
     work = []
     for number in range(client.random.randint(3, 6)):
         tags: dict[str, Any] = {}
@@ -96,7 +96,7 @@ async def _touch(client: Client, tx: Transaction, attempt: Attempt, path: str) -
 
 
 async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
-    """Cancel a transaction while it writes or commits; if it then has a version, that must be true."""
+    """Cancel a transaction while it writes or commits; a version that it has afterwards must be true."""
     await asyncio.wait([work], timeout=client.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])
@@ -112,7 +112,7 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
 
 async def _fill(client: Client, tx: Transaction, attempt: Attempt, after: float) -> int | None:
     attempt.bases[0] = (await staging_of(tx).base()).version
-    if attempt.bases[0] < client.history.start:  # stale metadata hides the newest versions
+    if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
         await tx.abort()
         return None

@@ -1,4 +1,4 @@
-"""Cooperative transactions of simulated hosts: checkpoints, and writes to shared arrays."""
+"""Cooperative transactions of several simulated hosts: checkpoints, and writes to shared arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHUNKS = CELLS // PER_CHUNK
 class GroupPlan(NamedTuple):
     """A planned cooperative transaction: a checkpoint, or writes to shared arrays.
 
-    Host `h` writes `values[h]`; the hosts in `deleting` also delete an array; with `twice`, one host runs twice.
+    Host `h` writes `values[h]`; the hosts in `deleting` also delete an array; if `twice`, one host runs twice.
     """
 
     name: str
@@ -91,12 +91,10 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
 
 
 async def checkpoint(client: Client) -> None:
-    """Save a checkpoint of a random step from two hosts in one process; one of them may be late."""
+    """Save a checkpoint of a random step from two hosts in one process, of which one may be late."""
     step, values = client.random.randint(3, 15), (client.history.value(), client.history.value())
     plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
-    late = client.random.choice(
-        (0, 0, 12)
-    )  # seconds in which a gc may condemn chunks that the other host references
+    late = client.random.choice((0, 0, 12))  # in 12 s a gc may condemn chunks that the other host references
 
     async def member(host: int) -> None:
         await asyncio.sleep(host * late)

@@ -1,4 +1,4 @@
-"""The recorded actions and observations of simulated hosts, and the model that they are checked against.
+"""The recorded actions and observations of simulated hosts, and the model to check them against.
 
 A model state maps the path of each array to its cells, and each tag to its version. A cell is a run of equal
 values, so that a few numbers represent an array. Every written value is unique, so that a state identifies the
@@ -98,7 +98,7 @@ Op = Create | Put | Delete | Resize | Replace | Copied
 
 
 def width_of(path: str) -> int:
-    """Return the values per cell of an array: wide cells go to packs, narrow ones are inlined in records."""
+    """Return the values per cell of an array: chunks of wide cells go to packs, of narrow ones to records."""
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
@@ -134,7 +134,7 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
 
 
 class Seen(NamedTuple):
-    """What a transaction read after its `own` operations: the cells of an array, or with `path` None all paths."""
+    """A read in a transaction after its `own` operations: of an array, or of all paths if `path` is None."""
 
     own: tuple[Op, ...]
     path: str | None
@@ -145,7 +145,7 @@ class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
     `outcomes` are the versions returned and the errors raised to its hosts; a crashed host has none. `tags` are
-    set to its version, of which `created` must have been free; `dropped` are removed. The store's history must
+    set to its version, of which `created` must not exist before; `dropped` are removed. The store's history must
     have its `message` and its `metadata`.
     """
 
@@ -222,7 +222,7 @@ class History:
         self.listings: list[Listing] = []
         self.start = 0  # the version from which the run began
         self.unnamed: dict[str, Attempt] = {}  # by message, because their transaction ids are not known
-        self.lagging = False  # whether stale reads may return an older version as the newest
+        self.lagging = False  # whether an older version may be returned as the newest
         self._values = 0
 
     def value(self) -> int:
@@ -231,15 +231,15 @@ class History:
         return self._values
 
     def skip_values(self) -> None:
-        """Continue with values that the other history of the run does not reach."""
+        """Continue with values beyond those of the other history of the run."""
         self._values = 500_000
 
-    def note(self, what: str) -> None:
+    def note(self, fault: str) -> None:
         """Record a broken promise."""
-        self.faults.append(what)
+        self.faults.append(fault)
 
     def begin(self, transactions: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """Return the attempt with these ids, at most one of which commits. Its hosts share the attempt."""
+        """Return the attempt with these ids, at most one of which commits; its hosts share it."""
         attempt = self.attempts.get(transactions[0])
         if attempt is None:
             attempt = Attempt(transactions[0], tags, hosts)

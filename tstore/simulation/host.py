@@ -1,4 +1,4 @@
-"""One run of a simulated host: its clock, its random numbers, and the probabilities of its faults."""
+"""A simulated host: its clock, its random numbers, its faults, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ class FaultRates(NamedTuple):
     crashes: float = 0
     pauses: float = 0
     stale_lists: float = 0
-    """Listings lack new objects, or still have deleted ones."""
+    """Listings lack new objects, or still contain deleted ones."""
     stale_heads: float = 0
-    """Sizes are stale, so that a new object seems absent and a deleted one present."""
+    """Sizes are stale: a new object seems absent, and a deleted one present."""
     jumps: float = 0
-    """The clock of the host jumps."""
+    """The host's clock jumps."""
 
 
 NO_FAULTS = FaultRates()
 
 
 class Host(World):
-    """One run of one host: its clock, its random numbers, and whether it is alive.
+    """One run of a host, from its start to its end or crash.
 
-    `log` gets a line of text for each event; `skew` is the initial error of its clock, in seconds.
+    `log` is called with the name of the host and a line of text for each event; `skew` is the initial error of the
+    host's clock in seconds.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Host(World):
         self._skew = skew
         self._log = log
         self.cut_off_until = 0.0
-        self._still_until = 0.0
-        self._graves: list[asyncio.Future[None]] = []
+        self._paused_until = 0.0
+        self._suspended: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
@@ -68,9 +69,9 @@ class Host(World):
         """Record an event as a line of text."""
         self._log(self.name, text)
 
-    def chance(self, likelihood: float) -> bool:
+    def chance(self, probability: float) -> bool:
         """Return True with that probability."""
-        return likelihood > 0 and self.random.random() < likelihood
+        return probability > 0 and self.random.random() < probability
 
     def delay(self) -> float:
         """Return a random latency in seconds: about 10 ms, sometimes much longer."""
@@ -80,33 +81,33 @@ class Host(World):
         return self.random.uniform(0, 1 if draw < 0.99 else 5)
 
     async def step(self) -> None:
-        """Wait for one leg of a request; the host may crash or pause. For a crashed host this never returns."""
+        """Wait for half a round trip, in which the host may crash or pause. Never return on a crashed host."""
         if self.ended:
             raise asyncio.CancelledError
         if not self.crashed.is_set() and self.chance(self.rates.crashes):
             self.log("crashes")
             self.crashed.set()
         elif self.chance(self.rates.pauses):
-            still = self.random.uniform(1, 60)
-            self.log(f"pauses for {still:.1f} s")
-            self._still_until = max(self._still_until, self._loop.time() + still)
+            pause = self.random.uniform(1, 60)
+            self.log(f"pauses for {pause:.1f} s")
+            self._paused_until = max(self._paused_until, self._loop.time() + pause)
         if self.chance(self.rates.jumps):
             self._skew += self.random.choice(_JUMPS)
             self.log(f"has its clock set to {self._skew:+.0f} s")
         await asyncio.sleep(self.delay())
-        if (still := self._still_until - self._loop.time()) > 0:
-            await asyncio.sleep(still)
+        if (pause := self._paused_until - self._loop.time()) > 0:
+            await asyncio.sleep(pause)
         if self.crashed.is_set():
-            grave = self._loop.create_future()
-            self._graves.append(grave)  # an unreferenced task would be garbage-collected, which runs its `finally`
-            await grave
+            never = self._loop.create_future()
+            self._suspended.append(never)  # an unreferenced task would be garbage-collected, and run its `finally`
+            await never
 
 
 class FaultFreeHost(Host):
-    """A host without faults or latency, which runs alone, before or after all others."""
+    """A host without faults or latency, which runs alone before or after the others."""
 
     def __init__(self, name: str, seed: str, log: Callable[[str, str], None]) -> None:
         super().__init__(name, seed, NO_FAULTS, 0, log)
 
     async def step(self) -> None:
-        """Return at once: no other host could use the time."""
+        """Return immediately, since no other host could use the time."""

@@ -36,7 +36,7 @@ async def judge_store(
         keys = sorted(k for k in storage.objects if k.startswith("commits/"))
         newest = len(keys)
         if keys != [commit_key(v) for v in range(1, newest + 1)]:
-            return [*history.faults, f"the versions are not dense: {keys}"], {}
+            return [*history.faults, f"versions are missing: {keys}"], {}
         with _errors_as_faults(faults):
             store = await tstore.open(HostStorage(storage, host))
             if (seen := (await store.snapshot()).version) != newest:
@@ -65,7 +65,7 @@ async def judge_copy(
     source: tuple[SharedObjects, History, Log],
     own: History,
 ) -> list[str]:
-    """Return the broken promises of a copy that was written to as well; `own` is the history of its writers."""
+    """Return the broken promises of a copy, which has writers too; `own` is their history."""
     storage, history, log = source
     combined = copy.copy(own)
     combined.start = history.start
@@ -83,22 +83,20 @@ async def judge_copy(
     if history.lagging:
         return []  # the copy may be of a version before the run began, and may have diverged there
     ours, theirs = ({v: objects.get(commit_key(v)) for v in log} for objects in (storage.objects, mirror.objects))
-    apart = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
-    mixed = [v for v in log if v > apart and ours[v] == theirs[v]]
+    diverged = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
+    mixed = [v for v in log if v > diverged and ours[v] == theirs[v]]
     if mixed:
         return [
-            f"the copy's version {apart} differs from the source, but the later {mixed} are those of the source"
+            f"the copy's version {diverged} differs from the source, but the later {mixed} are those of the source"
         ]
     faults, _ = await judge_store(new_host, mirror, first, combined)
     return [f"in the copy: {fault}" for fault in faults]
 
 
-async def judge_power_failure(
-    new_host: NewHost, power_cut: PowerCut, log: Log, chance: random.Random
-) -> list[str]:
-    """Return the broken promises if the power fails at the moment of the image."""
+async def judge_power_failure(new_host: NewHost, power_cut: PowerCut, log: Log, rng: random.Random) -> list[str]:
+    """Return the broken promises if the power fails at the moment of the copy."""
     assert power_cut.image is not None
-    storage = power_cut.image.after_power_failure(chance)
+    storage = power_cut.image.after_power_failure(rng)
     faults: list[str] = []
     with new_host("power failure's judge") as host, _errors_as_faults(faults):
         store = await tstore.open(HostStorage(storage, host))
@@ -136,7 +134,7 @@ def _errors_as_faults(faults: list[str]) -> Iterator[None]:
     try:
         yield
     except TStoreError as error:
-        faults.append(f"in the end: {type(error).__name__}: {error}")
+        faults.append(f"at the end: {type(error).__name__}: {error}")
 
 
 def _without_outcomes(attempt: Attempt) -> Attempt:

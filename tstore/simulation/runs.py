@@ -1,9 +1,9 @@
 """Simulated runs: many hosts on one store in virtual time, with injected faults.
 
-The code under test is the real one: stores, transactions, cooperative transactions, checkpoints. Simulated are the
-clock (virtual time, with an error for each host), the random numbers and the storage (`simulation.storage`). The
-seed determines the run. When all hosts have ended and all late requests have landed, a new host reads the store,
-and `checker` compares the result with the history of the run.
+The code under test is the real one: stores, transactions, cooperative transactions, checkpoints. Only the clock
+(virtual time, with an error for each host), the random numbers and the storage are simulated. The seed determines
+the run. When all hosts have ended and all late requests are done, a new host reads the store, and `checker`
+compares the result with the history of the run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import contextlib
 import multiprocessing
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tstore
 from tstore.errors import TStoreError
@@ -29,13 +29,13 @@ from tstore.simulation.judge import committed, judge_copy, judge_power_failure, 
 from tstore.simulation.scenario import Scenario, reduced
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
-from tstore.simulation.workload import live
+from tstore.simulation.workload import run_workload
 from tstore.storage.cache.folder import Cache
 
 __all__ = ["Outcome", "Tally", "simulate", "simulate_many"]
 
-_DEADLINE = 3_600.0  # virtual seconds in which every host must end
-_PART = 25  # runs per task of a process
+_DEADLINE = 3_600.0  # virtual seconds within which every host must end
+_BATCH = 25  # runs per task of a process
 _LATEST = 60.0  # virtual seconds after which no request is in flight
 
 
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 class _SimulatedStore:
-    """A storage and the history of its hosts."""
+    """The storage of a store or its copy, and the history of its hosts."""
 
     def __init__(self, storage: SharedObjects, start: int) -> None:
         self.storage = storage
@@ -97,7 +97,7 @@ class _Run:
                 self.primary.history.note(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
                 break
             await asyncio.wait(pending, timeout=60)
-        await self._ended([task for task in self.tasks if task.done()])
+        await self._wait([task for task in self.tasks if task.done()])
         await self._cancel_all()
         await asyncio.sleep(_LATEST)
         faults, log = await judge_store(self._observer, storage, first, self.primary.history)
@@ -111,12 +111,12 @@ class _Run:
     def _log(self, who: str, what: str) -> None:
         self.trace.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
 
-    def _start(self, life: object) -> None:
-        self.tasks.append(asyncio.get_running_loop().create_task(life))  # type: ignore[arg-type]
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.get_running_loop().create_task(work))
 
     @contextlib.contextmanager
     def _new_host(self, name: str) -> Iterator[Host]:
-        """Make the running task a new run of a host, for the duration of the block."""
+        """Make the running task a new run of a host during the block."""
         skew = self.rng.choice((0, 0, -3_600, 86_400))
         host = Host(name, f"{self.seed} {name}", self.scenario.rates, skew, self._log)
         self.hosts.append(host)
@@ -125,13 +125,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _observer(self, name: str) -> Iterator[Host]:
-        """Make the running task a host without faults, for the duration of the block."""
+        """Make the running task a host without faults during the block."""
         host = FaultFreeHost(name, f"{self.seed} {name}", self._log)
         with use_world(host), inline(host.step):
             yield host
 
     async def _client(self, host: Host, store: _SimulatedStore) -> Client:
-        """Open the store as a host, perhaps with a cache."""
+        """Open the store on a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
             cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))
@@ -143,12 +143,13 @@ class _Run:
         for run in range(4):
             with self._new_host(f"{name}.{run}") as host:
                 client = await self._client(host, store)
-                if await _survived(host, asyncio.create_task(live(client, rounds, self.scenario.mix, mirror))):
+                work = run_workload(client, rounds, self.scenario.mix, mirror)
+                if await _survived(host, asyncio.create_task(work)):
                     return
             await asyncio.sleep(host.random.uniform(0, 20))
 
     async def _failover(self) -> None:
-        """Run a host that writes to the copy once that exists, perhaps while others still copy to it."""
+        """Run a host that writes to the copy once it exists, perhaps while others still copy to it."""
         for _ in range(100):
             await asyncio.sleep(self.rng.uniform(0, 3))
             if "tstore.json" in self.mirror.storage.objects:
@@ -156,34 +157,33 @@ class _Run:
                 return
 
     async def _run_group(self, number: int) -> None:
-        """Run the attempts of a cooperative transaction, one after the other or at once."""
+        """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
         hosts = rng.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
         step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)
-        together = rng.random() < 0.5
+        concurrent = rng.random() < 0.5
         durable = rng.random() < 0.8
-        lives = []
+        members = []
         for attempt in range(attempts):
             values = tuple(self.primary.history.value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
-            twice = (
-                step is not None and rng.random() < 0.2
-            )  # only for checkpoints, whose writes do not depend on the base
+            # only for checkpoints, whose writes do not depend on the base
+            twice = step is not None and rng.random() < 0.2
             plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
             timeout = rng.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([rng.randrange(hosts)] if twice else [])]:
                 delay = rng.expovariate(1) if rng.random() < 0.8 else rng.uniform(0, 30)
-                lives.append(asyncio.create_task(self._run_member(plan, host, timeout, delay)))
-            if not together:
-                await self._ended(lives)
-                lives = []
-        await self._ended(lives)
+                members.append(asyncio.create_task(self._run_member(plan, host, timeout, delay)))
+            if not concurrent:
+                await self._wait(members)
+                members = []
+        await self._wait(members)
 
-    async def _ended(self, lives: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for hosts to end; an error of a host is a fault."""
-        for error in await asyncio.gather(*lives, return_exceptions=True):
+    async def _wait(self, hosts: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for hosts to end, and note their errors as faults."""
+        for error in await asyncio.gather(*hosts, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
 
@@ -198,8 +198,8 @@ class _Run:
         """Cancel the tasks of dead and stuck hosts."""
         for host in self.hosts:
             host.ended = True
-        me = asyncio.current_task()
-        while rest := [t for t in asyncio.all_tasks() if t is not me]:
+        current = asyncio.current_task()
+        while rest := [t for t in asyncio.all_tasks() if t is not current]:
             for task in rest:
                 task.cancel()
             await asyncio.wait(rest)
@@ -209,7 +209,7 @@ class _Run:
 
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
-    """Return whether the work ended before the host crashed. Raises the error of the work."""
+    """Return whether the work ended before the host crashed; raise the error of the work."""
     crash = asyncio.create_task(host.crashed.wait())
     await asyncio.wait([work, crash], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
@@ -258,9 +258,9 @@ class Tally(NamedTuple):
 
 def simulate_many(seeds: range, processes: int) -> Iterator[Tally]:
     """Run all seeds in parallel processes and yield a tally for each batch."""
-    parts = [seeds[i : i + _PART] for i in range(0, len(seeds), _PART)]
+    batches = [seeds[i : i + _BATCH] for i in range(0, len(seeds), _BATCH)]
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
-        yield from executor.map(_tally, parts)
+        yield from executor.map(_tally, batches)
 
 
 def _tally(seeds: range) -> Tally:

@@ -27,7 +27,7 @@ Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
 
 _INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
 """Commits before the run begins, by the distance between roots; the run then writes the next root."""
-_SCRATCHED = 64  # a bit is flipped half this many bytes before the end of a root
+_SCRATCHED = 64  # a bit is flipped half that many bytes before the end of a root
 
 
 class Scenario(NamedTuple):
@@ -99,7 +99,7 @@ class Scenario(NamedTuple):
 
 
 def prepare_initial_stores() -> None:
-    """Create all initial stores now, which runs of this process otherwise create on first use."""
+    """Create all initial stores now, which the runs of this process otherwise create on first use."""
     for root_every, numbers in _INITIAL_COMMITS.items():
         for before in set(numbers):
             _initial_store(before, root_every, 0)
@@ -107,7 +107,7 @@ def prepare_initial_stores() -> None:
 
 
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
-    """Return the objects of a store with arrays and `commits` more small commits; each `fork` is another store."""
+    """Return the objects of a store with `commits` small commits; each `fork` is a different store."""
     return dict(_initial_store(commits, root_every, fork))
 
 

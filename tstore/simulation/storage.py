@@ -1,23 +1,23 @@
-"""Object storage as a simulation sees it: one shared set of objects, and hosts whose requests to it go wrong.
+"""Simulated object storage: one set of objects that all hosts share, and the faults of each host's requests.
 
-Every request takes a while, drawn from the host's random numbers; then one of these may happen to it:
+Every request has a random latency, and may have one of these faults:
 
     refused      not done, and the response says so (429 or 503): `Unavailable`
-    lost         never arrives; the host gives up waiting: `Unavailable`
+    lost         never arrives; the host stops waiting: `Unavailable`
     unanswered   done, but the response is lost: `Unavailable`
-    late         the host gives up waiting, and it is done only afterwards: `Unavailable`, and a surprise
-    repeated     done twice, the second time later, as by a network that duplicates
-    retried      done, the response lost, and repeated below the protocol: the host is told that its new object
-                 exists already
+    late         done only after the host has stopped waiting: `Unavailable`
+    repeated     done twice, the second time later, as by a network that duplicates requests
+    retried      done, but the response is lost and the request is repeated below the protocol: `AlreadyExists`
 
-After such a fault a host may get no response to anything for a while. Listings may be old: they lack new objects
-and still show deleted ones; so may sizes. A pack appears to others when it is finished, or never, and has a
-limited size. `latest` may be lost or be replaced late. A host may crash before, during or after any request, and
-then never does anything again; or stand still, longer than others wait for it.
+After such a fault a host may get no response to any request for a while. Listings and sizes may be stale: they
+lack new objects and still show deleted ones. A pack appears to others when it is finished, or never, and has a
+limited size. The hint `latest` may be lost, or replaced late. A host may crash before, during or after any
+request, or pause for longer than others wait for it.
 
-Visible objects need not be durable: a name is durable once its folder was forced, which a create does last, and
-the bytes of a pack are once its writer has flushed it. A power failure (`SharedObjects.after_power_failure`) takes
-the rest away. A `strict` storage is one behind a server: it accepts no record before the one below it exists."""
+Visible objects need not be durable: a key is durable once its folder is forced, which a create does last, and the
+bytes of a pack once its writer has flushed them. A power failure (`SharedObjects.after_power_failure`) removes the
+rest. A `strict` storage accepts no record before the previous one exists, as `tstore serve` does.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from tstore.storage.objects import (
 
 __all__ = ["HostStorage", "SharedObjects"]
 
-_CREATED_WRONG = ("refused", "lost", "unanswered", "late", "repeated", "retried")
+_CREATE_FAULTS = ("refused", "lost", "unanswered", "late", "repeated", "retried")
 _WAIT = 2.0  # seconds that a host waits for a response
-_OLD = 2.0  # seconds by which listings and sizes may be late
+_STALE = 2.0  # the maximum age of listings and sizes in seconds
 _CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # the sizes of a host's packs in bytes
 
 
@@ -56,67 +56,67 @@ class SharedObjects:
     def __init__(self, objects: Mapping[str, bytes], name: str = "storage", *, strict: bool = False) -> None:
         self.name = name
         self.objects = dict(objects)
-        self.born: dict[str, float] = {}
-        self.deleted: dict[str, tuple[float, bytes]] = {}  # when, and its bytes
-        self.volatile: set[str] = set()  # names, or bytes, that a power failure takes away
-        self.loose: set[str] = set()  # those of them whose bytes are not durable either
+        self.created: dict[str, float] = {}  # the time by key
+        self.deleted: dict[str, tuple[float, bytes]] = {}  # the time and the bytes by key
+        self.volatile: set[str] = set()  # keys that are not durable
+        self.unflushed: set[str] = set()  # those whose bytes are not durable either
         self.strict = strict
 
     def create(self, key: str, data: bytes, *, forced: bool = True) -> None:
-        """Create an object, at the moment when the server does it; its bytes are durable if `forced`.
+        """Create an object, at the time when the server does so; its bytes are durable if `forced`.
 
-        Raise `AlreadyExists` if the key is taken.
+        Raise `AlreadyExists` if the key exists.
         """
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
         below = f"{folder}/{int(number) - 1:020d}" if self.strict and folder == "commits" else ""
         if below and int(number) > 1 and below not in self.objects:
-            raise InvalidArgument(f"simulated: {key} can't be created before the one below it")
+            raise InvalidArgument(f"simulated: {key} can't be created before the previous record")
         self.objects[key] = data
-        self.born[key] = asyncio.get_running_loop().time()
+        self.created[key] = asyncio.get_running_loop().time()
         self.volatile.add(key)
         if not forced:
-            self.loose.add(key)
+            self.unflushed.add(key)
 
     def force(self, folder: str) -> None:
-        """Make the names durable of all objects in the folder whose bytes are."""
-        self.volatile -= {key for key in self.volatile - self.loose if key.startswith(f"{folder}/")}
+        """Make the keys in the folder durable, of the objects whose bytes are durable."""
+        self.volatile -= {key for key in self.volatile - self.unflushed if key.startswith(f"{folder}/")}
 
     def sync(self) -> None:
         """Make everything durable."""
         self.volatile.clear()
-        self.loose.clear()
+        self.unflushed.clear()
 
     def delete(self, key: str) -> None:
-        """Remove an object, if it exists."""
+        """Delete an object, if it exists."""
         if key in self.objects:
             self.deleted[key] = asyncio.get_running_loop().time(), self.objects.pop(key)
         self.volatile.discard(key)
-        self.loose.discard(key)
+        self.unflushed.discard(key)
 
-    def photograph(self) -> SharedObjects:
-        """Return a copy of it as of now."""
+    def copy(self) -> SharedObjects:
+        """Return an independent copy."""
         copied = SharedObjects(self.objects, self.name, strict=self.strict)
-        copied.born, copied.deleted = dict(self.born), dict(self.deleted)
-        copied.volatile, copied.loose = set(self.volatile), set(self.loose)
+        copied.created, copied.deleted = dict(self.created), dict(self.deleted)
+        copied.volatile, copied.unflushed = set(self.volatile), set(self.unflushed)
         return copied
 
-    def after_power_failure(self, chance: random.Random) -> SharedObjects:
-        """Return what a power failure leaves: without some names that were not durable, with some deleted ones.
+    def after_power_failure(self, rng: random.Random) -> SharedObjects:
+        """Return the objects after a power failure: some volatile ones are lost, some deleted ones are back.
 
-        Objects whose bytes are not durable are lost: other transactions may survive in part.
+        Those whose bytes are not durable are always lost, so transactions that are not durable survive in part.
         """
-        lost = {key for key in sorted(self.volatile) if key in self.loose or chance.random() < 0.8}
-        back = {key: data for key, (_, data) in self.deleted.items() if chance.random() < 0.2}
+        lost = {key for key in sorted(self.volatile) if key in self.unflushed or rng.random() < 0.8}
+        back = {key: data for key, (_, data) in self.deleted.items() if rng.random() < 0.2}
         kept = {key: data for key, data in self.objects.items() if key not in lost}
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             kept.pop("latest", None)
         return SharedObjects({**back, **kept}, self.name, strict=self.strict)
 
 
 class HostStorage(Storage):
-    """The storage as one host sees it."""
+    """The storage as seen by one host."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
 
@@ -125,10 +125,10 @@ class HostStorage(Storage):
         self.storage = storage
         self.host = host
         self.capacity = host.random.choice(_CAPACITIES)
-        streams = 1 if host.random.random() < 0.5 else 64  # one request after the other, or many at once
+        streams = 1 if host.random.random() < 0.5 else 64  # sequential or concurrent requests
         self._tuning = Tuning(streams, batch=1 << 20, piece=1 << 20, gap=0)
         self._open: dict[str, bytearray] = {}  # packs of this host that are not finished
-        self._unflushed: set[str] = set()  # packs of this host that are to become durable
+        self._unflushed: set[str] = set()  # packs of this host that its next flush makes durable
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -152,13 +152,13 @@ class HostStorage(Storage):
         self.reader(key).read_into(offset, buffers, size)
 
     async def head(self, key: str) -> Entry | None:
-        """Return the entry of an object, or as it was a moment ago."""
+        """Return the entry of an object; it may be stale."""
         await self.host.step()
         found = self.storage.objects.get(key)
         if self.host.chance(self.host.rates.stale_heads):
-            then = self._loop.time() - self.host.random.uniform(0, _OLD)
+            then = self._loop.time() - self.host.random.uniform(0, _STALE)
             when, before = self.storage.deleted.get(key, (-math.inf, None))
-            found = before if when > then else None if self.storage.born.get(key, 0) > then else found
+            found = before if when > then else None if self.storage.created.get(key, 0) > then else found
         await self._respond(f"head {key}")
         return None if found is None else Entry(key, len(found))
 
@@ -170,12 +170,12 @@ class HostStorage(Storage):
         await (self._create(key, data, durability) if mode is PutMode.CREATE else self._replace(key, data))
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """Yield one page, at times without the newest keys, or with those that were deleted last."""
+        """Yield one page, which may be stale."""
         await self.host.step()
         storage, latest = self.storage, self._loop.time()
         if self.host.chance(self.host.rates.stale_lists):
-            latest -= self.host.random.uniform(0, _OLD)
-        keys = {k for k in storage.objects if k.startswith(prefix) and storage.born.get(k, 0) <= latest}
+            latest -= self.host.random.uniform(0, _STALE)
+        keys = {k for k in storage.objects if k.startswith(prefix) and storage.created.get(k, 0) <= latest}
         keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > latest}
         await self._respond(f"list {prefix}")
         cut = len(prefix)
@@ -184,7 +184,7 @@ class HostStorage(Storage):
         yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Create the object; respond truly or not at all, except to its own repetition."""
+        """Create the object. The response is true or lost, except that a repeated request finds its own object."""
         host, storage, forced = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         cut_off = self._loop.time() < host.cut_off_until
@@ -195,21 +195,21 @@ class HostStorage(Storage):
             if forced:
                 storage.force(key.rpartition("/")[0])
             return
-        fate = "lost" if cut_off else host.random.choice(_CREATED_WRONG)
+        fault = "lost" if cut_off else host.random.choice(_CREATE_FAULTS)
         if not cut_off and host.chance(0.3):
             host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
-        host.log(f"create {key}: {fate}")
-        if fate in ("unanswered", "retried", "repeated"):
+        host.log(f"create {key}: {fault}")
+        if fault in ("unanswered", "retried", "repeated"):
             storage.create(key, data, forced=forced)
-        if fate in ("late", "repeated"):
+        if fault in ("late", "repeated"):
             self._loop.call_later(host.random.uniform(0, 3 * _WAIT), self._land, key, data, forced)
-        if fate in ("unanswered", "lost", "late"):
-            await asyncio.sleep(_WAIT if fate != "late" else host.random.uniform(0, _WAIT))
+        if fault in ("unanswered", "lost", "late"):
+            await asyncio.sleep(_WAIT if fault != "late" else host.random.uniform(0, _WAIT))
         await host.step()
-        if fate == "retried":
+        if fault == "retried":
             raise AlreadyExists(f"simulated: {key} exists already")
-        if fate != "repeated":
-            raise Unavailable(f"simulated: create {key} was {fate}")
+        if fault != "repeated":
+            raise Unavailable(f"simulated: create {key} was {fault}")
         if forced:
             storage.force(key.rpartition("/")[0])
 
@@ -232,9 +232,11 @@ class HostStorage(Storage):
     async def age(self, prefix: str) -> float | None:
         """See `Storage.age`; by the clock of the storage."""
         await self.host.step()
-        born = [self.storage.born.get(key, 0.0) for key in self.storage.objects if key.startswith(f"{prefix}/")]
+        created = [
+            self.storage.created.get(key, 0.0) for key in self.storage.objects if key.startswith(f"{prefix}/")
+        ]
         await self._respond(f"age {prefix}")
-        return self._loop.time() - max(born) if born else None
+        return self._loop.time() - max(created) if created else None
 
     async def delete(self, key: str) -> None:
         """Delete the object, perhaps without a response."""
@@ -248,12 +250,12 @@ class HostStorage(Storage):
         await self.host.step()
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """Make the names in the folder durable, and the bytes of this host's packs there."""
+        """Make the keys in the folder durable, and the bytes of this host's packs there."""
         own = {key for key in self._unflushed if key.startswith(f"{prefix}/")}
         await self._respond(f"flush {prefix}")
         if durability is Durability.FSYNC:
             self._unflushed -= own
-            self.storage.loose -= own
+            self.storage.unflushed -= own
             self.storage.force(prefix)
 
     async def sync(self) -> None:
@@ -262,48 +264,48 @@ class HostStorage(Storage):
         self.storage.sync()
 
     def writer(self, key: str, durability: Durability) -> _SimulatedPack:
-        """Return a writer of a pack that nobody else sees before it is finished."""
+        """Return a writer of a pack, which others see once it is finished."""
         if key in self.storage.objects or key in self._open:
             raise AlreadyExists(f"simulated: {key} exists already")
         data = self._open[key] = bytearray()
         return _SimulatedPack(self, key, data, durability)
 
     def upload(self, key: str, size: int, durability: Durability) -> _SimulatedPack:
-        """Return the same writer: every pack appears when it is finished."""
+        """Return the same writer, since every pack appears when it is finished."""
         return self.writer(key, durability)
 
     def reader(self, key: str) -> _SimulatedReader:
-        """Return a reader of a finished pack, or of an unfinished one of this host."""
+        """Return a reader of a finished pack, or of an unfinished pack of this host."""
         return _SimulatedReader(self, key, self._open[key] if key in self._open else self._bytes_of(key))
 
     async def close(self) -> None:
         """Do nothing."""
 
     def fail(self, what: str) -> None:
-        """Raise `Unavailable` now and then; most faults are those of writes, where they matter more."""
+        """Raise `Unavailable` at random; ten times less often than writes fail, whose faults matter more."""
         cut_off = self._loop.time() < self.host.cut_off_until
         if cut_off or self.host.chance(self.host.rates.faults / 10):
             self.host.log(f"{what}: no response")
             raise Unavailable(f"simulated: {what} got no response")
 
     def finish(self, key: str, data: bytearray, durability: Durability) -> None:
-        """Let a pack appear, with or without a response, or not at all."""
-        wrong = self.host.chance(self.host.rates.faults)
-        if not wrong or self.host.chance(0.5):
+        """Make a pack visible, with or without a response, or lose it."""
+        fails = self.host.chance(self.host.rates.faults)
+        if not fails or self.host.chance(0.5):
             self.storage.create(key, bytes(data), forced=False)
             del self._open[key]
             if durability is Durability.FSYNC:
                 self._unflushed.add(key)
-        if wrong:
+        if fails:
             self.host.log(f"finish {key}: no response, {'torn' if key in self._open else 'done'}")
             raise Unavailable(f"simulated: finish {key} got no response")
 
     def discard(self, key: str) -> None:
-        """Discard a pack; what others can see stays."""
+        """Discard an unfinished pack."""
         self._open.pop(key, None)
 
     async def _respond(self, what: str) -> None:
-        """Await the way back of a response, on which it may be lost."""
+        """Await the response, which may be lost."""
         await self.host.step()
         self.fail(what)
 

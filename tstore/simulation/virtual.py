@@ -1,7 +1,7 @@
 """A deterministic event loop with virtual time, in which waiting takes no real time.
 
 Time stands still while callbacks run, and jumps to the next timer when no callback is ready. There are no threads,
-files or sockets. A loop with no callback and no timer left raises `Stuck`.
+files or sockets. The loop raises `Stuck` when no callback and no timer is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stuck(Exception):
 class VirtualLoop(asyncio.BaseEventLoop):
     """A loop whose `time()` begins at 0 and advances only when no callback is ready.
 
-    It has its own callback class: asyncio's handles support debugging and other threads, which costs time in a run
+    It has its own callback class, since asyncio's handles support debugging and threads, which costs time in a run
     of some 10,000 callbacks. Simultaneous timers run in the order of their creation.
     """
 
@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._virtual_now = 0.0
         self._callbacks: deque[_Callback] = deque()
         self._timers: list[tuple[float, int, _Callback]] = []
-        self._made = 0
+        self._created = 0
 
     def time(self) -> float:
         """Return the virtual seconds since the loop was created."""
@@ -42,9 +42,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Callback:  # type: ignore[override]
         """Schedule a callback for the next turn of the loop."""
-        made = _Callback(callback, args, context)
-        self._callbacks.append(made)
-        return made
+        handle = _Callback(callback, args, context)
+        self._callbacks.append(handle)
+        return handle
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -56,10 +56,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Callback:
         """Schedule a callback at a virtual time."""
-        made = _Callback(callback, args, context)
-        self._made += 1
-        heapq.heappush(self._timers, (when, self._made, made))
-        return made
+        handle = _Callback(callback, args, context)
+        self._created += 1
+        heapq.heappush(self._timers, (when, self._created, handle))
+        return handle
 
     def _run_once(self) -> None:
         callbacks, timers = self._callbacks, self._timers

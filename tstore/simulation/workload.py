@@ -26,7 +26,7 @@ from tstore.simulation.history import Attempt, Collected, Copied, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
 
-__all__ = ["live"]
+__all__ = ["run_workload"]
 
 _RULES = (
     None,
@@ -64,7 +64,7 @@ async def _read_version(client: Client, part: float | None) -> None:
         client.fault("read", error)
         return
     if client.history.lagging and snapshot.version < client.history.start:
-        return  # stale metadata hid the versions of the run
+        return  # stale listings or sizes hid the versions of the run
     client.host.log(f"reads version {snapshot.version}")
     newest = part is None and not client.history.lagging
     client.history.reads.append(Read(client.host.name, after, snapshot.version, state, newest=newest))
@@ -91,7 +91,7 @@ async def _restore(client: Client) -> None:
 
 
 async def _verify(client: Client) -> None:
-    """Verify the whole store, which must be valid at any time, except for roots that the scenario damaged."""
+    """Verify the store, which must be valid at any time, except for roots that the scenario damaged."""
     try:
         report = await client.store.verify()
     except Unavailable:
@@ -215,18 +215,18 @@ _MIXES: dict[str, Mapping[str, float]] = {
 """The weight of each operation, by the workload mix of the run."""
 
 
-async def live(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run a host's work in one or several tasks that share the store; with a `mirror`, also copy to it."""
-    work, chances = dict(_WORK), dict(_MIXES[mix])
+async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
+    """Run random operations in one or several tasks that share the store; with a `mirror`, also copy to it."""
+    work, weights = dict(_WORK), dict(_MIXES[mix])
     if mirror is not None:
         work["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
-        chances["copy"] = 0.1
+        weights["copy"] = 0.1
     tasks = client.random.choice((1, 1, 2, 5))  # many tasks cause group commits
 
     async def some() -> None:
         for _ in range(min(rounds, 12 // tasks)):
             await asyncio.sleep(client.random.expovariate(2))
-            [name] = client.random.choices(list(chances), list(chances.values()))
+            [name] = client.random.choices(list(weights), list(weights.values()))
             await work[name](client)
 
     await asyncio.gather(*[some() for _ in range(tasks)])
