@@ -6,7 +6,7 @@
    `served`, `folder`: the storage behind the server, of any kind or a local folder.
 4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
    requests and responses; `responses`: other responses.
-5. `running`: start and shutdown; `listener`, `connections`: incoming connections; `access_log`.
+5. `server`: configuration, start and shutdown; `listener`, `connections`: incoming connections; `access_log`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ from __future__ import annotations
 from tstore.server.access import Access, Scope
 from tstore.server.access_log import JsonLines, logging_to
 from tstore.server.limits import Limits
-from tstore.server.running import Certificate, Server
+from tstore.server.server import Certificate, Server
 
 __all__ = ["Access", "Certificate", "JsonLines", "Limits", "Scope", "Server", "logging_to"]

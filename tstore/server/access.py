@@ -16,15 +16,15 @@ write can
  - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
    tag; so it decides the contents of the newest version and the tags. The server does not decode chunks: committed
    ones may turn out damaged when read
- - by tags, metrics and times decide which versions the rules of a later garbage collection keep; the newest is
+ - decide by tags, metrics and times which versions the rules of a later garbage collection keep; the newest is
    always kept
  - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
- - commit under the id of a pending transaction, if it knows the id: its owner then takes that commit for its own
+ - commit under the id of a pending transaction, if it knows the id; the owner then takes that commit for its own
  - create and delete heartbeats of any host, and by writing to its folder keep an abandoned transaction from being
    collected
  - point the hint anywhere, which costs readers some requests
  - create the store, if the server lets clients do so and there is none
- - use up space and version numbers: uncommitted data is deleted by a later garbage collection, records remain; and
+ - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain; and
    let the references of the newest version grow to 256 MiB, which each reader loads
 write can't
  - change, replace or delete an existing object, except for the hint and heartbeats
@@ -36,8 +36,8 @@ write can't
 
 admin can also
  - expire any version but the newest, and condemn any uncommitted transaction, including pending ones
- - delete what was condemned; and by a false account of what older versions hold, make a later garbage collection
-   delete objects that those need
+ - delete condemned objects; and by a false account of the objects of older versions, make a later garbage
+   collection delete objects that they need
  - store records that name missing objects, as in a copy of a store with collected versions
 admin can't
  - delete or change a marker or a record, delete objects of the newest version, or expire the newest version

@@ -5,10 +5,10 @@ the remote address, method, path without its query, status, scope of the token, 
 objects), and seconds.
 
 Other entries that clients can cause are rate-limited (`RateLimit`): a few from each line of code per period, then
-the number omitted.
+the number of those omitted.
 
-`logging_to` puts the entries on a bounded queue, from which a thread writes them: a slow or vanished reader costs
-entries, whose number is logged, and delays no request.
+`logging_to` puts the entries on a bounded queue, from which a thread writes them: so a slow or vanished reader
+delays no request, but loses entries, whose number is logged.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The HTTP/1.1 protocol of a store, request by request.
 
 1. `GET` or `HEAD /<key>`: the object, whole or one range of it (206; 416 beyond its end), with a strong `ETag` and
-   `Last-Modified` if known, and for HEAD with `X-TStore-Age`: seconds since it was written, by the server's clock.
-   `If-Match`, `If-None-Match` and `If-Range` as in RFC 9110. 404 if there is none.
+   `Last-Modified` if known. HEAD adds `X-TStore-Age`: seconds since it was written, by the server's clock.
+   `If-Match`, `If-None-Match` and `If-Range` are as in RFC 9110. 404 if there is no such object.
 2. `PUT /<key>` with `If-None-Match: *` creates an object (201) atomically, durable when the response is sent, or
    responds 412 if it exists; of any number of concurrent requests exactly one gets 201. Without that header only
-   replaceable objects are accepted (204): `latest` and heartbeats; any other gets 428. A record, root, manifest,
-   fragment or marker is parsed and checked before it is stored. A record must follow from the one before it, and
-   everything that it names must exist; a root must be the one that the server derives itself; otherwise 422, or
-   403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in hexadecimal, is verified if
+   replaceable objects (`latest` and heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
+   fragment or marker is validated before it is stored. A record must follow from the one before it, and everything
+   that it names must exist; a root must be the one that the server derives itself; otherwise the response is 422,
+   or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in hexadecimal, is verified if
    sent: a mismatch gets 409, and the client sends the body again.
 3. `DELETE /<key>`: 204, even if there was no such object. Only heartbeats, and objects that a garbage collection
-   condemned and no version needs, can be deleted; any other gets 403, whatever the token.
+   condemned and no version needs, can be deleted; any other gets 403 with every token.
 4. `GET /?list&prefix=P&delimiter=/&after=NAME&limit=N`: the names after `after` in order, at most 1000, as
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the next page.
@@ -20,7 +20,7 @@
    a body that is too slow, 411, 413 for one too long, 415, 503 with `Retry-After` under overload, 507.
 
 Every response names the server, as `Server: tstore/<version>` and, since a proxy may replace that, as
-`X-TStore-Version: <version>`: so a client learns that the server supports this protocol.
+`X-TStore-Version: <version>`. From these a client learns that the server supports this protocol.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ _IMMUTABLE = "private, max-age=31536000, immutable"
 class App:
     """Handles the requests for the objects of one store.
 
-    `most` limits the scope of every token. The Host header of a request without a token must be an address,
-    localhost, or one of the `hostnames`: otherwise a page in a browser could send requests under a name of its own
-    that resolves to this server (DNS rebinding). TLS prevents that, since the certificate is for another name.
+    `max_scope` limits the scope of every token. The Host header of a request without a token must be an address,
+    localhost, or one of the `hostnames`: otherwise a web page could send requests to a host name that it makes
+    resolve to this server (DNS rebinding). TLS prevents that, since the certificate is for another name.
     """
 
     def __init__(
         self,
         served: ServedStorage,
         access: Access,
-        most: Scope,
+        max_scope: Scope,
         names: Names,
         limits: Limits,
         hostnames: Collection[str],
@@ -76,17 +76,17 @@ class App:
         self._transfers = Transfers(limits)
         self._storing = Storing(served, limits, self._transfers)
         self._access = access
-        self._most = most
+        self._max_scope = max_scope
         self._names = names
         self._hostnames = {"localhost", *map(str.lower, hostnames)}
         self._limits = limits
-        self._busy = 0
+        self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return the response to any request."""
-        self._busy += 1
+        self._active += 1
         self._idle.clear()
         try:
             return await self._handle(request)
@@ -94,8 +94,8 @@ class App:
             document = None if refused.status == 304 else {"error": refused.message}
             return json_response(refused.status, document, refused.headers)
         finally:
-            self._busy -= 1
-            if not self._busy:
+            self._active -= 1
+            if not self._active:
                 self._idle.set()
 
     def set_access(self, access: Access) -> None:
@@ -110,13 +110,15 @@ class App:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _, query = request.raw_path.partition("?")
         if path == "/-/health" and request.method in ("GET", "HEAD"):
-            return json_response(503 if self.draining else 200, {"status": "ending" if self.draining else "fine"})
+            return json_response(
+                503 if self.draining else 200, {"status": "shutting down" if self.draining else "ok"}
+            )
         if self.draining:
             raise Refused(503, "the server is shutting down", {"Retry-After": "1", "Connection": "close"})
         if request.method not in _NEEDED:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
-        scope = self._authorize(request)  # before another request is ended in favor of this one
-        if self._busy > self._limits.requests and not self._transfers.make_room(client_of(request)):
+        scope = self._authorize(request)  # first, since another request may be ended in favor of this one
+        if self._active > self._limits.requests and not self._transfers.make_room(client_of(request)):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
             if path == "/":
@@ -131,7 +133,7 @@ class App:
             raise refusal_from(error) from error
 
     def _authorize(self, request: web.BaseRequest) -> Scope:
-        """Return the scope of a request, which suffices for its method."""
+        """Return the scope of a request; raise `Refused` if it is insufficient for the method."""
         authorization = request.headers.get("Authorization")
         scope = self._access.scope(authorization)
         if scope is None or (scope is Scope.NONE and authorization is None):
@@ -149,7 +151,7 @@ class App:
         return scope
 
     def _is_own_name(self, host: str) -> bool:
-        """Whether a Host header names this server, and not a web page's own name that resolves to it."""
+        """Whether a Host header names this server, not a name that a web page makes resolve to it."""
         name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
         if name in self._hostnames:
             return True
@@ -160,7 +162,7 @@ class App:
         return True
 
     def _check_scope(self, scope: Scope, needed: Scope) -> None:
-        if needed > self._most:
+        if needed > self._max_scope:
             raise Refused(403, "this store is served read-only")
         if scope < needed:
             name = needed.name.lower()
@@ -178,9 +180,9 @@ class App:
                 if request.method == "HEAD" and opened.age is None:
                     entry = await self._served.storage.head(key)
                     opened = opened._replace(age=None if entry is None else entry.age)
-                caching = "no-store" if kind.replaceable else _IMMUTABLE
+                cache_control = "no-store" if kind.replaceable else _IMMUTABLE
                 with self._transfers.track(client_of(request)) as transfer:
-                    return await send(request, opened, caching, transfer)
+                    return await send(request, opened, cache_control, transfer)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"a store has no object named {key}")
         if request.method == "PUT":
@@ -208,8 +210,10 @@ class App:
             raise Refused(400, "limit: expected a number above 0")
         if delimiter not in ("", "/"):
             raise Refused(400, "delimiter: expected / or none")
-        prefix, most = parameters.get("prefix", ""), min(_PAGE, int(limit))
+        prefix = parameters.get("prefix", "")
         checked_key(f"{prefix}x", "this store")
-        page, more = await self._served.page(prefix, delimiter, parameters.get("after", ""), most)
+        page, more = await self._served.page(
+            prefix, delimiter, parameters.get("after", ""), min(_PAGE, int(limit))
+        )
         entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
         return json_response(200, {"entries": entries, "folders": page.folders, "next": more})

@@ -1,4 +1,4 @@
-"""The bodies of requests and responses: receiving one in pieces, and sending an object or a range of it."""
+"""The bodies of requests, received in pieces, and of responses: an object, or a range of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tstore.server.transfers import Transfer
 
 __all__ = ["declared_length", "receive", "send"]
 
-_RECEIVE_BYTES = 256 << 10
+_RECEIVED_PIECE = 256 << 10
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 def declared_length(request: web.BaseRequest, most: int) -> int | None:
-    """Return the declared length of a body, None if it is chunked; refuse one longer than `most` bytes."""
+    """Return the declared length of a body, None if it is chunked; refuse more than `most` bytes."""
     length = request.content_length
     if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
         raise Refused(411, "a body without Content-Length must be chunked")
@@ -41,7 +41,7 @@ async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> As
             request.writer.output_size = 0  # nothing of the final response is sent yet
         while not ended:
             pieces: list[bytes] = []
-            enough = transfer.moved + _RECEIVE_BYTES
+            enough = transfer.moved + _RECEIVED_PIECE
             async with transfer.awaiting():
                 while transfer.moved < enough and not ended:
                     pieces.append(await request.content.readany())
@@ -63,10 +63,10 @@ def _too_long(most: int) -> Refused:
 
 
 async def send(
-    request: web.BaseRequest, opened: OpenObject, caching: str, transfer: Transfer
+    request: web.BaseRequest, opened: OpenObject, cache_control: str, transfer: Transfer
 ) -> web.StreamResponse:
-    """Respond with an object, or with the requested range of it; `caching` is its `Cache-Control`."""
-    headers = common_headers(**{"Accept-Ranges": "bytes", "Cache-Control": caching})
+    """Respond with an object, or the requested range of it."""
+    headers = common_headers(**{"Accept-Ranges": "bytes", "Cache-Control": cache_control})
     if opened.etag is not None:
         headers["ETag"] = f'"{opened.etag}"'
     if opened.age is not None:
@@ -107,7 +107,7 @@ async def _send_piece(
             pass
         else:
             if sent < size:
-                raise EOFError  # the file was truncated meanwhile
+                raise EOFError  # the file has been truncated
             return sent
     data = await opened.piece(offset, size)
     if not data:
@@ -127,7 +127,7 @@ def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dic
 
 
 def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
-    """Return the status, and the range to send: the whole object for several ranges or unknown units."""
+    """Return the status, start and stop of the range to send: all for several ranges or unknown units."""
     requested = _RANGE.fullmatch(request.headers.get("Range", ""))
     if_range = request.headers.get("If-Range")
     same = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))

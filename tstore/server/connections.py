@@ -1,13 +1,12 @@
-"""The connections of a server: their limit, which are closed first beyond it, and the response to malformed HTTP.
+"""The connections of a server: their limit, which are closed first beyond it, and responses to malformed HTTP.
 
 Connections are counted from when they are accepted. Beyond the limit the one at the earliest stage is closed: one
-in its TLS handshake before one without a request, before one whose requests were all refused, before one that is
-idle; among equals the oldest. Connections with a request under way stay open; if all have one, the new connection
+in its TLS handshake before one without a request, before one with only refused requests, before an idle one; among
+equals the oldest. Connections with a request under way stay open; if all have one, the new connection
 is closed. So a client that keeps opening silent connections closes only its own.
 
-A body in chunks of a few bytes costs far more time than its bytes would: a connection is no longer read once too
-much of what was received is framing (`_FRAMING`). This counts bytes, not packets, so that slow lines do not
-qualify.
+A body in chunks of a few bytes costs far more time than its size suggests. So a connection is no longer read once
+too much of its input is framing (`_FRAMING`). This counts bytes, not packets, so that slow lines are not affected.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ class Connection(web.RequestHandler):
         """Start waiting for the first request."""
         super().connection_made(transport)
         self._connections.advance(self, Stage.SILENT)
-        self._abort_after(self.keepalive_timeout)  # unless a first request begins before
+        self._abort_after(self.keepalive_timeout)  # unless a first request begins
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop counting the connection."""

@@ -1,8 +1,9 @@
-"""The objects of a store in a local folder, as a server needs them.
+"""A local folder behind a server.
 
-The system sends files directly, and a body goes into a temporary file piece by piece, so that memory stays flat
-whatever the length of an object. These files are in the store's folder, `.upload.….tmp`, and are locked: so a
-server that starts removes those of one that was killed, and none that is being written."""
+The operating system sends files directly, and a body goes to a temporary file piece by piece, so that memory stays
+flat for objects of any length. These files, `.upload.….tmp` in the store's folder, are locked while they are
+written: so a server that starts removes only those of a server that was killed.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ from tstore.storage.objects import Buffers, Durability, Page
 
 __all__ = ["ServedFolder"]
 
-_MARK = "upload"
-_TICK = 3.0  # seconds in which a file may change without a new modification time
+_PREFIX = "upload"
+_TICK = 3.0  # seconds within which a file may change without a new modification time
 
 
 class ServedFolder(ServedStorage):
-    """The files of a store's folder."""
+    """The folder of a store."""
 
     storage: ConfinedStorage
 
@@ -75,7 +76,7 @@ class ServedFolder(ServedStorage):
 
     def _remove_unfinished(self) -> None:
         try:
-            draft = locked_draft(self.storage.url, _MARK, Durability.NONE)
+            draft = locked_draft(self.storage.url, _PREFIX, Durability.NONE)
         except OSError:
             return  # the folder does not exist yet, or is read-only
         try:
@@ -101,7 +102,7 @@ class ServedFolder(ServedStorage):
                 os.close(fd)
                 raise
         age = max(0.0, time.time() - status.st_mtime)
-        if kind.replaceable and status.st_size <= SMALL:  # two within one tick may have the same time and size
+        if kind.replaceable and status.st_size <= SMALL:  # its next version may have the same time and size
             data = file.read(SMALL)
             return OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, status.st_mtime, data), file
         young = kind.replaceable and age < _TICK
@@ -123,7 +124,7 @@ class _IncomingFile:
         """Open the temporary file. Blocking."""
         with explained("create", self._path):
             self._storage.make_folder(self._storage.url, Durability.FSYNC)
-            self._draft = locked_draft(self._storage.url, _MARK, Durability.FSYNC)
+            self._draft = locked_draft(self._storage.url, _PREFIX, Durability.FSYNC)
 
     def finish(self) -> None:
         """Give the file its name. Blocking."""
@@ -134,7 +135,7 @@ class _IncomingFile:
             self._draft.publish(self._path)
 
     def close(self) -> None:
-        """Remove the temporary name; any number of times. Blocking."""
+        """Remove the temporary file, if it exists; may be called repeatedly. Blocking."""
         if self._draft is not None:
             self._draft.close()
 

@@ -67,18 +67,18 @@ class Kind(enum.Enum):
 
     @property
     def streamed(self) -> bool:
-        """Whether the object is streamed to storage: its bytes have no form to validate, and may be large."""
+        """Whether the object is streamed to the storage: it may be large, and its bytes are not validated."""
         return self in (Kind.PACK, Kind.OTHER)
 
 
-_FORMS = {kind: re.compile(kind.value) for kind in Kind}
+_PATTERNS = {kind: re.compile(kind.value) for kind in Kind}
 
 
 def key_of(path: str) -> str:
     """Return the key for the raw (percent-encoded) path of a request; raise `InvalidArgument` for an invalid one.
 
     The path is decoded once and strictly: encoded slashes, backslashes and unprintable characters are refused, so
-    that no two layers can interpret one path differently.
+    that no two layers interpret a path differently.
     """
     if not path.startswith("/") or len(path) > _MAX_PATH:
         raise InvalidArgument(f"the path of a request must begin with '/' and have at most {_MAX_PATH} characters")
@@ -95,7 +95,7 @@ def key_of(path: str) -> str:
 
 def kind_of(key: str, names: Names = "layout") -> Kind | None:
     """Return the kind of object under a key, None if the server serves no such key."""
-    kind = next((kind for kind, form in _FORMS.items() if form.fullmatch(key)), None)
+    kind = next((kind for kind, pattern in _PATTERNS.items() if pattern.fullmatch(key)), None)
     return Kind.OTHER if kind is None and names == "any" else kind
 
 
@@ -116,10 +116,10 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             _check_heartbeat(data)
         case Kind.MERGER:
             if not re.fullmatch(rb"[0-9]{1,10}", data):
-                raise Corrupt("it is not the number of a host")
+                raise Corrupt("expected the number of a host")
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
-                raise Corrupt("the hint is not a version")
+                raise Corrupt("expected a version")
         case Kind.RECORD:
             record = decode(data, Record)
             record.check_number(version_of(key))
@@ -128,7 +128,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             root = decode(data, Root)
             if root.version != version_of(key) or root.version % ROOT_EVERY:
                 raise Corrupt(
-                    f"the root is of version {root.version}; expected the version in its name, a multiple of "
+                    f"the root is of version {root.version}; expected the version in its key, a multiple of "
                     f"{ROOT_EVERY}"
                 )
             return root
@@ -145,11 +145,11 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
     _, transaction, name = key.split("/")
     hosts = _HOSTS.fullmatch(name)
     if fragment.transaction != transaction:
-        raise Corrupt("the transaction of the fragment is not the one in its name")
+        raise Corrupt("the fragment is of another transaction than its key says")
     if hosts is None or fragment.hosts != int(hosts[3]):
-        raise Corrupt("the number of hosts of the fragment is not the one in its name")
+        raise Corrupt("the fragment has another number of hosts than its key says")
     if hosts[1] == "part" and fragment.host != int(hosts[2]):
-        raise Corrupt("the host of the fragment is not the one in its name")
+        raise Corrupt("the fragment is of another host than its key says")
 
 
 def _check_heartbeat(data: bytes) -> None:

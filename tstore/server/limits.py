@@ -19,15 +19,15 @@ PIECE = 1 << 20
 """Bytes of a body that must be transferred within `Limits.stall`; also the maximum sent in one call."""
 
 BODY_MEMORY = 256 << 20
-"""Bytes of bodies in memory at once: those that are validated before they are stored."""
+"""Bytes of bodies in memory at once, which are validated before they are stored."""
 
 LONGEST_IN_MEMORY = 192 << 20
-"""The longest body held in memory, if `bounds.longest` permits a longer object of its name."""
+"""The longest body received into memory; `format.bounds.longest` may permit less for its key."""
 
 ADVICE = "choose larger chunks, or write to its storage directly"
-"""The advice to clients whose metadata is too large for a server."""
+"""What to do if metadata is too large for a server."""
 
-_MAX_RATE = 1 << 20  # of `Limits.rate`: the rate of each of 128 concurrent bodies of hosts that share 1 Gbit/s
+_MAX_RATE = 1 << 20  # the maximum of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
 
 
 class Limits(NamedTuple):

@@ -1,8 +1,8 @@
-"""The listening sockets of a server, which accept connections.
+"""The listening sockets of a server.
 
 `asyncio.create_server` reports a TLS connection only after its handshake, so connections that never finish one
-could be neither counted nor closed. Here each is accepted individually, one per iteration of the event loop, and
-counted (`connections`) before its handshake begins.
+could be neither counted nor closed. Here each connection is accepted individually, one per iteration of the event
+loop, and counted (`connections`) before its handshake begins.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Listener:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop, and wait for connections being accepted; established ones should be closed before."""
+        """Stop, and wait for connections being accepted; close established ones first."""
         self.stop()
         for tasks in (self._accepting, self._connecting):
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,7 +92,7 @@ class Listener:
                 connecting = loop.create_task(self._connect(sock))
                 self._connecting.add(connecting)
                 connecting.add_done_callback(self._connecting.discard)
-            await asyncio.sleep(0)  # sock_accept does not yield while connections are queued
+            await asyncio.sleep(0)  # since sock_accept does not yield while connections are queued
 
     async def _connect(self, sock: socket.socket) -> None:
         connection = self._connections.add(sock)

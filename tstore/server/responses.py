@@ -39,7 +39,7 @@ _RESPONSES: list[tuple[type[TStoreError], int, str]] = [
 
 
 class Refused(Exception):
-    """A request that the server does not carry out, with the status, message and headers of the response."""
+    """A request that the server refuses, with the status, message and headers of the response."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         self.status = status
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def refusal_from(error: TStoreError) -> Refused:
-    """Translate an error of the storage for a client; paths of this machine are logged, not sent."""
+    """Translate an error of the storage for a client; its message may contain paths, and is only logged."""
     default = (500, "the server's storage failed; see the server's log")
     status, message = next(((s, text) for kind, s, text in _RESPONSES if isinstance(error, kind)), default)
     if status not in (404, 412):

@@ -1,7 +1,7 @@
-"""The transfers of bodies to and from clients: the rate each must reach, and which is ended under overload.
+"""The transfers of bodies to and from clients: the rate that each must reach, and which one is ended in overload.
 
-A client could make a transfer last for ever, so three rules bound it. Only the time spent waiting for the client
-counts, never that of the server's storage.
+Three rules bound transfers, which a client could otherwise make last for ever. Only the time spent waiting for the
+client counts, not that of the server's storage.
 
 1. `Limits.stall`: each MiB must be transferred within this time.
 2. `Limits.rate`: the whole body must reach this average rate, or each MiB could take the whole stall time. The
@@ -14,7 +14,7 @@ address, on one machine or behind a proxy, and one token, and a quota would thro
 client (an address and a token) with more transfers than the requesting client is ended if it is slower than 1
 MiB/s. Any other is ended only below 64 KiB/s, at which 256 of them use 16 MiB/s. So hosts that are equally slow
 because they share a line do not displace each other: those that find no room get 503 with `Retry-After`. A fast
-flood can't be told from a job with the same address and token; so give each job its own token.
+flood can't be distinguished from a job with the same address and token; so give each job its own token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server: its configuration, start and shutdown."""
+"""The configuration, start and shutdown of a server."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ class Server:
         self._served = ServedFolder(storage.url, wait) if local else ServedStorage(storage, wait)
         if self._mode == "a":
             await self._served.remove_unfinished()
-        most = Scope.READ if self._mode == "r" else Scope.ADMIN
-        self._app = App(self._served, self._access, most, self._names, self._limits, self._hostnames)
-        limits = _affordable(self._limits)
+        max_scope = Scope.READ if self._mode == "r" else Scope.ADMIN
+        self._app = App(self._served, self._access, max_scope, self._names, self._limits, self._hostnames)
+        limits = _capped(self._limits)
         self._connections = Connections(self._app.handle, limits)
         self._listener = Listener(self._connections, self._tls)
         await self._listener.open(self._host, self._port)
@@ -136,7 +136,7 @@ class Server:
             raise NotAStore(f"{url} has other files and no {_MARKER}, so it is not served; check the path")
 
 
-def _affordable(limits: Limits) -> Limits:
+def _capped(limits: Limits) -> Limits:
     """Return the limits with `connections` capped by the process's limit of open files, at two per connection."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -155,7 +155,7 @@ def _checked_hostname(name: str) -> str:
 
 
 def _check_reach(host: str, access: Access) -> None:
-    """Raise `InvalidArgument` if other machines could reach a server without tokens."""
+    """Raise `InvalidArgument` if other machines can reach a server without tokens."""
     if not access.tokens and not _is_loopback(host):
         raise InvalidArgument(
             f"host {host}: other machines can reach this address, so the server needs tokens; pass a token file, "
