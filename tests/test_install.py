@@ -155,8 +155,8 @@ def places(clone: Clone) -> list[Path]:
 def test_it_is_imported_from_any_folder(clone: Clone) -> None:
     for folder in places(clone):
         code = "import exmy, tstore.sync; tstore.save, tstore.sync.save; print(tstore.__file__, exmy.__file__)"
-        found = clone.run("-c", code, cwd=folder).split()
-        assert found == [str(clone.folder / p / "__init__.py") for p in ("tstore/tstore", "tstore/codecs/exmy")]
+        imported = clone.run("-c", code, cwd=folder).split()
+        assert imported == [str(clone.folder / p / "__init__.py") for p in ("tstore/tstore", "tstore/codecs/exmy")]
 
 
 def test_the_command_line_runs_beside_the_clone_and_inside_of_it(clone: Clone) -> None:
@@ -201,9 +201,9 @@ def test_mypy_accepts_the_documents_and_a_users_script(
     done = subprocess.run(
         [*command, *user, "misuse.py"], cwd=clone.folder, env=environ, capture_output=True, text=True, check=False
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found, done.stderr
-    judge({(e["file"], e["line"]) for e in found if e["severity"] == "error"})
+    diagnostics = [json.loads(line) for line in done.stdout.splitlines()]
+    assert diagnostics, done.stderr
+    judge({(e["file"], e["line"]) for e in diagnostics if e["severity"] == "error"})
 
 
 def test_pyright_accepts_the_documents_and_a_users_script(clone: Clone, user: list[str]) -> None:
@@ -212,8 +212,8 @@ def test_pyright_accepts_the_documents_and_a_users_script(clone: Clone, user: li
     command = [sys.executable, "-m", "basedpyright", "--outputjson", f"--pythonpath={clone.python}"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(command, cwd=clone.folder, env=environ, capture_output=True, text=True, check=False)
-    found = json.loads(done.stdout)["generalDiagnostics"]
-    judge({(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in found})
+    diagnostics = json.loads(done.stdout)["generalDiagnostics"]
+    judge({(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in diagnostics})
 
 
 def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> None:

@@ -68,12 +68,12 @@ class Import:
 
 
 def modules_of(folder: Path) -> dict[str, Module]:
-    found = {}
+    modules = {}
     for path in sorted(folder.rglob("*.py")):
         parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = Module(name, path, path.read_text())
-    return found
+        modules[name] = Module(name, path, path.read_text())
+    return modules
 
 
 def imports_of(module: Module) -> Iterator[Import]:
@@ -105,10 +105,12 @@ def layer_of(module: str) -> str:
 
 def targets_of(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
     """The modules of tstore that a module imports, by full name, and the lines where it does."""
-    for found in imports_of(module):
-        target = f"{found.module}.{found.name}" if f"{found.module}.{found.name}" in modules else found.module
+    for import_ in imports_of(module):
+        target = (
+            f"{import_.module}.{import_.name}" if f"{import_.module}.{import_.name}" in modules else import_.module
+        )
         if within(target, "tstore") and target != module.name:
-            yield target, found.line
+            yield target, import_.line
 
 
 def layer_faults(modules: Mapping[str, Module], layers: Sequence[Sequence[str]]) -> list[str]:
@@ -143,22 +145,22 @@ def cycle_faults(modules: Mapping[str, Module]) -> list[str]:
 
 def foreign_faults(modules: Mapping[str, Module], forbidden: str) -> list[str]:
     return [
-        f"{module.name}:{found.line} imports {found.module}, and must know nothing of {forbidden}"
+        f"{module.name}:{import_.line} imports {import_.module}, and must know nothing of {forbidden}"
         for module in modules.values()
-        for found in imports_of(module)
-        if within(found.module, forbidden)
+        for import_ in imports_of(module)
+        if within(import_.module, forbidden)
     ]
 
 
 def privacy_faults(modules: Mapping[str, Module]) -> list[str]:
     faults = []
     for module in modules.values():
-        for found in imports_of(module):
-            parts = [*found.module.split("."), found.name]
+        for import_ in imports_of(module):
+            parts = [*import_.module.split("."), import_.name]
             private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
             if private and ".".join(parts[: private[0]]) not in owners(module, modules):
                 name = ".".join(part for part in parts if part)
-                faults.append(f"{module.name}:{found.line} imports the private name {name} of another package")
+                faults.append(f"{module.name}:{import_.line} imports the private name {name} of another package")
     return faults
 
 
@@ -334,7 +336,7 @@ def test_a_foreign_import_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "detected"),
     [
         ("from tstore.kv.base import _x", True),
         ("from exmy import _kernels", True),
@@ -348,14 +350,14 @@ def test_a_foreign_import_is_found(tmp_path: Path) -> None:
         ("from tstore import __version__", False),
     ],
 )
-def test_a_private_name_across_packages_is_found(tmp_path: Path, text: str, found: bool) -> None:
-    assert bool(privacy_faults(fabricated(tmp_path, {"low.py": text}))) == found
+def test_a_private_name_across_packages_is_found(tmp_path: Path, text: str, detected: bool) -> None:
+    assert bool(privacy_faults(fabricated(tmp_path, {"low.py": text}))) == detected
 
 
 def test_a_module_that_its_package_does_not_name_is_found(tmp_path: Path) -> None:
     files = {"kv/__init__.py": '"""`http`; `gcs_…`."""', "kv/http.py": "", "kv/gcs_login.py": "", "kv/s3.py": ""}
-    found = [fault.split(" is ")[0] for fault in guide_faults(fabricated(tmp_path, files))]
-    assert found == ["tstore.kv.base", "tstore.kv.s3"]
+    faults = [fault.split(" is ")[0] for fault in guide_faults(fabricated(tmp_path, files))]
+    assert faults == ["tstore.kv.base", "tstore.kv.s3"]
 
 
 def test_a_long_module_and_one_without_docstring_are_found(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ class Known(NamedTuple):
         """Look at a store in a folder."""
         keys = tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
         records = [key for key in keys if key.startswith("commits/")]
-        found = [decode((folder / key).read_bytes(), Record) for key in records]
-        gcs = [number for number, record in enumerate(found, 1) if record.collection is not None]
-        named = {number: record.transaction for number, record in enumerate(found, 1)}
+        read = [decode((folder / key).read_bytes(), Record) for key in records]
+        gcs = [number for number, record in enumerate(read, 1) if record.collection is not None]
+        named = {number: record.transaction for number, record in enumerate(read, 1)}
         return Known(len(records), gcs[-1], named, keys, expired, folder)
 
     def first(self, part: str) -> str:
@@ -74,9 +74,9 @@ class Known(NamedTuple):
 
     def collection(self) -> Collection:
         """Return what the newest gc decided."""
-        found = decode(self.read(commit(self.gc)), Record).collection
-        assert found is not None
-        return found
+        decided = decode(self.read(commit(self.gc)), Record).collection
+        assert decided is not None
+        return decided
 
 
 Forgery = Callable[[Known], tuple[str, bytes]]
@@ -275,8 +275,8 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
 def _alive(known: Known) -> list[Any]:
     """Return the ledger of the newest gc and what came later, as a gc's record has it."""
     old = [list(msgspec.to_builtins(entry)) for entry in known.collection().alive]
-    for entry, found in zip(old, known.collection().alive, strict=True):
-        entry[:] = [getattr(found, name) for name in found.__struct_fields__]
+    for entry, kept in zip(old, known.collection().alive, strict=True):
+        entry[:] = [getattr(kept, name) for name in kept.__struct_fields__]
     for number in range(known.gc + 1, known.newest + 1):
         made = decode(known.read(commit(number)), Record)
         if made.collection is None:

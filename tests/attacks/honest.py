@@ -50,8 +50,8 @@ async def audit(
                 if digest_of(await tstore.restore(store, at=version)) != digest:
                     faults.append(f"version {version} has other values")
         async with noted("history"):
-            found = {c.version: (c.tag, c.message) async for c in store.history()}
-            changed = [v for v, told in commits.items() if found.get(v) != told]
+            actual = {c.version: (c.tag, c.message) async for c in store.history()}
+            changed = [v for v, told in commits.items() if actual.get(v) != told]
             if changed:
                 faults.append(f"the history tells otherwise of versions {changed[:5]}")
         async with noted("verify"):

@@ -27,16 +27,16 @@ async def many_names(stage: Stage) -> None:
         if number % 10_000 == 0:  # file systems bound the links of a file
             (folder / f"pack-{number}").unlink()
             (folder / f"pack-{number}").write_bytes(b"")
-    before, after, found = stage.meter.cpu, "", 0
+    before, after, listed = stage.meter.cpu, "", 0
     while after is not None:
         asked = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
         status, body = await stage.target.ask(asked)
         check(status == 200, f"a page behind {after!r} is answered {status}")
         page = json.loads(body)
-        found, after = found + len(page["entries"]), page["next"]
+        listed, after = listed + len(page["entries"]), page["next"]
         spent = stage.meter.cpu - before
-        check(spent <= LISTED, f"{found} of {NAMES} names have cost {spent:.1f} s of the server's processor")
-    check(found == NAMES, f"the list has {found} of {NAMES} names")
+        check(spent <= LISTED, f"{listed} of {NAMES} names have cost {spent:.1f} s of the server's processor")
+    check(listed == NAMES, f"the list has {listed} of {NAMES} names")
 
 
 CASES = [

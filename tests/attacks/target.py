@@ -56,12 +56,12 @@ class Target:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files below a folder."""
-    found = {}
+    contents = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             if path.is_file():
-                found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
+                contents[str(path.relative_to(folder))] = path.read_bytes()
+    return contents
 
 
 def changes(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:

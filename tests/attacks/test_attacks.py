@@ -64,8 +64,8 @@ async def judged(group: Group, specimens: tuple[Path, Path, Specimen]) -> Result
 
 
 def chosen() -> list[Group]:
-    found = [group for group in groups(0) if not group.tls]
-    return [g._replace(cases=[c for c in g.cases if c.name in CHOSEN[g.name]]) for g in found]
+    chosen_groups = [group for group in groups(0) if not group.tls]
+    return [g._replace(cases=[c for c in g.cases if c.name in CHOSEN[g.name]]) for g in chosen_groups]
 
 
 @pytest.mark.parametrize("group", chosen(), ids=list(CHOSEN))

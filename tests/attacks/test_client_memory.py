@@ -44,17 +44,17 @@ CLIENT = """
 
     async def main():
         peak = {}
-        def note(name, found):
-            errors = found if isinstance(found, list) else [found]
+        def note(name, result):
+            errors = result if isinstance(result, list) else [result]
             odd = [type(e) for e in errors if isinstance(e, BaseException) and not isinstance(e, TStoreError)]
             assert not odd, (name, odd)
             peak[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         async def refused(name, call):
             try:
-                found = await call
+                result = await call
             except TStoreError as error:
-                found = error
-            note(name, found)
+                result = error
+            note(name, result)
         first = served(objects("endless"))
         await refused("nothing", first.get("nothing"))
         for path in ("endless", "gzip", "refusal"):
@@ -94,10 +94,10 @@ def page(request: Request) -> bytes:
     names = [f"p{start:09d}-{i:04d}-{'z' * 900}" for i in range(1000)]
     more = f"p{start + 1:09d}"
     if "list-type" in request.path:
-        found = "".join(f"<Contents><Key>list/{n}</Key><Size>1</Size></Contents>" for n in names)
-        found += "".join(f"<CommonPrefixes><Prefix>list/{n}/</Prefix></CommonPrefixes>" for n in names[:500])
+        listed = "".join(f"<Contents><Key>list/{n}</Key><Size>1</Size></Contents>" for n in names)
+        listed += "".join(f"<CommonPrefixes><Prefix>list/{n}/</Prefix></CommonPrefixes>" for n in names[:500])
         token = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>"
-        return ok(f"<ListBucketResult>{token}{found}</ListBucketResult>".encode())
+        return ok(f"<ListBucketResult>{token}{listed}</ListBucketResult>".encode())
     if request.path.startswith("/storage"):
         items = [{"name": f"list/{n}", "size": "1"} for n in names]
         prefixes = [f"list/{n}/" for n in names]

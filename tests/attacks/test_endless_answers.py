@@ -323,10 +323,10 @@ def page_of(dialect: Callable[[str], Storage], names: list[str], more: str | Non
     if dialect is gcs:
         items = [{"name": f"x/{name}", "size": "1"} for name in names]
         return ok(json.dumps({"items": items, **({"nextPageToken": more} if more else {})}).encode())
-    found = "".join(f"<Contents><Key>x/{name}</Key><Size>1</Size></Contents>" for name in names)
+    entries = "".join(f"<Contents><Key>x/{name}</Key><Size>1</Size></Contents>" for name in names)
     token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
     truncated = "true" if more else "false"
-    body = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{token}{found}</ListBucketResult>"
+    body = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{token}{entries}</ListBucketResult>"
     return ok(f"<?xml version='1.0'?>{body}".encode(), "Content-Type: application/xml")
 
 
@@ -554,16 +554,16 @@ class Held(MemoryStorage):
 async def test_long_records_are_read_one_after_the_other() -> None:
     objects = Held(str(uuid.uuid4()))
     log = LogReader(served(objects))
-    found = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
-    assert {type(error) for error in found} == {Corrupt}
+    results = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
+    assert {type(error) for error in results} == {Corrupt}
     assert objects.most_held == 1
 
 
 async def test_long_objects_are_not_read_ahead() -> None:
     objects = Held(str(uuid.uuid4()))
     keys = [f"commits/{version:020d}" for version in range(1, 33)]
-    found, broken, cut = await served(objects).leading(keys)
-    assert ([len(data) for data in found], broken, cut) == ([COLLECTION_BYTES] * 2, False, True)
+    read, broken, cut = await served(objects).leading(keys)
+    assert ([len(data) for data in read], broken, cut) == ([COLLECTION_BYTES] * 2, False, True)
     assert objects.most_held == 1
 
 

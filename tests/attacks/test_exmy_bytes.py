@@ -51,15 +51,15 @@ def test_damaged_chunks() -> None:
             data = (data + bytes(len(CHUNKS[at])))[: len(CHUNKS[at])]
         dtype = choice.choice((kind, "float32", "float64"))
         try:
-            found = codec.decode(data, shape, dtype)
+            decoded = codec.decode(data, shape, dtype)
         except REFUSALS:
             return False
-        assert found.shape == shape
-        assert np.isfinite(found).all() or dtype != kind
-        start = choice.randrange(found.size + 1)
-        piece = codec.slice(shape, start, choice.randrange(start, found.size + 1))
+        assert decoded.shape == shape
+        assert np.isfinite(decoded).all() or dtype != kind
+        start = choice.randrange(decoded.size + 1)
+        piece = codec.slice(shape, start, choice.randrange(start, decoded.size + 1))
         part = piece.decode(data[: piece.head], data[piece.first : piece.end], dtype)
-        assert part.tobytes() == found.reshape(-1)[piece.start : piece.stop].tobytes()
+        assert part.tobytes() == decoded.reshape(-1)[piece.start : piece.stop].tobytes()
         return True
 
     fuzz("eXmY chunks", attack, 2000)

@@ -55,9 +55,9 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 
 
 def values(size: int) -> npt.NDArray[np.float32]:
-    found = np.random.default_rng(size).normal(size=size).astype(np.float32)
-    found[size // 3 : 2 * size // 3] = 1
-    return found
+    chunk = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    chunk[size // 3 : 2 * size // 3] = 1
+    return chunk
 
 
 def meta_of(codecs: list[dict[str, Any]], size: int) -> ArrayMeta:

@@ -39,11 +39,11 @@ PAGE = ok(b"<html>Log in</html>", "Content-Type: text/html; charset=utf-8")
 
 @contextlib.asynccontextmanager
 async def objects(server: Server | str, **options: Any) -> AsyncIterator[HttpStorage]:
-    found = HttpStorage(server if isinstance(server, str) else server.url, **options)
+    storage = HttpStorage(server if isinstance(server, str) else server.url, **options)
     try:
-        yield found
+        yield storage
     finally:
-        await found.close()
+        await storage.close()
 
 
 async def read(store: HttpStorage) -> None:
@@ -412,10 +412,10 @@ async def test_a_pass_ends_where_nobody_wants_more_of_the_object() -> None:
 async def test_a_pass_that_fails_fails_all_its_reads(answer: Answer, kind: type[TStoreError]) -> None:
     async with ignoring_ranges(answer) as (store, server):
         reads = [store.read("k", at, [bytearray(20)], 20) for at in (0, 95, 150)]
-        found = await asyncio.gather(*reads, return_exceptions=True)
-        assert found[0] is None or type(found[0]) is kind
-        assert [type(error) for error in found[1:]] == [kind] * 2
-        assert f"{server.url}: k" in str(found[1])
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        assert results[0] is None or type(results[0]) is kind
+        assert [type(error) for error in results[1:]] == [kind] * 2
+        assert f"{server.url}: k" in str(results[1])
 
 
 async def test_closing_ends_a_pass() -> None:

@@ -334,8 +334,8 @@ async def read(objects: Storage) -> None:
 
 
 async def looked(objects: Storage) -> None:
-    found = await objects.head("k")
-    assert found is None or (found.size >= 0 and (found.age is None or 0 <= found.age < float("inf")))
+    info = await objects.head("k")
+    assert info is None or (info.size >= 0 and (info.age is None or 0 <= info.age < float("inf")))
 
 
 async def named(objects: Storage) -> None:
@@ -360,11 +360,11 @@ def check_error(error: BaseException, hidden: bool) -> None:
     following: list[BaseException | None] = [error]
     seen: set[int] = set()
     while following:
-        found = following.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            following += [found.__cause__, found.__context__]
-            assert SECRET not in f"{found} {found.args!r}" or not hidden, f"{type(found).__name__} shows the token"
+        link = following.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            following += [link.__cause__, link.__context__]
+            assert SECRET not in f"{link} {link.args!r}" or not hidden, f"{type(link).__name__} shows the token"
 
 
 @pytest.mark.parametrize("kind", [http, gcs, s3], ids=lambda kind: kind.__name__)

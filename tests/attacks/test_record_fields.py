@@ -125,11 +125,11 @@ def variants(name: str) -> Iterator[bytes]:
 
 def survivors(name: str) -> list[tuple[bytes, Body]]:
     """Return those that read well; all others are `Corrupt`."""
-    found = []
+    readable = []
     for data in variants(name):
         with suppress(Corrupt):
-            found.append((data, decode(data, type(BODIES[name]))))
-    return found
+            readable.append((data, decode(data, type(BODIES[name]))))
+    return readable
 
 
 @pytest.mark.parametrize("name", BODIES)

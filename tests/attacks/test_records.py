@@ -127,12 +127,12 @@ def mutated(value: Any, choice: random.Random, absurd: list[Callable[[], Any]]) 
                 items[at] = mutated(items[at], choice, absurd)
         return items
     if isinstance(value, dict) and value and choice.random() < 0.93:
-        found, key = dict(value), choice.choice(list(value))
+        copy, key = dict(value), choice.choice(list(value))
         if choice.random() < 0.1:
-            found[choice.choice(NAMES)] = found.pop(key)
+            copy[choice.choice(NAMES)] = copy.pop(key)
         else:
-            found[key] = mutated(found[key], choice, absurd)
-        return found
+            copy[key] = mutated(copy[key], choice, absurd)
+        return copy
     if isinstance(value, bytes) and value[:1] == b"{" and choice.random() < 0.9:
         return document(value, choice)
     if isinstance(value, bytes) and len(value) >= 8 and choice.random() < 0.8:
@@ -251,14 +251,14 @@ def forge(good: Objects, seed: int) -> Objects:
 
 def refer(values: Any, key: str, before: bytes, after: bytes) -> bool:
     """Let a record refer to what an object has become; return whether it does."""
-    found = False
+    referred = False
     for item in values if isinstance(values, list) else ():
         if isinstance(item, list) and item[:2] == ["object", key]:
             item[2:] = [len(after), after[-16:]]
-            found = True
+            referred = True
         elif refer(item, key, before, after):
-            found = True
-    return found
+            referred = True
+    return referred
 
 
 def bind(objects: Objects, record: str) -> None:
@@ -274,11 +274,11 @@ TREES = [{"w": np.arange(1200, dtype="f4").reshape(30, 40) + i, "l": [np.arange(
 
 
 async def taken(storage: Any) -> Objects:
-    found = {}
+    contents = {}
     for key in await storage.list(""):
-        found[key] = bytearray(await storage.size(key) or 0)  # of any length: `get` has a bound for each kind
-        storage.reader(key).read_into(0, [memoryview(found[key])], len(found[key]))
-    return {key: bytes(data) for key, data in found.items()}
+        contents[key] = bytearray(await storage.size(key) or 0)  # of any length: `get` has a bound for each kind
+        storage.reader(key).read_into(0, [memoryview(contents[key])], len(contents[key]))
+    return {key: bytes(data) for key, data in contents.items()}
 
 
 async def put(url: str, objects: Objects) -> None:
@@ -318,10 +318,10 @@ def stores() -> tuple[Objects, Objects]:
                 )
                 with suppress(TStoreError):  # whose other host has not come
                     await tx.commit(timeout=0.01)
-        found = await taken(store.log.storage)
-        part = next(k for k in found if "/part-00001" in k)
-        found[part.replace("part", "alive")] = b'{"name":"half","time":1.0}'
-        return found, older
+        objects = await taken(store.log.storage)
+        part = next(k for k in objects if "/part-00001" in k)
+        objects[part.replace("part", "alive")] = b'{"name":"half","time":1.0}'
+        return objects, older
 
     return asyncio.run(make())
 

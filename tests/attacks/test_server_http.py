@@ -92,9 +92,9 @@ async def test_no_tag_stands_for_two_contents(tmp_path: Path, kind: str, size: i
         for i in range(30):
             body = b"%02d" % i * (size // 2)
             assert (await client("PUT", "/some/name", body)).status == 204
-            found = await client("GET", "/some/name")
-            assert found.body == body
-            if tag := found.headers.get("ETag"):
+            response = await client("GET", "/some/name")
+            assert response.body == body
+            if tag := response.headers.get("ETag"):
                 assert tags.setdefault(tag, body) == body
                 assert (await client("GET", "/some/name", If_None_Match=tag)).status == 304
             assert (await client("GET", "/some/name", If_Range='"x"', Range="bytes=0-1")).status == 200

@@ -49,7 +49,7 @@ ODD += [["array", "params/0"], ["scalar", "opt/0"], ["complex", "1 2 3"], ["byte
 
 def document(choice: random.Random) -> Any:
     """Return another structure document; None where its text is none of JSON any more."""
-    found: Any = DOCUMENT
+    value: Any = DOCUMENT
     if choice.random() < 0.1:
         try:
             return msgspec.json.decode(mutated(json.dumps(DOCUMENT).encode(), choice))
@@ -58,31 +58,31 @@ def document(choice: random.Random) -> Any:
     if choice.random() < 0.05:
         levels = choice.choice((100, 150, 190, 210, 300, 450))
         for _ in range(levels):
-            found = choice.choice((["list", [found]], ["dict", [[["str", "k"], found]]], [found], {"a": found}))
-        return found
+            value = choice.choice((["list", [value]], ["dict", [[["str", "k"], value]]], [value], {"a": value}))
+        return value
     for _ in range(choice.choice((1, 1, 2, 5))):
-        found = changed(found, choice, ODD)
-    return found
+        value = changed(value, choice, ODD)
+    return value
 
 
 def test_odd_structures() -> None:
     def attack(choice: random.Random) -> bool:
         stored = document(choice)
         paths = list(VALUES)
-        found = stored_document(stored, paths)
-        if found is None:
+        structure = stored_document(stored, paths)
+        if structure is None:
             try:
                 there = list(paths_in(stored))
             except Exception:  # it is no document
                 return False
-            found = stored_document(stored, there)
-            if found is None or not set(there) <= VALUES.keys():
+            structure = stored_document(stored, there)
+            if structure is None or not set(there) <= VALUES.keys():
                 return False
-        tree = unflatten(found, VALUES)
+        tree = unflatten(structure, VALUES)
         repr(tree)
         some = {path: VALUES[path] for path in paths if choice.random() < 0.5}
-        unflatten(found, some)
-        unflatten_like(TREE, some, scalars_in(found))
+        unflatten(structure, some)
+        unflatten_like(TREE, some, scalars_in(structure))
         return True
 
     fuzz("structures", attack, 1500)
@@ -122,8 +122,8 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("levels", [201, 300, 490, 980])
 def test_a_structure_deeper_than_a_tree_can_be_is_none(levels: int) -> None:
-    found: Any = ["array", "w"]
+    structure: Any = ["array", "w"]
     for _ in range(levels):
-        found = ["list", [found]]
+        structure = ["list", [structure]]
     with bounded_time(2):
-        assert stored_document(found, ["w"]) is None
+        assert stored_document(structure, ["w"]) is None

@@ -73,9 +73,9 @@ async def visit(
         for verb in verbs:
             tell(verb)
             try:
-                found = await _VERBS[verb](store)
-                outcomes[verb] = digest_of(found) if verb == "restore" else ""
-                repr(found)
+                result = await _VERBS[verb](store)
+                outcomes[verb] = digest_of(result) if verb == "restore" else ""
+                repr(result)
             except TStoreError as error:
                 outcomes[verb] = _told(error)
     tell(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)

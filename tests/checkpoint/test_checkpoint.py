@@ -136,23 +136,23 @@ async def test_classes_come_back_where_the_target_has_them(url: str) -> None:
         },
     )
     target = {"s": State(np.zeros(3, int), Point(np.zeros(2), None), 0), "p": Point(0, [np.ones(1)])}
-    found = await tstore.restore(url, target=target)
-    assert type(found["s"]) is State
-    assert type(found["s"].inner) is Point
-    assert (found["s"].step, found["p"].x) == (7, 1)
-    same(found["s"].w, np.arange(3))
+    restored = await tstore.restore(url, target=target)
+    assert type(restored["s"]) is State
+    assert type(restored["s"].inner) is Point
+    assert (restored["s"].step, restored["p"].x) == (7, 1)
+    same(restored["s"].w, np.arange(3))
 
 
 async def test_mappings_of_other_types(url: str) -> None:
     tree = collections.OrderedDict(b=np.arange(2), a=np.ones(1))
     await tstore.save(url, tree, 0)
     assert list(await tstore.restore(url)) == ["b", "a"]
-    found = await tstore.restore(url, target=tree)
-    assert type(found) is collections.OrderedDict
+    restored = await tstore.restore(url, target=tree)
+    assert type(restored) is collections.OrderedDict
     default: Any = collections.defaultdict(list, a=np.ones(1))
     await tstore.save(url, default, 1)
-    found = await tstore.restore(url, 1, target=default)
-    assert found["a"].tolist() == [1]
+    restored = await tstore.restore(url, 1, target=default)
+    assert restored["a"].tolist() == [1]
 
 
 leaves = st.one_of(
@@ -263,10 +263,10 @@ async def test_a_part_is_restored_by_pattern(url: str) -> None:
         "params": {"w": np.zeros((2, 3)), "b": np.zeros(3, "f4"), 3: [np.ones(2), np.zeros(2)]},
         "mine": np.full(2, 7),
     }
-    found = await tstore.restore(url, target=target, only="params/?")
-    assert (found["params"]["w"] == SAVED["params"]["w"]).all()
-    assert found["mine"].tolist() == [7, 7]
-    assert found["params"][3][0].tolist() == [1, 1]
+    restored = await tstore.restore(url, target=target, only="params/?")
+    assert (restored["params"]["w"] == SAVED["params"]["w"]).all()
+    assert restored["mine"].tolist() == [7, 7]
+    assert restored["params"][3][0].tolist() == [1, 1]
     with pytest.raises(StructureMismatch, match="mine"):
         await tstore.restore(url, target=target, only=["params/**", "mine"])
 
@@ -422,10 +422,10 @@ async def test_shards_are_restored_on_another_mesh(url: str, mesh: Mesh) -> None
     hosts = {shard.host for shard in mesh.shards((64, 6), P())}
     for host in hosts:
         target = {k: tstore.Shards.wanted(values[k].shape, values[k].dtype, mesh, SPECS[k], host) for k in names}
-        found = await tstore.restore(url, target=target, only=names)
+        restored = await tstore.restore(url, target=target, only=names)
         for name in names:
-            assert [i for i, _ in found[name].parts] == [i for i, _ in target[name].parts]
-            for index, part in found[name].parts:
+            assert [i for i, _ in restored[name].parts] == [i for i, _ in target[name].parts]
+            for index, part in restored[name].parts:
                 same(part, values[name][index])
 
 
@@ -444,10 +444,10 @@ async def test_a_restore_reads_only_what_it_needs(url: str) -> None:
     await store.snapshot()
     before = faults.bytes_read
     target = {"w": tstore.Shards(values["w"].shape, "f4", [((slice(16, 24), slice(None)), None)])}
-    found = await tstore.restore(store, target=target, only="w")
+    restored = await tstore.restore(store, target=target, only="w")
     needed = 8 * (1 << 13) * 4
     assert needed <= faults.bytes_read - before <= needed + 4096
-    same(found["w"].parts[0][1], values["w"][16:24])
+    same(restored["w"].parts[0][1], values["w"][16:24])
 
 
 async def test_of_a_long_chunk_only_the_blocks_with_selected_values_are_read(url: str) -> None:
@@ -530,9 +530,9 @@ async def test_rules_choose_codecs_by_path(url: str) -> None:
         "head": "e3m2",
         "ids": None,
     }
-    found = await tstore.restore(url)
-    same(found["layers"][1]["norm"], tree["layers"][1]["norm"])
-    assert 0 < np.abs(found["layers"][1]["w"] - tree["layers"][1]["w"]).max() < 0.3
+    restored = await tstore.restore(url)
+    same(restored["layers"][1]["norm"], tree["layers"][1]["norm"])
+    assert 0 < np.abs(restored["layers"][1]["w"] - tree["layers"][1]["w"]).max() < 0.3
 
 
 async def test_nan_in_an_array_to_be_encoded_is_named(url: str) -> None:
@@ -571,12 +571,12 @@ async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
     assert by_path["ids"].sqnr == math.inf
     assert by_path["w"].bytes_after < by_path["w"].bytes_before / 3.9
     assert 8 <= by_path["w"].bits_per_value < 8.1
-    found = await tstore.restore(store, at="step/7/e4m3")
+    restored = await tstore.restore(store, at="step/7/e4m3")
     for name in ("ids", "flags", "step"):
-        same(found[name], tree[name])
+        same(restored[name], tree[name])
     for name in ("w", "h", "tiny", "huge", "bf", "d"):
-        x, y = tree[name].astype("f8"), found[name].astype("f8")
-        assert found[name].dtype == tree[name].dtype
+        x, y = tree[name].astype("f8"), restored[name].astype("f8")
+        assert restored[name].dtype == tree[name].dtype
         sqnr = 10 * math.log10(np.square(x).sum() / np.square(x - y).sum())
         assert sqnr == pytest.approx(by_path[name].sqnr, abs=1e-6)
     same(await tstore.restore(store), tree)

@@ -44,9 +44,9 @@ def files(folder: Path) -> set[str]:
 
 async def intact(store: Path) -> None:
     """The step saved first is there, and nothing else is."""
-    found = await tstore.restore(store, 0)
+    restored = await tstore.restore(store, 0)
     for name, values in TREE.items():
-        assert (found[name] == values).all()
+        assert (restored[name] == values).all()
     assert await tstore.steps(store) == [0]
     assert (await (await tstore.open(store, "r")).verify()).ok
 
@@ -168,8 +168,8 @@ def open_to_all(saved: Path) -> Iterator[Path]:
 
 def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) -> None:
     before = files(open_to_all)
-    found = json.loads(processes.python(AS_NOBODY, open_to_all, cwd="/"))
-    assert {k: v[0] for k, v in found.items()} == {
+    outcomes = json.loads(processes.python(AS_NOBODY, open_to_all, cwd="/"))
+    assert {k: v[0] for k, v in outcomes.items()} == {
         "restore": "ok",
         "verify": "ok",
         "small": "Denied",
@@ -177,8 +177,8 @@ def test_a_read_only_folder_can_be_read_and_refuses_the_rest(open_to_all: Path) 
         "new": "Denied",
     }
     for call in ("small", "large", "new"):
-        assert str(open_to_all) in found[call][1]
-        assert "permissions" in found[call][1]
+        assert str(open_to_all) in outcomes[call][1]
+        assert "permissions" in outcomes[call][1]
     assert files(open_to_all) == before
     asyncio.run(intact(open_to_all))
 

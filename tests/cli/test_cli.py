@@ -73,8 +73,8 @@ def store(tmp_path: Path, file: Path, call: Call) -> Path:
 
 def failed(answer: tuple[int, str, str], *words: str, code: int = 1) -> str:
     """Checks that this is the answer of a failure, one sentence that has these words, and returns it."""
-    found, out, err = answer
-    assert (found, out) == (code, ""), err
+    status, out, err = answer
+    assert (status, out) == (code, ""), err
     assert err.startswith("tstore: ")
     assert err.count("\n") == 1
     assert all(word in err for word in words), err
@@ -88,8 +88,8 @@ def run(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]
 
 def rootless(*arguments: object) -> tuple[int, str, str]:
     command = [sys.executable, "-c", ROOTLESS, *map(str, arguments)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return found.returncode, found.stdout, found.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return process.returncode, process.stdout, process.stderr
 
 
 # ---- the commands
@@ -109,9 +109,9 @@ def test_version_and_help(call: Call) -> None:
 
 def test_the_entry_point(store: Path) -> None:
     entry = Path(sys.executable).parent / "tstore"
-    found = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "is intact" in found.stdout
+    process = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "is intact" in process.stdout
 
 
 def test_import(file: Path, tmp_path: Path, call: Call) -> None:
@@ -208,10 +208,10 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
     assert "1 of 3" in out
     assert "1, 2" in out
     code, out, _ = call("ls", url, "--pending", "--json")
-    [found] = json.loads(out)["pending"]
-    assert (found["name"], found["delivered"], found["absent"]) == ("up-date", [0], [1, 2])
-    failed(call("finish", url, found["transaction"]), "[1, 2]")
-    failed(call("finish", url, "other"), "other", found["transaction"])
+    [pending] = json.loads(out)["pending"]
+    assert (pending["name"], pending["delivered"], pending["absent"]) == ("up-date", [0], [1, 2])
+    failed(call("finish", url, pending["transaction"]), "[1, 2]")
+    failed(call("finish", url, "other"), "other", pending["transaction"])
     failed(call("finish", tmp_path / "none", "x"), "none")
     code, out, _ = call("finish", url, whole_id(url), "--json")
     assert (code, json.loads(out)["version"]) == (0, 1)
@@ -240,9 +240,9 @@ def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
     assert by_path["ids"]["sqnr_db"] is None
     assert by_path["layer.w"]["bits_per_value"] == pytest.approx(6, abs=0.1)
     assert call("export", store, tmp_path / "out", "--at", "small")[0] == 0
-    found, original = (safetensors.numpy.load_file(f) for f in (tmp_path / "out", file))
-    assert found["layer.w"].dtype == np.float32
-    assert 0 < np.abs(found["layer.w"] - original["layer.w"]).max() < 0.3
+    exported, original = (safetensors.numpy.load_file(f) for f in (tmp_path / "out", file))
+    assert exported["layer.w"].dtype == np.float32
+    assert 0 < np.abs(exported["layer.w"] - original["layer.w"]).max() < 0.3
 
 
 def test_quantize_by_target_and_policy(store: Path, tmp_path: Path, call: Call) -> None:
@@ -667,18 +667,18 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
     before = run("log", store, "--json").stdout
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
-    found = run("import", tmp_path / "big", store, "--step", 5, **limit)
-    failed((found.returncode, found.stdout, found.stderr), "make room")
+    process = run("import", tmp_path / "big", store, "--step", 5, **limit)
+    failed((process.returncode, process.stdout, process.stderr), "make room")
     assert run("log", store, "--json").stdout == before
     assert run("verify", store).returncode == 0
     assert run("import", tmp_path / "big", store, "--step", 5).returncode == 0
-    found = run("export", store, tmp_path / "out", **limit)
-    failed((found.returncode, found.stdout, found.stderr), "make room")
+    process = run("export", store, tmp_path / "out", **limit)
+    failed((process.returncode, process.stdout, process.stderr), "make room")
     assert not (tmp_path / "out").exists()
-    found = run("probe", tmp_path / "probed", **limit)
-    assert (found.returncode, found.stderr) == (1, "")
-    assert "fails" not in found.stdout
-    assert "unknown: 2; free space" in found.stdout.splitlines()[-1]
+    process = run("probe", tmp_path / "probed", **limit)
+    assert (process.returncode, process.stderr) == (1, "")
+    assert "fails" not in process.stdout
+    assert "unknown: 2; free space" in process.stdout.splitlines()[-1]
 
 
 # ---- where the output goes
@@ -793,9 +793,9 @@ def test_characters_that_the_encoding_lacks(store: Path) -> None:
     assert run("quantize", store, "--format", "e4m3", **call).returncode == 0
     assert "version 1 -> version 2: " in run("diff", store, 1, 2, **call).stdout
     for arguments in (["report", store], ["log", store]):
-        found = run(*arguments, **call)
-        assert "\\" not in found.stdout + found.stderr
-        assert found.stdout.isascii()
+        process = run(*arguments, **call)
+        assert "\\" not in process.stdout + process.stderr
+        assert process.stdout.isascii()
 
 
 def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
@@ -882,12 +882,12 @@ def test_streams_that_are_closed(store: Path, tmp_path: Path, closed: str) -> No
 def test_progress_is_shown_on_a_terminal_alone(store: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tstore", "verify", store, "--json"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
     os.close(theirs)
     shown = os.read(ours, 100_000).decode()
     os.close(ours)
-    assert found.returncode == 0
-    assert json.loads(found.stdout)["ok"]
+    assert process.returncode == 0
+    assert json.loads(process.stdout)["ok"]
     assert f"verifying {store}" in shown.replace("\r\n", "")
 
 

@@ -56,8 +56,8 @@ def report(*arguments: object) -> dict[str, Any]:
     with demo(*arguments, "--json") as process:
         out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
-    found: dict[str, Any] = json.loads(out)
-    return found
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 def raw(tree: Any) -> dict[str, tuple[Any, ...]]:
@@ -84,9 +84,9 @@ def gone(pid: int) -> bool:
 
 
 def test_the_story(tmp_path: Path, temporary: Path) -> None:
-    found = report("--store", tmp_path / "store", "--size", SIZE // 1_000_000)
+    told = report("--store", tmp_path / "store", "--size", SIZE // 1_000_000)
     assert os.listdir(temporary) == []
-    killed, restored = found["killed"], found["restored"]
+    killed, restored = told["killed"], told["restored"]
 
     assert (killed["step"], killed["host"], killed["absent"], killed["survivors"]) == (1, 5, [5], 7)
     assert 0 < killed["written"] <= SIZE / 8
@@ -96,10 +96,10 @@ def test_the_story(tmp_path: Path, temporary: Path) -> None:
     assert killed["previous_step_equal"] is True
 
     assert (restored["step"], restored["hosts"], restored["equal"]) == (1, 3, True)
-    assert restored["bytes"] >= found["bytes"] > 0.97 * SIZE
+    assert restored["bytes"] >= told["bytes"] > 0.97 * SIZE
 
     tags = ["step/0", "step/1", "step/1/e4m3", "step/1/e3m2"]
-    commits = found["commits"]
+    commits = told["commits"]
     assert [(c["version"], c["tag"]) for c in commits] == list(enumerate(tags, 1))
     assert [c["bits_per_value"] for c in commits] == pytest.approx([32, 32, 8, 6], abs=0.1)
     assert [c["sqnr_db"] for c in commits[:2]] == [None, None]
@@ -131,17 +131,17 @@ def test_the_story(tmp_path: Path, temporary: Path) -> None:
 
 def test_real_weights_in_a_store_that_holds_steps(tmp_path: Path, temporary: Path) -> None:
     tstore.save(tmp_path / "store", {"x": np.arange(3)}, 6)
-    found = report("--store", tmp_path / "store", "--model", real_weights())
+    document = report("--store", tmp_path / "store", "--model", real_weights())
     assert os.listdir(temporary) == []
-    assert found["model"] == "model.safetensors"
-    assert found["arrays"] > 100
-    assert (found["killed"]["step"], found["killed"]["steps_after"]) == (8, [6, 7])
-    assert (found["restored"]["step"], found["restored"]["equal"]) == (8, True)
+    assert document["model"] == "model.safetensors"
+    assert document["arrays"] > 100
+    assert (document["killed"]["step"], document["killed"]["steps_after"]) == (8, [6, 7])
+    assert (document["restored"]["step"], document["restored"]["equal"]) == (8, True)
     tags = ["step/7", "step/8", "step/8/e4m3", "step/8/e3m2"]
-    assert [(c["version"], c["tag"]) for c in found["commits"]] == list(enumerate(tags, 2))
-    assert [c["bits_per_value"] for c in found["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
-    assert 28 < found["commits"][2]["sqnr_db"] < 34
-    assert 20 < found["commits"][3]["sqnr_db"] < 30
+    assert [(c["version"], c["tag"]) for c in document["commits"]] == list(enumerate(tags, 2))
+    assert [c["bits_per_value"] for c in document["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
+    assert 28 < document["commits"][2]["sqnr_db"] < 34
+    assert 20 < document["commits"][3]["sqnr_db"] < 30
     tensors, _ = open_tensors(real_weights())
     assert raw(tstore.restore(tmp_path / "store", 7)) == raw(tensors)
     moved = tstore.restore(tmp_path / "store", 8)

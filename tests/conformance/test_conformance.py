@@ -240,8 +240,8 @@ class OtherClock(MemoryStorage):
     """Its objects were written an hour before they were sent."""
 
     async def head(self, key: str) -> Entry | None:
-        found = await super().head(key)
-        return None if found is None else found._replace(age=3600.0)
+        info = await super().head(key)
+        return None if info is None else info._replace(age=3600.0)
 
 
 LIES = [

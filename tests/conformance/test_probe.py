@@ -183,12 +183,12 @@ def test_the_command_knows_that_memory_is_of_one_process(capsys: pytest.CaptureF
 
 def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = probed(capsys, f"careless://{tmp_path}/s", "--json")
-    found = json.loads(out)
-    assert (code, found["ok"]) == (1, False)
-    outcomes = {c["check"]: c["outcome"] for c in found["checks"]}
+    report = json.loads(out)
+    assert (code, report["ok"]) == (1, False)
+    outcomes = {c["check"]: c["outcome"] for c in report["checks"]}
     assert outcomes["create_never_replaces"] == outcomes["one_winner"] == "fails"
     assert outcomes["ranges"] == outcomes["listing"] == outcomes["long_lists"] == "holds"
-    assert found["fails"] == sum(o == "fails" for o in outcomes.values())
+    assert report["fails"] == sum(o == "fails" for o in outcomes.values())
 
 
 def test_the_command_tells_at_once_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:

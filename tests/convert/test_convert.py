@@ -55,14 +55,14 @@ async def test_real_file_quantized_is_exported_decoded(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "store") as store:
         await import_safetensors(real_weights(), store, 0, codecs="e4m3")
         exported = await export_safetensors(store, out)
-    found, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(real_weights())
-    assert exported.tensors == len(found) == len(original)
+    tensors, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(real_weights())
+    assert exported.tensors == len(tensors) == len(original)
     for name, array in original.items():
-        assert found[name].dtype == array.dtype
+        assert tensors[name].dtype == array.dtype
         if array.dtype == np.int64:
-            assert raw(found[name]) == raw(array)
+            assert raw(tensors[name]) == raw(array)
         elif array.size > 1000:
-            noise = np.linalg.norm(found[name] - array) / np.linalg.norm(array)
+            noise = np.linalg.norm(tensors[name] - array) / np.linalg.norm(array)
             assert 0 < noise < 0.05
     async with await tstore.open(tmp_path / "store", "r") as store:
         assert (await store.snapshot()).attributes()["safetensors"] == {"format": "pt"}
@@ -175,8 +175,8 @@ async def test_other_trees_get_joined_names(tmp_path: Path) -> None:
     }
     await tstore.save(tmp_path / "store", tree, 1)
     exported = await export_safetensors(tmp_path / "store", tmp_path / "out")
-    found = safetensors.numpy.load_file(tmp_path / "out")
-    assert {name: a.tolist() for name, a in found.items()} == {
+    tensors = safetensors.numpy.load_file(tmp_path / "out")
+    assert {name: a.tolist() for name, a in tensors.items()} == {
         "params.layers.0.w": x.tolist(),
         "params.layers.1.w": (x + 1).tolist(),
         "opt.0.mean": (x + 2).tolist(),
@@ -184,7 +184,7 @@ async def test_other_trees_get_joined_names(tmp_path: Path) -> None:
         "half": x.tolist(),
     }
     assert exported.left_out == ["opt.0.count"]
-    assert (tmp_path / "out").read_bytes() == safetensors.numpy.save(found)
+    assert (tmp_path / "out").read_bytes() == safetensors.numpy.save(tensors)
 
 
 async def test_a_lone_array_and_arrays_without_a_structure(tmp_path: Path) -> None:

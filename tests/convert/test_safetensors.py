@@ -77,8 +77,8 @@ def test_every_dtype_there_and_back(tmp_path: Path, name: str, shape: tuple[int,
     array = example(DTYPES[name], shape)
     path = tmp_path / "a.safetensors"
     write(path, {"x": array})
-    [(theirs, found)] = safetensors.deserialize(path.read_bytes())
-    assert (theirs, found["dtype"], tuple(found["shape"]), bytes(found["data"])) == (
+    [(theirs, written)] = safetensors.deserialize(path.read_bytes())
+    assert (theirs, written["dtype"], tuple(written["shape"]), bytes(written["data"])) == (
         "x",
         name,
         shape,
@@ -112,8 +112,8 @@ def test_files_of_the_package_are_matched_byte_for_byte(tmp_path: Path) -> None:
     order = by_alignment({n: (a.dtype, a.shape) for n, a in arrays.items()})
     write(tmp_path / "ours", {name: arrays[name] for name in order}, metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    tensors, found = open_tensors(tmp_path / "theirs")
-    write(tmp_path / "again", tensors, found)
+    tensors, metadata_read = open_tensors(tmp_path / "theirs")
+    write(tmp_path / "again", tensors, metadata_read)
     assert (tmp_path / "again").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -354,8 +354,8 @@ def test_any_tensors_there_and_back(scratch: Path, specs: dict[str, Any], metada
     arrays = {name: example(spec[0], spec[1], seed) for seed, (name, spec) in enumerate(specs.items())}
     write(scratch, arrays, metadata)
     theirs = dict(safetensors.deserialize(scratch.read_bytes()))
-    tensors, found = open_tensors(scratch)
-    assert found == metadata
+    tensors, metadata_read = open_tensors(scratch)
+    assert metadata_read == metadata
     assert sorted(tensors) == sorted(arrays) == sorted(theirs)
     for name, array in arrays.items():
         assert (tensors[name].dtype, tensors[name].shape) == (array.dtype, array.shape)

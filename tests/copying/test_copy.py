@@ -91,8 +91,8 @@ async def edited(url: str, count: int) -> tstore.Store:
 
 
 async def values(store: tstore.Store, at: int | str | None = None) -> np.ndarray:
-    found: np.ndarray = await (await (await store.snapshot(at)).array("x")).read()
-    return found
+    x: np.ndarray = await (await (await store.snapshot(at)).array("x")).read()
+    return x
 
 
 async def check_step(store: tstore.Store, step: int) -> None:
@@ -577,8 +577,8 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["copy", source, target]) == 0
     assert capfd.readouterr().out == f"{target} is at version 3 already: nothing to copy\n"
     assert main(["copy", source, target, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert {**found, "present": 0} == {
+    report = json.loads(capfd.readouterr().out)
+    assert {**report, "present": 0} == {
         "source": source,
         "destination": target,
         "version": 3,
@@ -668,8 +668,8 @@ async def test_to_a_server_and_back(
             alone = new("local")
             await tstore.copy(copied, alone, at="step/2")
         await target.close()
-    there, found = await everything(back), await everything(source)
-    assert there == {key: found[key] for key in there}
+    there, objects = await everything(back), await everything(source)
+    assert there == {key: objects[key] for key in there}
     for place, steps in ((back, [1, 2]), (alone, [2])):
         reader = await tstore.open(place, "r")
         assert (await reader.verify()).ok

@@ -146,8 +146,8 @@ async def numbered(url: str, versions: range) -> tstore.Store:
 async def numbers(url: str, at: int | None = None) -> np.ndarray:
     """As a process sees them that knows nothing of the store yet."""
     snapshot = await (await tstore.open(url, "r")).snapshot(at)
-    found: np.ndarray = await (await snapshot.array("x")).read()
-    return found
+    x: np.ndarray = await (await snapshot.array("x")).read()
+    return x
 
 
 async def test_a_copy_dies_between_any_two_objects() -> None:

@@ -326,8 +326,8 @@ async def test_a_wide_chunk_does_not_hang() -> None:
     async with opened.transaction() as tx:
         array = await tx.create_array("a", values.shape, "u1", (2, values.shape[1] + 1), codecs=zstd)
         await asyncio.wait_for(array.write(values), 60)
-    found = await asyncio.wait_for((await (await opened.snapshot()).array("a"))[1, ::1000].read(), 60)
-    assert (found == values[1, ::1000]).all()
+    read = await asyncio.wait_for((await (await opened.snapshot()).array("a"))[1, ::1000].read(), 60)
+    assert (read == values[1, ::1000]).all()
 
 
 async def test_what_would_be_lost_silently_is_refused() -> None:

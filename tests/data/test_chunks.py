@@ -77,16 +77,16 @@ def zarr_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: list[
 
     async def read() -> dict[str, bytes]:
         prototype = zarr.core.buffer.default_buffer_prototype()
-        found = {}
+        objects = {}
         async for key in store.list():
             data = await store.get(key, prototype)
             assert data is not None
-            found[key] = data.to_bytes()
-        return found
+            objects[key] = data.to_bytes()
+        return objects
 
-    found = asyncio.run(read())
-    del found["zarr.json"]
-    return found
+    objects = asyncio.run(read())
+    del objects["zarr.json"]
+    return objects
 
 
 async def our_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: list[Any]) -> dict[str, bytes]:
@@ -96,12 +96,12 @@ async def our_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: 
         array = await tx.create_array("a", values.shape, values.dtype, chunks, codecs=documents)
         await array.write(values)
     node = (await store.snapshot()).tree.nodes["a"]
-    found = {}
+    encoded = {}
     for number, pack, offset, length, _ in node.chunks.rows:
         data = pack if isinstance(pack, bytes) else await store.log.storage.get(pack)
         at = np.unravel_index(number, node.meta.counts) if chunks else ()
-        found["/".join(["c", *[str(i) for i in at]])] = data[offset : offset + length]
-    return found
+        encoded["/".join(["c", *[str(i) for i in at]])] = data[offset : offset + length]
+    return encoded
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -110,10 +110,10 @@ def test_the_bytes_of_chunks_are_zarrs(dtype: str, codecs: str) -> None:
     for shape, chunks in [((10, 7), (4, 3)), ((8,), (4,)), ((5,), (9,)), ((), ()), ((2, 3, 4), (1, 3, 2))]:
         values = sample(shape, dtype)
         expected = zarr_chunks(values, chunks, ZARR_CODECS[codecs])
-        found = asyncio.run(our_chunks(values, chunks, ZARR_CODECS[codecs]))
+        ours = asyncio.run(our_chunks(values, chunks, ZARR_CODECS[codecs]))
         if codecs == "gzip":  # zarr's has the time of day in its header
-            found, expected = ({k: gzip.decompress(v) for k, v in some.items()} for some in (found, expected))
-        assert found == expected, (shape, chunks)
+            ours, expected = ({k: gzip.decompress(v) for k, v in some.items()} for some in (ours, expected))
+        assert ours == expected, (shape, chunks)
 
 
 def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +121,11 @@ def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(100)
     for codecs in ZARR_CODECS.values():
         meta = ArrayMeta.new(values.shape, "int64", values.shape, [c.to_dict() for c in codecs])
-        found = set()
+        encodings = set()
         for now in (1e9, 1.5e9):
             monkeypatch.setattr(time, "time", lambda now=now: now)
-            found.add(bytes(meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))))
-        assert len(found) == 1
+            encodings.add(bytes(meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))))
+        assert len(encodings) == 1
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -320,10 +320,10 @@ async def test_rules_take_configurations_and_lossless() -> None:
         snapshot = await store.snapshot(f"step/{step}")
         for path, configuration in names.items():
             assert (await snapshot.array(path)).codecs == [{"name": "exmy", "configuration": configuration}]
-        found = await tstore.restore(store, step)
-        assert np.array_equal(found["head"], exmy.quantize(x, "e3m2", block=32).dequantize())
-        assert np.array_equal(found["ids"], ids)
-    assert bits(found["norm"]) == bits(x[0])
+        restored = await tstore.restore(store, step)
+        assert np.array_equal(restored["head"], exmy.quantize(x, "e3m2", block=32).dequantize())
+        assert np.array_equal(restored["ids"], ids)
+    assert bits(restored["norm"]) == bits(x[0])
     assert [c["name"] for c in (await snapshot.array("ids")).codecs] == ["bytes", "blosc"]
 
 

@@ -235,8 +235,8 @@ async def test_what_is_taken_comes_back(tmp_path: Path) -> None:
         await w.write(1)
     store = await tstore.open(tmp_path, "r")
     (commit,) = [c async for c in store.history()]
-    found = commit.metadata.pop("metrics")
-    assert str(found) == "{'a': 0.5, 'b': 3, 'c': 2.5, 'd': 1.5, 'e': 7, 'nan': nan, 'inf': inf}"
+    recorded = commit.metadata.pop("metrics")
+    assert str(recorded) == "{'a': 0.5, 'b': 3, 'c': 2.5, 'd': 1.5, 'e': 7, 'nan': nan, 'inf': inf}"
     assert commit.metadata == {"t": [1, 2], "s": "ö", "n": None, "deep": {"x": [True, 1.5]}}
     assert commit.message == "ö\n"
     assert (await (await store.snapshot("step/0")).array("ö b")).attributes == {"list": [1, [2]], "f": 1.5}

@@ -25,24 +25,24 @@ def value(choice: random.Random, level: int = 0) -> Any:
     return choice.choice([*TEXTS, *NUMBERS, None, True])
 
 
-def measured(found: Any) -> tuple[int, int]:
+def measured(document: Any) -> tuple[int, int]:
     """Return how many values there are, keys too, and how many levels of containers that are not empty."""
-    if not isinstance(found, (list, dict)) or not found:
+    if not isinstance(document, (list, dict)) or not document:
         return 1, 0
-    inside = [measured(v) for v in (found.values() if isinstance(found, dict) else found)]
-    keys = len(found) if isinstance(found, dict) else 0
+    inside = [measured(v) for v in (document.values() if isinstance(document, dict) else document)]
+    keys = len(document) if isinstance(document, dict) else 0
     return 1 + keys + sum(n for n, _ in inside), 1 + max(depth for _, depth in inside)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_values_and_levels_are_counted_as_they_are(seed: int) -> None:
-    found = [[value(random.Random(seed)), b"\xff" * 300]]
-    count, depth = measured(found)
-    packed, text = msgspec.msgpack.encode(found), msgspec.json.encode(found[0][0])
+    document = [[value(random.Random(seed)), b"\xff" * 300]]
+    count, depth = measured(document)
+    packed, text = msgspec.msgpack.encode(document), msgspec.json.encode(document[0][0])
     assert packed_excess(packed, count, depth) == ""
     assert "values" in packed_excess(packed, count - 1, depth)
     assert "levels" in packed_excess(packed, count, depth - 1)
-    assert "levels" not in text_excess(text, 1 << 20, max(0, measured(found[0][0])[1] + 1))
+    assert "levels" not in text_excess(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
     for cut in range(min(len(packed), 40)):
         packed_excess(packed[:cut], count, depth)
 

@@ -253,8 +253,8 @@ rows = st.lists(
 def test_a_manifest_gives_back_the_nodes_it_was_made_of(nodes: list[tuple[bool, list[Any], list[Any]]]) -> None:
     packs: tuple[str | bytes, ...] = ("txn/a/pack-1", b"inline", "txn/a/pack-2")
 
-    def table(found: list[Any]) -> ChunkTable:
-        full = [(n, p, o, s, c * 16 * max(1, -(-s // BLOCK))) for n, p, o, s, c in sorted(found)]
+    def table(runs: list[Any]) -> ChunkTable:
+        full = [(n, p, o, s, c * 16 * max(1, -(-s // BLOCK))) for n, p, o, s, c in sorted(runs)]
         return table_of(packs, full)
 
     given_nodes = []
@@ -262,9 +262,9 @@ def test_a_manifest_gives_back_the_nodes_it_was_made_of(nodes: list[tuple[bool, 
         document = DOCUMENT + b" " * (i % 2)
         given_nodes.append((f"n/{i}", document, fresh, (table(old), table(new))))
     manifest = decode(encode(Manifest.from_nodes(given_nodes)), Manifest)
-    found = manifest.nodes()
-    assert [(p, d, f) for p, d, f, _ in found] == [(p, d, f) for p, d, f, _ in given_nodes]
-    for (_, old, new), (*_, chunks) in zip(nodes, found, strict=True):
+    nodes_read = manifest.nodes()
+    assert [(p, d, f) for p, d, f, _ in nodes_read] == [(p, d, f) for p, d, f, _ in given_nodes]
+    for (_, old, new), (*_, chunks) in zip(nodes, nodes_read, strict=True):
         expected = {**{r[0]: r for r in old}, **{r[0]: r for r in new}}
         assert chunks.number.tolist() == sorted(expected)
         for number, pack, offset, length, checks in chunks.rows:
@@ -470,5 +470,5 @@ def test_tables_differ_where_bytes_do(
         ]
         return ChunkTable.overlay([table_of((pack,), sorted(rows))])
 
-    found = table(mine, "a").differing(table(theirs, "b")).tolist()
-    assert found == sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+    differing = table(mine, "a").differing(table(theirs, "b")).tolist()
+    assert differing == sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))

@@ -52,8 +52,8 @@ def test_views_of_views_are_numpys(case: tuple[tuple[int, ...], list[Any]]) -> N
         expected = np.asarray(expected[index])
         selection = selection.narrowed(index)
     assert selection.shape == expected.shape
-    found = values[index_of(selection)] if shape else values
-    assert np.array_equal(found.reshape(expected.shape), expected)
+    view = values[index_of(selection)] if shape else values
+    assert np.array_equal(view.reshape(expected.shape), expected)
 
 
 @given(grids(), st.data())
@@ -121,10 +121,10 @@ def test_numpy_integers_are_integers() -> None:
 
 @given(st.lists(st.integers(0, 6), max_size=3), st.integers(0, 40))
 def test_boxes_cut_a_grid_into_runs(counts: list[int], most: int) -> None:
-    found = list(boxes(counts, most))
+    cut = list(boxes(counts, most))
     numbers = np.arange(math.prod(counts)).reshape(counts)
     joined = []
-    for box in found:
+    for box in cut:
         assert math.prod(len(r) for r in box) <= max(1, most)
         joined += numbers[np.ix_(*box)].ravel().tolist() if counts else numbers.ravel().tolist()
     assert joined == list(range(numbers.size))

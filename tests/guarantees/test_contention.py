@@ -134,11 +134,11 @@ async def test_what_meets_waits_for_the_next_record(url: str) -> None:
         await (await tx.array("w"))[i].write(i)  # parts of one chunk
     for i, tx in enumerate(ready[2:]):
         await created(tx, f"new{i}")
-    found = await together(url, store, ready)
-    assert found[0] == found[2] == found[4] == 3
-    assert found[1] == 4
-    assert isinstance(found[3], Conflict)
-    assert found[3].paths == ["tag x"]
+    outcomes = await together(url, store, ready)
+    assert outcomes[0] == outcomes[2] == outcomes[4] == 3
+    assert outcomes[1] == 4
+    assert isinstance(outcomes[3], Conflict)
+    assert outcomes[3].paths == ["tag x"]
     assert await values(url) == [0, 1, *[-1] * 6]
 
 
@@ -156,9 +156,9 @@ async def test_what_goes_alone(url: str) -> None:
     async with store.transaction() as tx:
         await tx.delete("first")
     beside = await created(store.transaction(), "beside")
-    found = await together(url, store, [whole, beside])
-    assert found[0] == 9
-    assert isinstance(found[1], Conflict)
+    outcomes = await together(url, store, [whole, beside])
+    assert outcomes[0] == 9
+    assert isinstance(outcomes[1], Conflict)
     assert (await (await tstore.open(url, "r")).snapshot()).paths() == []
 
 
@@ -181,10 +181,10 @@ async def test_a_tag_that_another_moves_meanwhile_is_not_dropped(url: str) -> No
         pass
     ready = [await created(store.transaction(), "new"), store.transaction(drop_tag="old")]
     ready.append(store.transaction(move_tag="old"))
-    found = await together(url, store, ready)
-    assert found[0] == found[2] == 4
-    assert isinstance(found[1], Conflict)
-    assert found[1].paths == ["tag old"]
+    outcomes = await together(url, store, ready)
+    assert outcomes[0] == outcomes[2] == 4
+    assert isinstance(outcomes[1], Conflict)
+    assert outcomes[1].paths == ["tag old"]
     assert await store.tags() == {"old": 4}
 
 
@@ -279,10 +279,10 @@ async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) 
     tasks.append(asyncio.create_task((await created(store.transaction(), "last")).commit()))
     await waiting(store, 3)
     gate.release()
-    found = await asyncio.gather(first, *tasks, return_exceptions=True)
-    assert [found[0], found[1], found[4]] == [2, 3, 3]
-    assert isinstance(found[2], InvalidArgument)
-    assert isinstance(found[3], TypeError)
+    outcomes = await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert [outcomes[0], outcomes[1], outcomes[4]] == [2, 3, 3]
+    assert isinstance(outcomes[2], InvalidArgument)
+    assert isinstance(outcomes[3], TypeError)
     assert await store.tags() == {"fine": 3}
 
 
@@ -299,9 +299,9 @@ async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url:
         await (await tx.array("w")).write(2)
     [pack] = await other.log.storage.list("txn/")
     await other.log.storage.delete(pack)
-    found = await together(url, store, ready)
-    assert isinstance(found[0], Corrupt)
-    assert found[1] == 4
+    outcomes = await together(url, store, ready)
+    assert isinstance(outcomes[0], Corrupt)
+    assert outcomes[1] == 4
     assert await store.outcome(ready[1].id) == 4
 
 
@@ -316,9 +316,9 @@ async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alon
     young = await created(store.transaction(), "young")
     [manifest] = await store.log.storage.list(f"txn/{tx.id}/manifest")
     await store.log.storage.delete(manifest)
-    found = await together(url, store, [old, young])
-    assert isinstance(found[0], NotFound)
-    assert found[1] == 4
+    outcomes = await together(url, store, [old, young])
+    assert isinstance(outcomes[0], NotFound)
+    assert outcomes[1] == 4
 
 
 async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> None:
@@ -326,10 +326,10 @@ async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> No
     store, _faults = await open_faulty(url)
     ready = [await set_cell(store, i) for i in range(3)]
     meanwhile = await set_cell(await tstore.open(url), 1)
-    found = await together(url, store, ready, meanwhile)
-    assert found[0] == found[2] == 4
-    assert isinstance(found[1], Conflict)
-    assert found[1].paths == ["w, chunk (1,)"]
+    outcomes = await together(url, store, ready, meanwhile)
+    assert outcomes[0] == outcomes[2] == 4
+    assert isinstance(outcomes[1], Conflict)
+    assert outcomes[1].paths == ["w, chunk (1,)"]
     assert await store.outcome(ready[1].id) is None
     assert await values(url) == [0, 1, 2, -1]
 
@@ -351,10 +351,10 @@ async def test_of_several_that_go_together_a_condemned_one_drops_out(url: str) -
     report = await (await tstore.open(url)).collect(abandoned=datetime.timedelta(0))
     assert report.abandoned == [ready[1].id]
     gate.release()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [found[0], found[1], found[3]] == [3, 4, 4]
-    assert isinstance(found[2], Conflict)
-    assert "abandoned" in str(found[2])
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [outcomes[0], outcomes[1], outcomes[3]] == [3, 4, 4]
+    assert isinstance(outcomes[2], Conflict)
+    assert "abandoned" in str(outcomes[2])
 
 
 async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> None:
@@ -402,9 +402,9 @@ async def test_of_a_common_record_whose_outcome_is_unknown_each_learns_its_own_i
     store, faults = await open_faulty(url)
     ready = [await set_cell(store, i) for i in range(3)]
     faults.fail("create", "commits/*", nth=2, times=9)
-    found = await together(url, store, ready)
-    assert all(isinstance(e, CommitOutcomeUnknown) for e in found)
-    assert [e.transaction for e in found if isinstance(e, CommitOutcomeUnknown)] == [tx.id for tx in ready]
+    outcomes = await together(url, store, ready)
+    assert all(isinstance(e, CommitOutcomeUnknown) for e in outcomes)
+    assert [e.transaction for e in outcomes if isinstance(e, CommitOutcomeUnknown)] == [tx.id for tx in ready]
     assert await values(url) == [-1] * 4
 
 
@@ -436,11 +436,11 @@ async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
     await gate.reached()
     await waiting(store, len(ready) - 1)
     gate.release()
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(f, (int, Conflict)) for f in found)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(f, (int, Conflict)) for f in outcomes)
     model = [-1] * 12
     told = [(c.version, int(c.message)) async for c in store.history() if c.message][::-1]
-    assert sorted(told, key=lambda c: c[1]) == [(f, i) for i, f in enumerate(found) if isinstance(f, int)]
+    assert sorted(told, key=lambda c: c[1]) == [(f, i) for i, f in enumerate(outcomes) if isinstance(f, int)]
     for _, i in told:
         for start, length in writes[i]:
             model[start : start + length] = [i] * len(model[start : start + length])

@@ -54,9 +54,9 @@ def good() -> dict[str, bytes]:
                 pass
         return await objects(store.log.storage)
 
-    found = asyncio.run(make())
-    assert {key.partition("/")[0] for key in found} == {"tstore.json", "commits", "txn", "roots", "latest"}
-    return found
+    contents = asyncio.run(make())
+    assert {key.partition("/")[0] for key in contents} == {"tstore.json", "commits", "txn", "roots", "latest"}
+    return contents
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def url(good: dict[str, bytes]) -> str:
     return f"memory://{uuid.uuid4()}"
 
 
-async def put(url: str, found: dict[str, bytes]) -> None:
+async def put(url: str, contents: dict[str, bytes]) -> None:
     storage = connect(url)
     for key in await storage.list(""):
-        if key not in found:
+        if key not in contents:
             await storage.delete(key)
-    for key, data in found.items():
+    for key, data in contents.items():
         await storage.hint(key, data)
 
 
@@ -360,13 +360,13 @@ async def test_damage_of_one_array_leaves_the_others_readable(tmp_path: Path) ->
         byte = file.read(1)
         file.seek(100)
         file.write(bytes([byte[0] ^ 0x10]))
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *[tstore.restore(tmp_path / "s", only=name) for name in tree], return_exceptions=True
     )
-    [bad] = [i for i, f in enumerate(found) if isinstance(f, Corrupt)]
-    assert f"w{bad}, chunk" in str(found[bad])
+    [bad] = [i for i, f in enumerate(results) if isinstance(f, Corrupt)]
+    assert f"w{bad}, chunk" in str(results[bad])
     for i, values in enumerate(tree.values()):
-        assert i == bad or (found[i][f"w{i}"] == values).all()  # type: ignore[index]
+        assert i == bad or (results[i][f"w{i}"] == values).all()  # type: ignore[index]
 
 
 async def test_records_are_as_durable_as_their_word(url: str) -> None:

@@ -84,11 +84,11 @@ async def outcome(arguments: dict[str, Any]) -> tuple[list[TStoreError], list[st
     async with await tstore.open(mode="r", **arguments) as store:
         for step, tree in TREES.items():
             try:
-                found = await tstore.restore(store, step)
+                restored = await tstore.restore(store, step)
             except TStoreError as error:
                 errors.append(error)
             else:
-                assert all(np.array_equal(found[name], values) for name, values in tree.items())
+                assert all(np.array_equal(restored[name], values) for name, values in tree.items())
         return errors, (await store.verify()).faults
 
 

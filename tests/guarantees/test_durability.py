@@ -39,30 +39,30 @@ class Journal:
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
-    found = Journal(tmp_path)
+    calls = Journal(tmp_path)
     fsync, link, pwritev, mkdir, replace = os.fsync, os.link, os.pwritev, os.mkdir, os.replace
 
     def path_of(fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
 
     def logged_fsync(fd: int) -> None:
-        found.add("fsync", path_of(fd))
+        calls.add("fsync", path_of(fd))
         fsync(fd)
 
     def logged_link(source: str, target: str) -> None:
-        found.add("link", target)
+        calls.add("link", target)
         link(source, target)
 
     def logged_pwritev(fd: int, buffers: object, offset: int) -> int:
-        found.add("write", path_of(fd))
+        calls.add("write", path_of(fd))
         return pwritev(fd, buffers, offset)  # type: ignore[arg-type]
 
     def logged_mkdir(path: str, *more: int) -> None:
         mkdir(path, *more)
-        found.add("mkdir", path)
+        calls.add("mkdir", path)
 
     def logged_replace(source: str, target: str) -> None:
-        found.add("replace", target)
+        calls.add("replace", target)
         replace(source, target)
 
     for name, call in [
@@ -73,7 +73,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
         ("replace", logged_replace),
     ]:
         monkeypatch.setattr(os, name, call)
-    return found
+    return calls
 
 
 def of(text: str) -> Callable[[str], bool]:

@@ -325,5 +325,5 @@ async def serial(actions: list[Any], chunk: int) -> None:
                 continue
             for cells, target in steps:
                 model[target] = 1 + sum(model[c] for c in cells)
-            found = await (await (await store.snapshot()).array("w")).read()
-            assert found.tolist() == model
+            actual = await (await (await store.snapshot()).array("w")).read()
+            assert actual.tolist() == model

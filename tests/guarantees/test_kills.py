@@ -149,8 +149,8 @@ JOBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], bool]]] = {
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[forks.Forks]:
-    with forks.forks(MORTAL) as found:
-        yield found
+    with forks.forks(MORTAL) as processes:
+        yield processes
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -324,12 +324,12 @@ def test_killed_clients_of_a_server(tmp_path: Path) -> None:
             os.kill(client, signal.SIGKILL)
             assert clients.wait(client) == -signal.SIGKILL
             _, *acknowledged = out.read_text().splitlines()
-            found = {tag: v for tag, v in store.tags().items() if tag.startswith(f"{number}-")}
-            assert len(found) - len(acknowledged) in (0, 1)
+            versions = {tag: v for tag, v in store.tags().items() if tag.startswith(f"{number}-")}
+            assert len(versions) - len(acknowledged) in (0, 1)
             for line in acknowledged:
                 turn, version = line.split()
-                assert found[f"{number}-{turn}"] == int(version)
-            for turn in range(len(found)):
+                assert versions[f"{number}-{turn}"] == int(version)
+            for turn in range(len(versions)):
                 values = store.snapshot().array(f"{number}/{turn}").read()
                 assert values.shape[0] == 3
                 assert (values == number * 10_000 + turn).all()

@@ -70,9 +70,9 @@ async def value_of(url: Path, version: int) -> int:
         if not steps:
             assert (await store.snapshot()).version == 0
             return 0
-        found = await tstore.restore(store)
-        [value] = {int(v) for values in found.values() for v in np.unique(values)}
-        assert len(found) in (2, WIDE + 1)
+        tree_read = await tstore.restore(store)
+        [value] = {int(v) for values in tree_read.values() for v in np.unique(values)}
+        assert len(tree_read) in (2, WIDE + 1)
         assert steps[-1] == value
         assert (await store.snapshot()).version == version - 1 + value
         return value

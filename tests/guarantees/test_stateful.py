@@ -228,13 +228,13 @@ class Slow:
         self._storage = storage
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        if not inspect.iscoroutinefunction(found):
-            return found
+        method = getattr(self._storage, name)
+        if not inspect.iscoroutinefunction(method):
+            return method
 
         async def call(*arguments: Any) -> Any:
             await asyncio.sleep(world.uniform(0, 1))
-            return await found(*arguments)
+            return await method(*arguments)
 
         return call
 
@@ -354,12 +354,12 @@ class StoreMachine(RuleBasedStateMachine):
         if dropping is not None and dropping not in known:
             return self.refused(NotFound, tx.__aenter__())
         self.run(tx.__aenter__())
-        found = Open(tx, self.newest, state, serializable)
-        found.message = f"m{number}"
-        found.touch.tags = {t for t in (setting, moving) if t is not None}
-        found.touch.dropped = {dropping} - {None}  # type: ignore[arg-type]
-        found.tags = {setting, dropping} - {None}  # type: ignore[arg-type]
-        self.open.append(found)
+        opened = Open(tx, self.newest, state, serializable)
+        opened.message = f"m{number}"
+        opened.touch.tags = {t for t in (setting, moving) if t is not None}
+        opened.touch.dropped = {dropping} - {None}  # type: ignore[arg-type]
+        opened.tags = {setting, dropping} - {None}  # type: ignore[arg-type]
+        self.open.append(opened)
         self.work(-1, steps)
         return None
 
@@ -466,13 +466,13 @@ class StoreMachine(RuleBasedStateMachine):
         region = region_of(tx.view.arrays[path].shape, cuts)
 
         def look(state: State) -> Any:
-            found = state.arrays[path].read(region)
-            return NEVER if found is None else found
+            values = state.arrays[path].read(region)
+            return NEVER if values is None else values
 
-        found = self.try_on(tx, reading(array[region]))
-        if found is None:
+        actual = self.try_on(tx, reading(array[region]))
+        if actual is None:
             return
-        assert same(found, look(tx.view))
+        assert same(actual, look(tx.view))
         tx.saw(look, path)
 
     def list_paths(self, tx: Open) -> None:
@@ -496,10 +496,10 @@ class StoreMachine(RuleBasedStateMachine):
         async def together() -> list[int | BaseException]:
             return await asyncio.gather(*[t.tx.commit() for t in some], return_exceptions=True)
 
-        found = self.run(together())
+        results = self.run(together())
         self.open = [t for t in self.open if t not in some]
         self.ended += some
-        outcomes = list(zip(some, found, strict=True))
+        outcomes = list(zip(some, results, strict=True))
         for tx, version in sorted((o for o in outcomes if isinstance(o[1], int)), key=lambda o: int(o[1])):  # type: ignore[arg-type]
             assert isinstance(version, int)
             assert tx.tx.version == version
@@ -617,9 +617,9 @@ class StoreMachine(RuleBasedStateMachine):
         grids = self.states[tags[f"step/{step}"]].arrays
         if any(grid.read((slice(None),) * 3) is None for grid in grids.values()):
             return self.refused(NotFound, tstore.restore(chosen, asked))
-        found = flat(self.run(tstore.restore(chosen, asked)))
-        assert found.keys() == grids.keys()
-        for path, values in found.items():
+        restored = flat(self.run(tstore.restore(chosen, asked)))
+        assert restored.keys() == grids.keys()
+        for path, values in restored.items():
             assert same(values, grids[path].read((slice(None),) * 3))
         return None
 
@@ -667,9 +667,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def look_at_a_version(self, store: int, version: int, hold: bool) -> None:
         version %= len(self.states)
-        found = self.run(self.see(self.stores[store % 2], version, version))
-        if hold and found is not None:
-            self.held.append((version, found))
+        snapshot = self.run(self.see(self.stores[store % 2], version, version))
+        if hold and snapshot is not None:
+            self.held.append((version, snapshot))
 
     def look_at_a_tag(self, store: int, tag: str) -> None:
         known = self.states[-1].tags
@@ -711,13 +711,13 @@ class StoreMachine(RuleBasedStateMachine):
         if not (self.lives(before) and self.lives(after)):
             return self.refused(SnapshotExpired, chosen.diff(before, after))
         old, new = self.states[before].arrays, self.states[after].arrays
-        found = {a.path: a for a in self.run(chosen.diff(before, after)).arrays}
+        differing = {a.path: a for a in self.run(chosen.diff(before, after)).arrays}
         changed = {p for p in old.keys() & new.keys() if old[p] != new[p]}
-        assert found.keys() == changed | (old.keys() ^ new.keys())
+        assert differing.keys() == changed | (old.keys() ^ new.keys())
         for path in changed:
             a, b = old[path], new[path]
             if (a.shape, a.chunks, a.sparse) == (b.shape, b.chunks, b.sparse):
-                assert found[path].chunks == a.differing(b)
+                assert differing[path].chunks == a.differing(b)
         return None
 
     def check_history(self, store: tstore.Store | None = None) -> None:
@@ -731,8 +731,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert commit.expired == (not self.lives(commit.version)), commit
         for version, transactions in enumerate(self.told):
             if transactions:
-                found = [c for c in told if c.version == version]
-                shown = {c.transaction: (c.message, set(c.tags), set(c.dropped)) for c in found}
+                matching = [c for c in told if c.version == version]
+                shown = {c.transaction: (c.message, set(c.tags), set(c.dropped)) for c in matching}
                 assert shown == {t[3]: t[:3] for t in transactions}
 
     # ---- garbage collection
@@ -824,10 +824,10 @@ async def reading(array: tstore.Array) -> Any:
 
 def flat(tree: Any, head: str = "") -> dict[str, Any]:
     """The leaves of a tree of dicts by path."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{head}{key}/") if isinstance(value, dict) else {f"{head}{key}": value}
-    return found
+        leaves |= flat(value, f"{head}{key}/") if isinstance(value, dict) else {f"{head}{key}": value}
+    return leaves
 
 
 @pytest.mark.timeout(6 * settings().max_examples)  # a fault is made small for some minutes before it is shown

@@ -20,13 +20,13 @@ def test_what_it_measures_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixtur
     place = tmp_path / "place"
     options = ["--hosts", "3", "--size", "1", "--rounds", "2", "--seconds", "0.3"]
     assert main(["bench", str(place), *options, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["url"], found["hosts"], found["durability"]) == (str(place), 3, "fsync")
-    assert abs(found["bytes"] - 1_000_000) < 200_000
-    assert [len(found[f"{what}_seconds"]) for what in ("save", "restore")] == [2, 2]
-    assert 0 < found["median_seconds"] <= found["p99_seconds"]
-    assert found["commits"] > 3
-    assert (found["ok"], found["lost"], found["differing"], found["removed"]) == (True, 0, 0, True)
+    report = json.loads(capfd.readouterr().out)
+    assert (report["url"], report["hosts"], report["durability"]) == (str(place), 3, "fsync")
+    assert abs(report["bytes"] - 1_000_000) < 200_000
+    assert [len(report[f"{what}_seconds"]) for what in ("save", "restore")] == [2, 2]
+    assert 0 < report["median_seconds"] <= report["p99_seconds"]
+    assert report["commits"] > 3
+    assert (report["ok"], report["lost"], report["differing"], report["removed"]) == (True, 0, 0, True)
     assert not place.exists()
     assert main(["bench", str(place), *options, "--durability", "none"]) == 0
     out, err = capfd.readouterr()

@@ -27,8 +27,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any
 @pytest.mark.parametrize("size", [16_384, 100_000, 1_000_000, 10_000_000, 100_000_000])
 def test_size_and_dimensions(size: int) -> None:
     flat = dict(leaves(transformer(size)))
-    found = sum(a.nbytes for a in flat.values())
-    assert abs(found - size) < size * (0.02 if size >= 1_000_000 else 0.1)
+    total = sum(a.nbytes for a in flat.values())
+    assert abs(total - size) < size * (0.02 if size >= 1_000_000 else 0.1)
     assert all(n % 8 == 0 for a in flat.values() for n in a.shape)
     assert {a.dtype for path, a in flat.items() if path != "step"} == {np.dtype("f4")}
     assert all(np.isfinite(a).all() for a in flat.values())
@@ -121,8 +121,8 @@ def test_specs_divide_evenly_on_the_mesh() -> None:
     ],
 )
 def test_specs_use_as_many_devices_as_divide(shape: tuple[int, ...], spec: P) -> None:
-    found = spec_for("any", shape)
-    assert tuple(found) == tuple(spec) or tuple(found) == (*spec, None)
+    actual = spec_for("any", shape)
+    assert tuple(actual) == tuple(spec) or tuple(actual) == (*spec, None)
 
 
 def test_too_small() -> None:

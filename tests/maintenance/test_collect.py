@@ -75,14 +75,14 @@ async def objects(url: str) -> set[str]:
 
 async def needed(store: tstore.Store) -> set[str]:
     """The objects that the versions that live refer to; commits here replace the whole tree."""
-    found = set()
+    packs = set()
     async for commit in store.history():
         if not commit.expired:
             tree = (await store.snapshot(commit.version)).tree
-            found |= {p for n in tree.nodes.values() for p in n.chunks.compact().packs if isinstance(p, str)}
+            packs |= {p for n in tree.nodes.values() for p in n.chunks.compact().packs if isinstance(p, str)}
             refs = (await store.log.reader.record(commit.version)).manifests
-            found |= {m.key for m in refs if isinstance(m, ObjectRef)}
-    return found
+            packs |= {m.key for m in refs if isinstance(m, ObjectRef)}
+    return packs
 
 
 # ---- retention
@@ -138,8 +138,8 @@ async def test_untagged_versions_expire_and_the_newest_never_does(url: str) -> N
     async with store.transaction(tag="other") as tx:
         await (await tx.array("moving"))[:10].write(2.0)
     assert (await store.collect(Keep(last=1))).versions == [3]
-    found = await (await (await store.snapshot()).array("moving")).read()
-    assert (found == np.repeat([2.0, 1.0], [10, 1990])).all()
+    values = await (await (await store.snapshot()).array("moving")).read()
+    assert (values == np.repeat([2.0, 1.0], [10, 1990])).all()
     assert (await store.verify()).ok
     await check_step(store, 1)
 
@@ -213,11 +213,11 @@ async def test_misuse(url: str) -> None:
 
 def deleted_but_open(store: Path) -> list[str]:
     """The deleted files of a store that this process keeps on the disk by open descriptors."""
-    found = []
+    paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [target for target in found if target.endswith(" (deleted)") and target.startswith(f"{store}/txn/")]
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [target for target in paths if target.endswith(" (deleted)") and target.startswith(f"{store}/txn/")]
 
 
 async def test_deleted_packs_are_closed(tmp_path: Path) -> None:
@@ -886,8 +886,8 @@ async def test_parts_of_chunks_are_patched_over_versions_that_expired_meanwhile(
     assert (await other.collect(Keep(last=1))).versions == [1, 2]
     gate.release()
     assert await commit == 5
-    found = await (await (await store.snapshot()).array("x")).read()
-    assert np.array_equal(found, np.repeat([7.0, 2.0, 0.0], [10, 3990, 1000]))
+    values = await (await (await store.snapshot()).array("x")).read()
+    assert np.array_equal(values, np.repeat([7.0, 2.0, 0.0], [10, 3990, 1000]))
     await other.collect(Keep(last=1))
     assert (await (await tstore.open(url)).verify()).ok
 

@@ -42,8 +42,8 @@ async def first(url: str, **options: Any) -> tstore.Store:
 
 
 async def only(store: tstore.Store) -> tstore.ArrayDiff:
-    [found] = (await store.diff(1)).arrays
-    return found
+    [row] = (await store.diff(1)).arrays
+    return row
 
 
 async def test_added_removed_and_changed_arrays(url: str) -> None:
@@ -54,14 +54,14 @@ async def test_added_removed_and_changed_arrays(url: str) -> None:
         await (await tx.array("ids"))[3:5].write(0)
         await tx.create_group("g", {"a": 2})
         await tx.create_group("h")
-    found = await store.diff("one", "two")
-    assert (found.before, found.after, found.groups) == (1, 2, ("g", "h"))
-    assert [(a.path, a.change, a.chunks, a.fields, a.distance) for a in found.arrays] == [
+    diff = await store.diff("one", "two")
+    assert (diff.before, diff.after, diff.groups) == (1, 2, ("g", "h"))
+    assert [(a.path, a.change, a.chunks, a.fields, a.distance) for a in diff.arrays] == [
         ("ids", "changed", 2, (), None),
         ("new", "added", 3, (), None),
         ("old", "removed", 2, (), None),
     ]
-    ids, new, old = found.arrays
+    ids, new, old = diff.arrays
     assert new.before is None
     assert new.after is not None
     assert new.after.shape == (5,)
@@ -86,13 +86,13 @@ async def test_how_far_floats_went_is_that_of_the_chunks_that_differ(url: str) -
     later[5, 5:7] -= 2
     async with store.transaction() as tx:
         await (await tx.array("w"))[...].write(later)
-    found = await only(store)
-    assert (found.path, found.chunks) == ("w", 2)
-    assert found.distance is not None
+    row = await only(store)
+    assert (row.path, row.chunks) == ("w", 2)
+    assert row.distance is not None
     a, b = (np.stack([v[:4, :4], v[4:, 4:]]) for v in (VALUES, later))
-    assert found.distance.count == 32
-    assert found.distance.largest_error == np.abs(a.astype("f8") - b).max()
-    assert found.distance.sqnr == pytest.approx(exmy.sqnr(a, b))
+    assert row.distance.count == 32
+    assert row.distance.largest_error == np.abs(a.astype("f8") - b).max()
+    assert row.distance.sqnr == pytest.approx(exmy.sqnr(a, b))
 
 
 async def test_no_more_is_read_than_the_chunks_that_differ(url: str) -> None:
@@ -106,8 +106,8 @@ async def test_no_more_is_read_than_the_chunks_that_differ(url: str) -> None:
         await (await tx.array("big"))[7].write(1)
         await (await tx.array("count")).write(1)
     faulty, faults = await open_faulty(url, "r")
-    found = await faulty.diff(2, 3)
-    assert [(a.path, a.chunks) for a in found.arrays] == [("big", 1), ("count", 4)]
+    diff = await faulty.diff(2, 3)
+    assert [(a.path, a.chunks) for a in diff.arrays] == [("big", 1), ("count", 4)]
     assert 2 << 16 <= faults.bytes_read < (2 << 16) + (1 << 14)  # the rest are records and manifests
 
 
@@ -121,27 +121,27 @@ async def test_the_same_values_written_again_are_no_difference(url: str) -> None
 async def test_a_quantized_copy_differs_by_its_noise(url: str) -> None:
     store = await first(url)
     report = await tstore.quantize(store, formats="e4m3", at=1)
-    found = {a.path: a for a in (await store.diff(1)).arrays}["w"]
-    assert "codecs" in found.fields
-    assert found.after is not None
-    assert found.after.codec.startswith("e4m3")
+    row = {a.path: a for a in (await store.diff(1)).arrays}["w"]
+    assert "codecs" in row.fields
+    assert row.after is not None
+    assert row.after.codec.startswith("e4m3")
     [measured] = [a for a in report.arrays if a.path == "w"]
-    assert found.distance is not None
-    assert found.distance.sqnr == pytest.approx(measured.sqnr)
-    assert found.distance.largest_error == measured.largest_error
+    assert row.distance is not None
+    assert row.distance.sqnr == pytest.approx(measured.sqnr)
+    assert row.distance.largest_error == measured.largest_error
 
 
 async def test_another_shape_keeps_the_chunks_in_their_places(url: str) -> None:
     store = await first(url)
     async with store.transaction() as tx:
         await (await tx.array("w")).resize((8, 12))
-    found = await only(store)
-    assert (found.fields, found.chunks, found.distance) == (("shape",), 0, None)
+    row = await only(store)
+    assert (row.fields, row.chunks, row.distance) == (("shape",), 0, None)
     async with store.transaction() as tx:
         await (await tx.array("w"))[:4, 8:].write(0)
         await (await tx.array("w")).resize((4, 12))
-    found = await only(store)
-    assert (found.fields, found.chunks) == (("shape",), 3)  # two are gone, one is new
+    row = await only(store)
+    assert (row.fields, row.chunks) == (("shape",), 3)  # two are gone, one is new
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -151,11 +151,11 @@ async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str
     async with store.transaction() as tx:
         await tx.delete("w")
         await (await tx.create_array("w", (8, 8), dtype, (3, 8))).write(later)
-    found = await only(store)
-    assert (found.fields, found.chunks) == (("dtype", "chunks"), 3)
-    assert found.distance is not None
-    assert found.distance.sqnr == pytest.approx(exmy.sqnr(VALUES, later.astype("f8")))
-    assert found.distance.count == 64
+    row = await only(store)
+    assert (row.fields, row.chunks) == (("dtype", "chunks"), 3)
+    assert row.distance is not None
+    assert row.distance.sqnr == pytest.approx(exmy.sqnr(VALUES, later.astype("f8")))
+    assert row.distance.count == 64
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -167,10 +167,10 @@ async def test_what_was_never_written(url: str, sparse: bool) -> None:
         await w[:4].write(1)
     async with store.transaction() as tx:
         await (await tx.array("w")).write(5)
-    found = await only(store)
-    assert found.chunks == 2
-    assert found.distance is not None
-    assert (found.distance.count, found.distance.noise) == ((8, 4 * 16 + 4 * 9) if sparse else (4, 4 * 16))
+    row = await only(store)
+    assert row.chunks == 2
+    assert row.distance is not None
+    assert (row.distance.count, row.distance.noise) == ((8, 4 * 16 + 4 * 9) if sparse else (4, 4 * 16))
 
 
 async def test_attributes_alone(url: str) -> None:
@@ -179,8 +179,8 @@ async def test_attributes_alone(url: str) -> None:
         await tx.delete("w")
         w = await tx.create_array("w", (8, 8), "float32", (4, 4), fill_value=math.nan, attributes={"unit": "m"})
         await w.write(VALUES)
-    found = await only(store)
-    assert (found.fields, found.chunks, found.distance) == (("attributes",), 0, None)
+    row = await only(store)
+    assert (row.fields, row.chunks, row.distance) == (("attributes",), 0, None)
 
 
 async def test_versions_that_were_read_through_a_root(url: str) -> None:
@@ -214,11 +214,11 @@ def test_chunks_and_distances_are_those_of_the_arrays(writes: list[tuple[int, in
         for i, j, value in writes:
             w[i, j].write(value)
             b[i, j] = value
-    found = store.diff(1, 2).arrays
+    rows = store.diff(1, 2).arrays
     differing = {(i // chunks[0], j // chunks[1]) for i, j in np.argwhere(a != b).tolist()}
-    assert sum(d.chunks for d in found) == len(differing)
+    assert sum(d.chunks for d in rows) == len(differing)
     if differing:
-        [w_diff] = found
+        [w_diff] = rows
         assert w_diff.distance is not None
         assert w_diff.distance.noise == ((a.astype("f8") - b) ** 2).sum()
 
@@ -236,9 +236,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         tx.create_array("new", (4,), "int8", (2,)).write(1)
         tx.array("same")[0].write(2)
     assert main(["diff", str(tmp_path / "s"), "one", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["before"], found["after"]) == (1, 2)
-    by_path = {a["path"]: a for a in found["arrays"]}
+    report = json.loads(capsys.readouterr().out)
+    assert (report["before"], report["after"]) == (1, 2)
+    by_path = {a["path"]: a for a in report["arrays"]}
     assert by_path["w"]["chunks"] == 1
     assert (by_path["w"]["largest"], by_path["w"]["values_compared"]) == (2.0, 8)
     assert by_path["w"]["sqnr_db"] == pytest.approx(10 * math.log10(8 / 16))

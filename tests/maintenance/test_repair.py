@@ -64,7 +64,7 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
     store = await tstore.open(store.url)
     before = {key: await store.log.storage.get(key) for key in await store.log.storage.list("")}
     report = await store.repair()
-    assert [(found.version, found.readable) for found in report.damaged] == [(version, False)]
+    assert [(d.version, d.readable) for d in report.damaged] == [(version, False)]
     assert commit_key(version) in report.damaged[0].reason
     assert not report.ok
     assert {key: await store.log.storage.get(key) for key in await store.log.storage.list("")} == before
@@ -101,9 +101,9 @@ async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
     [manifest] = [key for key in await storage.list("txn/") if "/manifest" in key]
     await storage.delete(manifest)
     store = await tstore.open(store.url)
-    [found] = (await store.repair()).damaged
-    assert (found.version, found.readable) == (2, True)
-    assert manifest in found.reason
+    [damage] = (await store.repair()).damaged
+    assert (damage.version, damage.readable) == (2, True)
+    assert manifest in damage.reason
     await store.repair(void_readable=[2])
     await check_works(store.url)
 
@@ -112,15 +112,15 @@ async def test_a_pack_that_is_gone_is_listed() -> None:
     store = await filled(0)
     [pack] = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
     await store.log.storage.delete(pack)
-    [found] = (await (await tstore.open(store.url)).repair()).damaged
-    assert pack in found.reason
+    [damage] = (await (await tstore.open(store.url)).repair()).damaged
+    assert pack in damage.reason
 
 
 async def test_a_missing_record_is_filled() -> None:
     store = await filled(0, 1, 2)
     await store.log.storage.delete(commit_key(2))
     store = await tstore.open(store.url)
-    assert [found.version for found in (await store.repair()).damaged] == [2]
+    assert [damage.version for damage in (await store.repair()).damaged] == [2]
     assert (await store.repair([2])).kept == []
     assert await tstore.steps(await tstore.open(store.url)) == [0, 2]
     await check_works(store.url)
@@ -132,9 +132,9 @@ async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) 
     for version in gone:
         await store.log.storage.delete(commit_key(version))
     store = await tstore.open(store.url)
-    found = await store.repair()
-    assert [one.version for one in found.damaged] == list(gone)
-    assert not found.ok
+    report = await store.repair()
+    assert [one.version for one in report.damaged] == list(gone)
+    assert not report.ok
     assert (await store.repair(gone)).ok
     await check_works(store.url)
 

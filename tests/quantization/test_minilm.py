@@ -32,8 +32,8 @@ def minilm() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def embeddings(minilm: ModuleType) -> npt.NDArray[np.float32]:
-    found: npt.NDArray[np.float32] = encoder(minilm).embed(minilm.batches(minilm.SENTENCES))
-    return found
+    embedded: npt.NDArray[np.float32] = encoder(minilm).embed(minilm.batches(minilm.SENTENCES))
+    return embedded
 
 
 def encoder(minilm: ModuleType) -> object:

@@ -39,12 +39,12 @@ async def chunked(url: Any, arrays: dict[str, tuple[Any, tuple[int, ...]]]) -> N
             await array.write(x)
 
 
-def same_codes(found: exmy.Quantized, expected: exmy.Quantized) -> None:
-    assert isinstance(found, exmy.Quantized)
-    assert (found.format, found.shape, found.dtype) == (expected.format, expected.shape, expected.dtype)
-    assert (found.granularity, found.axis, found.block) == (expected.granularity, expected.axis, expected.block)
-    assert np.array_equal(found.packed, expected.packed)
-    assert np.array_equal(found.offsets, expected.offsets)
+def same_codes(actual: exmy.Quantized, expected: exmy.Quantized) -> None:
+    assert isinstance(actual, exmy.Quantized)
+    assert (actual.format, actual.shape, actual.dtype) == (expected.format, expected.shape, expected.dtype)
+    assert (actual.granularity, actual.axis, actual.block) == (expected.granularity, expected.axis, expected.block)
+    assert np.array_equal(actual.packed, expected.packed)
+    assert np.array_equal(actual.offsets, expected.offsets)
 
 
 # ---- the stored bits
@@ -121,10 +121,10 @@ async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: 
         for path, x, chunks in (("tall", tall, (2, 64)), ("wide", wide, (8, 32)), ("odd", wide, (8, 20))):
             await (await tx.create_array(path, x.shape, "f4", chunks, "e3m2")).write(x)
     snapshot = await store.snapshot()
-    found = await tstore.restore(store, packed=True, only=["tall", "wide"])
+    restored = await tstore.restore(store, packed=True, only=["tall", "wide"])
     for path, granularity in (("tall", "row"), ("wide", "block")):
-        assert found[path].granularity == granularity
-        assert np.array_equal(found[path].dequantize(), await (await snapshot.array(path)).read())
+        assert restored[path].granularity == granularity
+        assert np.array_equal(restored[path].dequantize(), await (await snapshot.array(path)).read())
     with pytest.raises(InvalidArgument, match=r"odd: each of its chunks .* restore it without packed=True"):
         await tstore.restore(store, packed=True)
 
@@ -132,12 +132,12 @@ async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: 
 async def test_packed_leaves_what_is_not_in_exmy(tmp_path: Path) -> None:
     tree = {"w": values(100, 3), "ids": np.arange(5), "n": [values(7), 3]}
     await tstore.save(tmp_path, tree, 0, codecs={"w": "e4m3"})
-    found = await tstore.restore(tmp_path, packed=True)
-    assert isinstance(found["w"], exmy.Quantized)
-    assert np.array_equal(found["ids"], tree["ids"])
-    assert np.array_equal(found["n"][0], tree["n"][0])
+    restored = await tstore.restore(tmp_path, packed=True)
+    assert isinstance(restored["w"], exmy.Quantized)
+    assert np.array_equal(restored["ids"], tree["ids"])
+    assert np.array_equal(restored["n"][0], tree["n"][0])
     again = await tstore.restore(tmp_path, packed=True, target=tree)
-    assert again["w"].to_bytes() == found["w"].to_bytes()
+    assert again["w"].to_bytes() == restored["w"].to_bytes()
     part = {"w": tstore.Shards((100, 3), "f4", [((slice(0, 50), slice(0, 3)), None)]), "n": tree["n"]}
     with pytest.raises(InvalidArgument, match="w: packed=True restores whole arrays"):
         await tstore.restore(tmp_path, packed=True, target=part, only="w")
@@ -155,18 +155,18 @@ async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
     x[211, 5] = 300.0  # an outlier in one of the later slabs
     await chunked(tmp_path, {"x": (x, (16, 50)), "y": (x, (7, 100)), "z": (x[:, :1].copy(), (100, 1))})
     await tstore.quantize(tmp_path, "e3m2", tag="q", memory=memory)
-    found = await tstore.restore(tmp_path, at="q", packed=True)
-    same_codes(found["x"], exmy.quantize(x, "e3m2"))
-    same_codes(found["y"], exmy.quantize(x, "e3m2"))
+    restored = await tstore.restore(tmp_path, at="q", packed=True)
+    same_codes(restored["x"], exmy.quantize(x, "e3m2"))
+    same_codes(restored["y"], exmy.quantize(x, "e3m2"))
     for target in ({"bits": 5.0}, {"min_sqnr": 25.0}):
         report = await tstore.quantize(tmp_path, **target, memory=memory)  # type: ignore[arg-type]
         for row in report.arrays:
-            found = await tstore.restore(tmp_path, at=report.tag, packed=True)
+            restored = await tstore.restore(tmp_path, at=report.tag, packed=True)
             given = x[:, :1] if row.path == "z" else x
             if row.format:
-                same_codes(found[row.path], exmy.quantize(given, row.format))
+                same_codes(restored[row.path], exmy.quantize(given, row.format))
             else:
-                assert np.array_equal(found[row.path], given)
+                assert np.array_equal(restored[row.path], given)
         assert sum(a.format is not None for a in report.arrays) >= 2
 
 
@@ -209,9 +209,9 @@ async def test_values_are_read_once_where_memory_allows_and_the_result_is_the_sa
         results.append(await tstore.quantize(tmp_path, **options, tag=f"m{memory}", memory=memory))
     assert all(result.arrays == roomy.arrays for result in results)
     expected, *others = [await tstore.restore(tmp_path, at=r.version, packed=True) for r in results]
-    for found in others:
+    for other in others:
         for path in tree:
-            assert found[path].to_bytes() == expected[path].to_bytes()
+            assert other[path].to_bytes() == expected[path].to_bytes()
 
 
 @pytest.mark.parametrize(("options", "passes"), [({"bits": 5.0}, 2), ({"formats": "e3m2", "block": 32}, 2)])
@@ -232,9 +232,9 @@ async def test_the_bias_is_searched_only_by_the_study(tmp_path: Path, monkeypatc
     counted: list[str] = []
     fit_tensor = tstore.quantization.encoding.fit_tensor
 
-    def counting(found: Any, formats: Any, scale: Any) -> Any:
+    def counting(statistics: Any, formats: Any, scale: Any) -> Any:
         counted.extend(formats)
-        return fit_tensor(found, formats, scale)
+        return fit_tensor(statistics, formats, scale)
 
     monkeypatch.setattr("tstore.quantization.encoding.fit_tensor", counting)
     await tstore.quantize(tmp_path, bits=5.0, block=None)
@@ -265,8 +265,8 @@ async def test_rules(tmp_path: Path) -> None:
         "embed/table": ("e4m3", "tensor"),
         "ids": (None, ""),
     }
-    found = await tstore.restore(tmp_path, at=report.tag)
-    assert np.array_equal(found["layers"][1]["norm"], tree["layers"][1]["norm"])  # type: ignore[index]
+    restored = await tstore.restore(tmp_path, at=report.tag)
+    assert np.array_equal(restored["layers"][1]["norm"], tree["layers"][1]["norm"])  # type: ignore[index]
     assert await tstore.steps(tmp_path) == [3]
     same = await tstore.restore(tmp_path)
     assert np.array_equal(same["embed"]["table"], tree["embed"]["table"])  # type: ignore[index]
@@ -434,10 +434,10 @@ async def test_a_lossless_rule_takes_every_dtype(tmp_path: Path) -> None:
     tree["w"] = values(60, 50)
     await tstore.save(tmp_path, tree, 0)
     report = await tstore.quantize(tmp_path, {"w": "e4m3", "**": "lossless"})
-    found = await tstore.restore(tmp_path, at=report.tag)
+    restored = await tstore.restore(tmp_path, at=report.tag)
     for row in report.arrays:
         if row.path != "w":
-            assert np.array_equal(found[row.path], tree[row.path], equal_nan=True)
+            assert np.array_equal(restored[row.path], tree[row.path], equal_nan=True)
             assert (row.format, row.reason, row.sqnr) == (None, "", math.inf)
     assert {a.path for a in report.encoded} == {"w"}
     assert report.bytes_after < report.bytes_before / 2
@@ -463,10 +463,10 @@ async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
         assert "NaN or infinite" in rows["bad"].reason
         assert rows["tiny"].reason == rows["empty"].reason == "fewer than 64 values"
         assert rows["ids"].reason == "int64 is not encoded"
-        found = await tstore.restore(tmp_path, at=report.tag)
+        restored = await tstore.restore(tmp_path, at=report.tag)
         for path in ("bad", "tiny", "ids", "empty", "zero"):
-            assert np.array_equal(found[path], tree[path], equal_nan=path != "ids")
-        assert found["s"] == 3
+            assert np.array_equal(restored[path], tree[path], equal_nan=path != "ids")
+        assert restored["s"] == 3
 
 
 @pytest.mark.parametrize("at", [None, "step/1"])
@@ -573,8 +573,8 @@ async def test_a_compressed_chain_shares_offsets_as_asked(tmp_path: Path) -> Non
     x = (values(96, 64) * np.exp2(RNG.integers(-6, 6, (96, 1)))).astype("f4")
     await chunked(tmp_path, {"w": (x, (25, 24))})
     await tstore.quantize(tmp_path, CHAIN, axis=-1, tag="rows")
-    found = await tstore.restore(tmp_path, at="rows", packed=True)
-    same_codes(found["w"], exmy.quantize(x, "e2m1", -1))
+    restored = await tstore.restore(tmp_path, at="rows", packed=True)
+    same_codes(restored["w"], exmy.quantize(x, "e2m1", -1))
 
 
 async def test_an_array_of_zeros_is_exact(tmp_path: Path) -> None:
@@ -774,11 +774,11 @@ async def test_save_lets_the_data_decide(tmp_path: Path, target: tstore.MinSqnr 
         "**": values(99),
     }
     await tstore.save(tmp_path, tree, 0, codecs=target)
-    found = await tstore.restore(tmp_path)
+    restored = await tstore.restore(tmp_path)
     for path in ("w", "even", "**"):
-        assert exmy.sqnr(tree[path], found[path]) > 25  # type: ignore[arg-type]
-    assert exmy.sqnr(tree["w"], found["w"]) < 70
-    assert np.array_equal(found["ids"], tree["ids"])
+        assert exmy.sqnr(tree[path], restored[path]) > 25  # type: ignore[arg-type]
+    assert exmy.sqnr(tree["w"], restored["w"]) < 70
+    assert np.array_equal(restored["ids"], tree["ids"])
     with pytest.raises(InvalidArgument, match="has only its own part"):
         await tstore.save(tmp_path, tree, 1, host=0, hosts=2, attempt="a", codecs=target)
 

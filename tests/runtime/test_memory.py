@@ -43,14 +43,14 @@ MEASURE = """
         tree = {f"w{i}": part for i, part in enumerate(values.reshape(8, 1024, -1))}
         save = lambda step: tstore.save(store, tree, step, durability="none")
         def restore():
-            found = tstore.restore(store, target=tree)
-            return sum(v.nbytes for v in found.values()), found
+            restored = tstore.restore(store, target=tree)
+            return sum(v.nbytes for v in restored.values()), restored
     elif kind == "one chunk e4m3":
         tree = {"w": values.reshape(1024, -1)}
         save = lambda step: tstore.save(store, tree, step, codecs="e4m3", durability="none")
         def restore():
-            found = tstore.restore(store)
-            return found["w"].nbytes, found
+            restored = tstore.restore(store)
+            return restored["w"].nbytes, restored
     else:
         whole = values.reshape(8192, -1)
         chunks = whole.shape if kind == "one long chunk" else (128, 128)
@@ -60,15 +60,15 @@ MEASURE = """
                     tx.delete("w")
                 tx.create_array("w", whole.shape, "f4", chunks).write(whole)
         def restore():
-            found = store.snapshot().array("w").read()
-            return found.nbytes, found
+            array = store.snapshot().array("w").read()
+            return array.nbytes, array
     save(0)
     report = {"save": peak() - base}
     reset()
     before = now()
-    size, found = restore()
+    size, result = restore()
     report["restore"] = peak() - before - size
-    del found
+    del result
     report["growth"] = []
     for step in range(1, 1 + int(sys.argv[4])):
         values += 1  # nothing can be re-used
@@ -81,8 +81,8 @@ MEASURE = """
 def measure(url: Path, kind: str, mebibytes: int, repeats: int = 0) -> dict[str, object]:
     import json
 
-    found: dict[str, object] = json.loads(processes.python(MEASURE, url, kind, mebibytes, repeats))
-    return found
+    peaks: dict[str, object] = json.loads(processes.python(MEASURE, url, kind, mebibytes, repeats))
+    return peaks
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "small chunks", "one long chunk", "one chunk e4m3"])
@@ -122,9 +122,9 @@ def test_a_large_quantization_stays_below_the_limit(tmp_path: Path, options: str
             for i in range(repeats):
                 part = x[: 1 << 10] if tag == "small" else x
                 tx.create_array(f"{tag}{i}", part.shape, "f4").write(part)
-    found = json.loads(processes.python(QUANTIZE, tmp_path / "s", options))
-    assert found["bits"] < 9
-    assert found["peak"] < LIMIT
+    peaks = json.loads(processes.python(QUANTIZE, tmp_path / "s", options))
+    assert peaks["bits"] < 9
+    assert peaks["peak"] < LIMIT
 
 
 def test_repeated_saves_do_not_grow(tmp_path: Path) -> None:

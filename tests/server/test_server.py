@@ -290,8 +290,8 @@ async def test_a_list_comes_in_pages(client: Client) -> None:
     assert await listed("&prefix=txn/a/pack-3&delimiter=/") == ([names[3]], [], 1)
     assert await listed("&delimiter=/") == (["latest"], ["txn/"], 1)
     for limit in (1, 2, 100):
-        found, folders, _ = await listed(f"&prefix=txn/&delimiter=/&limit={limit}")
-        assert (found, folders) == ([], ["txn/a-b/", "txn/a/", "txn/b/"])
+        objects, folders, _ = await listed(f"&prefix=txn/&delimiter=/&limit={limit}")
+        assert (objects, folders) == ([], ["txn/a-b/", "txn/a/", "txn/b/"])
     assert await listed("&prefix=gone/") == ([], [], 1)
     for query in ("&prefix=../", "&limit=0", "&limit=x", "&delimiter=-", "&what=1", "&prefix=%ff", "&list"):
         assert (await client("GET", f"/?list{query}")).status == 400
@@ -315,13 +315,13 @@ async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
         storage.list = counted  # type: ignore[method-assign]
 
         async def listed(query: str) -> list[str]:
-            found: list[str] = []
+            names: list[str] = []
             after: str | None = ""
             while after is not None:
                 document = json.loads((await client("GET", f"/?list{query}&limit=100&after={after}")).body)
-                found += [e["key"] for e in document["entries"]] + document["folders"]
+                names += [e["key"] for e in document["entries"]] + document["folders"]
                 after = document["next"]
-            return found
+            return names
 
         assert await listed("") == names
         assert await listed("&prefix=txn/&delimiter=/") == [name[:-6] for name in names]

@@ -53,8 +53,8 @@ async def test_a_copy_makes_no_object_that_a_forged_reference_names(name: str) -
     destination = f"memory://{uuid.uuid4()}"
     with pytest.raises(Corrupt, match="00000000000000000002"):
         await tstore.copy(source.url, destination)
-    found = await (await tstore.open(destination, "a")).log.storage.list("")
-    assert name not in found
+    keys = await (await tstore.open(destination, "a")).log.storage.list("")
+    assert name not in keys
     with pytest.raises(Corrupt, match="00000000000000000002"):
         await (await tstore.open(source.url, "r")).snapshot()
 

@@ -109,9 +109,9 @@ async def test_new_commits_show_at_once(name: str, tmp_path: Path) -> None:
 async def test_a_damaged_cache_makes_no_difference(damage: str, name: str, tmp_path: Path) -> None:
     await saved(name)
     await check(await opened(name, tmp_path), 1)
-    found = files(tmp_path)
-    contents = [p.read_bytes() for p in found]
-    for path, data in zip(found, contents, strict=True):
+    cached = files(tmp_path)
+    contents = [p.read_bytes() for p in cached]
+    for path, data in zip(cached, contents, strict=True):
         match damage:
             case "cut":
                 path.write_bytes(data[: len(data) // 2])

@@ -137,11 +137,11 @@ async def test_lists(objects: GcsStorage, server: str, monkeypatch: pytest.Monke
     names = [*(f"many/{i}" for i in range(25)), *(f"at/{i}/x" for i in range(15)), "a/1", "a/b/2", "ab", "b%c d/é"]
     await asyncio.gather(*[objects.put(name, [name.encode()], CREATE) for name in names])
     for prefix in ("", "a", "a/", "many/", "at", "b%", "none"):
-        found = await entries(objects, prefix)
-        assert [(e.key, e.size) for e in found] == [
+        listed = await entries(objects, prefix)
+        assert [(e.key, e.size) for e in listed] == [
             (n, len(n.encode())) for n in sorted(names) if n.startswith(prefix)
         ]
-        assert all(e.age is not None and 0 <= e.age < 100 for e in found)
+        assert all(e.age is not None and 0 <= e.age < 100 for e in listed)
     for prefix in ("", "many/", "at/"):
         keys, folders = [], []
         async for page in Retry(objects).pages(prefix, "/"):

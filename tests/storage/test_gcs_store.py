@@ -35,9 +35,9 @@ async def test_a_checkpoint_is_saved_and_restored(emulator: str) -> None:
         await tstore.save(store, tree, step=step)
     await store.close()
     again = await tstore.open(f"{url}/", mode="r", storage_options=options)
-    found = await tstore.restore(again, step=2)
-    assert np.array_equal(found["a"], tree["a"])
-    assert np.array_equal(found["b"]["c"], np.ones((7, 5)))
+    restored = await tstore.restore(again, step=2)
+    assert np.array_equal(restored["a"], tree["a"])
+    assert np.array_equal(restored["b"]["c"], np.ones((7, 5)))
     assert (await again.verify()).ok
     await again.close()
 
@@ -92,9 +92,9 @@ async def test_eight_processes_save_one_checkpoint(
     assert told == {("1", "1"): HOSTS, ("2", "2"): HOSTS}
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator)
     for step in (1, 2):
-        found = await tstore.restore(url, step)
-        assert (found["w"][:, 7] == np.repeat(np.arange(HOSTS), ROWS // HOSTS)).all()
-        assert found["step"] == step
+        restored = await tstore.restore(url, step)
+        assert (restored["w"][:, 7] == np.repeat(np.arange(HOSTS), ROWS // HOSTS)).all()
+        assert restored["step"] == step
     store = await tstore.open(url, mode="r")
     assert (await store.verify()).ok
     await store.close()
@@ -194,9 +194,9 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
         assert (await store.verify()).ok
         snapshot = await store.snapshot()
         for name in acknowledged:
-            found = await (await snapshot.array(f"mine/{name}")).read()
+            stored = await (await snapshot.array(f"mine/{name}")).read()
             writer, number = map(int, name.split("-"))
-            assert (found == 100 * writer + number).all()
+            assert (stored == 100 * writer + number).all()
         shared = await (await snapshot.array("shared")).read()
         for writer in range(4):
             done = [int(n.partition("-")[2]) for n in acknowledged if n.startswith(f"{writer}-")]

@@ -50,11 +50,11 @@ async def served(kind: str, folder: Path, own: Path) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def connected(url: str, **options: Any) -> AsyncIterator[HttpStorage]:
-    found = HttpStorage(url, **options)
+    storage = HttpStorage(url, **options)
     try:
-        yield found
+        yield storage
     finally:
-        await found.close()
+        await storage.close()
 
 
 @pytest.fixture(params=SERVERS)
@@ -103,11 +103,11 @@ async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpStorage, Pat
 async def test_a_head_tells_length_and_age(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     (folder / "full").write_bytes(DATA)
-    found = await store.head("full")
-    assert found is not None
-    assert (found.key, found.size) == ("full", len(DATA))
-    assert found.age is not None
-    assert 0 <= found.age < 60
+    info = await store.head("full")
+    assert info is not None
+    assert (info.key, info.size) == ("full", len(DATA))
+    assert info.age is not None
+    assert 0 <= info.age < 60
     assert await store.head("missing") is None
 
 
@@ -199,9 +199,9 @@ async def test_a_listing_has_pages_folders_and_ages(tmp_path: Path, ours: HttpSt
         path = tmp_path / "store" / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(key)
-    found = [page async for page in ours.pages("t/")]
-    assert len(found) > 1
-    entries = [entry for page in found for entry in page.entries]
+    pages = [page async for page in ours.pages("t/")]
+    assert len(pages) > 1
+    entries = [entry for page in pages for entry in page.entries]
     assert sorted(e.key for e in entries) == sorted(keys[:-1])
     assert all(e.size == len(e.key) and e.age is not None and 0 <= e.age < 60 for e in entries)
     split = [page async for page in ours.pages("t/", "/")]

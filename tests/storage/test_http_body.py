@@ -289,10 +289,10 @@ async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: 
     async with places.serving(WHOLE + more, part(BODY[::-1], SPAN)) as place:
         assert await place.read() == BODY
         try:
-            found = await place.read()
+            body = await place.read()
         except (Corrupt, Unavailable):
-            found = await place.read()
-        assert found == BODY[::-1]
+            body = await place.read()
+        assert body == BODY[::-1]
         assert place.server.connections == 2
 
 

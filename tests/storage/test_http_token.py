@@ -135,8 +135,8 @@ async def test_a_token_that_was_passed_is_shown_at_once_and_goes_before_the_othe
 
 
 def token_of(url: str) -> str | None:
-    found = find_token(URL(url), None)
-    return None if found is None else found.header.removeprefix("Bearer ")
+    token = find_token(URL(url), None)
+    return None if token is None else token.header.removeprefix("Bearer ")
 
 
 @pytest.mark.parametrize(
@@ -321,14 +321,14 @@ def assert_hidden(error: BaseException, *secrets: str) -> None:
     seen: list[BaseException] = []
     following: list[BaseException | None] = [error]
     while following:
-        found = following.pop()
-        if found is None or found in seen:
+        link = following.pop()
+        if link is None or link in seen:
             continue
-        seen.append(found)
-        told = f"{found} {found!r} {found.args!r} {vars(found)!r} {getattr(found, 'object', '')!r}"
+        seen.append(link)
+        told = f"{link} {link!r} {link.args!r} {vars(link)!r} {getattr(link, 'object', '')!r}"
         for secret in secrets or (SECRET, OTHER):
             assert secret not in told
-        following += [found.__cause__, found.__context__]
+        following += [link.__cause__, link.__context__]
 
 
 def echo(status: str, kind: str) -> Answer:

@@ -103,8 +103,8 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     rounds = Rounds(MemoryStorage(name))
     storage = Remote(rounds)
     store = await rounds.expect(tstore.open(storage), 2)  # the marker and the hint
-    found = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
-    assert np.array_equal(found["w0003"], tree(10, 20_000)["w0003"])
+    restored = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
+    assert np.array_equal(restored["w0003"], tree(10, 20_000)["w0003"])
     await rounds.expect(tstore.restore(store), 2, 1)  # the newest record again and the next number; the pack
     # the same; the pack; the newest record and the next two numbers; the record
     await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 2, 1, 3, 1)
@@ -217,10 +217,10 @@ async def test_a_restore_of_many_arrays_reads_few_long_ranges() -> None:
     reader = await open_remote(name)
     before = reader.traffic
     assert before is not None
-    found = await tstore.restore(reader)
+    restored = await tstore.restore(reader)
     after = reader.traffic
     assert after is not None
-    assert all(np.array_equal(values, found[path.replace(" ", "_")]) for path, values in arrays.items())
+    assert all(np.array_equal(values, restored[path.replace(" ", "_")]) for path, values in arrays.items())
     size = sum(v.nbytes for v in arrays.values())
     packs = [key for key in await reader.log.storage.list("txn/") if "/pack-" in key]
     assert after.requests["read"] - before.requests.get("read", 0) <= len(packs) + size // PACK
@@ -342,8 +342,8 @@ async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -
     assert (await (await open_ones[0].array("w0")).read()).sum() == 0  # uploaded by now, to make room
     for tx in open_ones:
         await tx.commit()
-    found = await tstore.restore(store)
-    assert [found[f"w{i}"][2, 7] for i in range(len(open_ones))] == list(range(len(open_ones)))
+    restored = await tstore.restore(store)
+    assert [restored[f"w{i}"][2, 7] for i in range(len(open_ones))] == list(range(len(open_ones)))
 
 
 FLAT = """
@@ -583,6 +583,6 @@ async def test_hosts_save_one_checkpoint_over_a_bad_network_while_another_collec
     await asyncio.gather(*[save(number) for number in range(3)], collect())
     store = await world.calm()
     assert await tstore.steps(store) == [2, 3] or (await tstore.steps(store))[-1] == 3
-    found = await tstore.restore(store)
-    assert all(np.array_equal(values, found[path]) for path, values in tree(20, 3000).items())
+    restored = await tstore.restore(store)
+    assert all(np.array_equal(values, restored[path]) for path, values in tree(20, 3000).items())
     assert (await store.verify()).ok

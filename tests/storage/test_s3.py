@@ -87,8 +87,8 @@ async def test_four_processes_save_one_checkpoint(server: S3Server, url: str) ->
     assert processes.python(code, url, json.dumps(server.options)) == "1" * 4
     async with await tstore.open(url, "r", storage_options=server.options) as store:
         assert (await store.verify()).ok
-        found = await tstore.restore(store)
-    assert np.array_equal(found["w"], np.arange(32_000, dtype="float32").reshape(32, 1000))
+        restored = await tstore.restore(store)
+    assert np.array_equal(restored["w"], np.arange(32_000, dtype="float32").reshape(32, 1000))
 
 
 @pytest.mark.parametrize("end", ["", "del store; gc.collect()"])

@@ -104,9 +104,9 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
                 await objects.read("a/b", 0, [buffer], 3)
                 assert buffer == b"123"
             case "head":
-                found = await objects.head("a/b")
-                assert found is not None
-                assert found.size == 3
+                info = await objects.head("a/b")
+                assert info is not None
+                assert info.size == 3
             case "put":
                 await objects.put("a/b", [b"new"], REPLACE)
                 assert await inner.get("a/b") == b"new"
@@ -376,9 +376,9 @@ def test_faults_are_the_same_for_a_seed_and_do_what_they_say() -> None:
         return [(*line, await inner.head(f"{i:03d}") is not None) for i, line in enumerate(lines)]
 
     async def test() -> None:
-        found = await story(1)
-        assert found == await story(1) != await story(2)
-        assert set(found) == {
+        first = await story(1)
+        assert first == await story(1) != await story(2)
+        assert set(first) == {
             ("done", True, True),
             ("too many requests; try again later", False, False),
             ("the request was lost; try again", False, False),

@@ -63,10 +63,10 @@ class Server:
         request = Request(method, path, fields, body, writer)
         self.asked.append(request)
         said = answer(request) if callable(answer) else answer
-        found = said if said is None or isinstance(said, bytes) else await said
-        if found is None:
+        data = said if said is None or isinstance(said, bytes) else await said
+        if data is None:
             return False
-        writer.write(found)
+        writer.write(data)
         await writer.drain()
         return True
 

@@ -35,7 +35,7 @@ class Document:
 
     @property
     def blocks(self) -> list[Block]:
-        return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", self.text, re.M | re.S)]
+        return [Block(*groups) for groups in re.findall(r"^```(\w*)\n(.*?)^```$", self.text, re.M | re.S)]
 
     @property
     def prose(self) -> str:

@@ -41,10 +41,11 @@ def is_finite(array: NDArray[Any]) -> NDArray[np.bool_]:
     return bits_of(array) & (2 ** (8 * array.itemsize - 1) - 1) < infinity
 
 
-def assert_same_bits(found: NDArray[Any], wanted: NDArray[Any], what: object = "") -> None:
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), what
-    wrong = np.flatnonzero(bits_of(found) != bits_of(wanted))
-    assert not wrong.size, f"{what}: {found.flat[wrong[:5]]} at {wrong[:5]}, expected {wanted.flat[wrong[:5]]}"
+def assert_same_bits(actual: NDArray[Any], expected: NDArray[Any], context: object = "") -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), context
+    wrong = np.flatnonzero(bits_of(actual) != bits_of(expected))
+    there = wrong[:5]
+    assert not wrong.size, f"{context}: {actual.flat[there]} at {there}, expected {expected.flat[there]}"
 
 
 def every_16_bit(dtype: str) -> NDArray[Any]:

@@ -78,29 +78,29 @@ def bounded_time(seconds: int = LONGEST) -> Iterator[None]:
 
 def mutated(data: bytes, choice: random.Random, others: tuple[bytes, ...] = ()) -> bytes:
     """Return the bytes with one or a few changes: bits, lengths, pieces cut, doubled or taken from `others`."""
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(choice.choice((0, 1, 1, 1, 1, 1, 1, 2, 3, 6))):
-        at = choice.randrange(len(found) + 1)
+        at = choice.randrange(len(result) + 1)
         if choice.random() < 0.4:  # where headers are
             at = min(at, choice.randrange(40))
         width = choice.choice((1, 1, 2, 4, 8))
         match choice.randrange(10):
-            case 0 | 1 if found:
-                found[at % len(found)] ^= 1 << choice.randrange(8)
+            case 0 | 1 if result:
+                result[at % len(result)] ^= 1 << choice.randrange(8)
             case 2 | 3 | 4:
-                found[at : at + width] = absurd_length(choice, len(data), width)
+                result[at : at + width] = absurd_length(choice, len(data), width)
             case 5:
-                del found[at : at + choice.choice((1, 2, 8, 1000))]
+                del result[at : at + choice.choice((1, 2, 8, 1000))]
             case 6:
-                found[at:at] = found[at : at + choice.choice((1, 4, 16, 100))]
+                result[at:at] = result[at : at + choice.choice((1, 4, 16, 100))]
             case 7:
-                found[at:at] = bytes(choice.choice((1, 8, 300)))
+                result[at:at] = bytes(choice.choice((1, 8, 300)))
             case 8 if others:
                 other = choice.choice(others)
-                found[at : at + 16] = other[at : at + choice.choice((4, 16, 100))]
+                result[at : at + 16] = other[at : at + choice.choice((4, 16, 100))]
             case 9:
-                del found[at:]
-    return bytes(found)
+                del result[at:]
+    return bytes(result)
 
 
 def absurd_length(choice: random.Random, near: int, width: int) -> bytes:
@@ -147,15 +147,15 @@ def changed(value: Any, choice: random.Random, absurd: list[Any]) -> Any:
                 items[at] = changed(items[at], choice, absurd)
         return items
     if isinstance(value, dict) and value and choice.random() < 0.9:
-        found, key = dict(value), choice.choice(list(value))
+        result, key = dict(value), choice.choice(list(value))
         match choice.randrange(8):
             case 0:
-                del found[key]
+                del result[key]
             case 1:
-                found[choice.choice([k for k in absurd if isinstance(k, str)])] = found[key]
+                result[choice.choice([k for k in absurd if isinstance(k, str)])] = result[key]
             case _:
-                found[key] = changed(found[key], choice, absurd)
-        return found
+                result[key] = changed(result[key], choice, absurd)
+        return result
     if type(value) is int and choice.random() < 0.2:
         return value + choice.choice((-1, 1, 2, 64))
     return choice.choice(absurd)

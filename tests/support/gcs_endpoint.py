@@ -271,15 +271,15 @@ class Endpoint:
         return self.buckets[bucket]
 
     def _read(self, bucket: str, name: str, query: dict[str, str], headers: Any, download: bool) -> web.Response:
-        found = self._objects(bucket).get(name)
-        if found is None:
+        stored = self._objects(bucket).get(name)
+        if stored is None:
             raise Refusal(404, "notFound", f"No such object: {bucket}/{name}")
-        _check(query, found)
+        _check(query, stored)
         if query.get("alt") != "media" and not download:
-            return web.json_response(found.resource(bucket, name))
-        size, data, status = len(found.data), found.data, 200
+            return web.json_response(stored.resource(bucket, name))
+        size, data, status = len(stored.data), stored.data, 200
         crc32c, md5 = checks(data)
-        fields = {"X-Goog-Hash": f"crc32c={crc32c},md5={md5}", "X-Goog-Generation": str(found.generation)}
+        fields = {"X-Goog-Hash": f"crc32c={crc32c},md5={md5}", "X-Goog-Generation": str(stored.generation)}
         if (asked := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))) is not None:
             first, last = asked[1], asked[2]
             start = int(first) if first else max(0, size - int(last))
@@ -295,8 +295,8 @@ class Endpoint:
         names: dict[str, bool] = {}  # whether it is a prefix, in the order of the names
         for name in sorted(objects, key=str.encode):
             if name.startswith(prefix):
-                head, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
-                names[prefix + head + found if found else name] = bool(found)
+                head, separator, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+                names[prefix + head + separator if separator else name] = bool(separator)
         after = "" if self.stuck else base64.b64decode(query.get("pageToken", "")).decode()
         rest = [name for name in names if name > after]
         page = rest[: int(query.get("maxResults", 1000))]
@@ -347,9 +347,9 @@ def _refused(refusal: Refusal, headers: dict[str, str]) -> web.Response:
     return web.json_response({"error": told}, status=refusal.status, headers=headers)
 
 
-def _check(query: dict[str, str], found: Stored | None) -> None:
+def _check(query: dict[str, str], stored: Stored | None) -> None:
     """Raises `Refusal` where a precondition does not hold."""
-    for name, value in (("Generation", found.generation if found else 0), ("Metageneration", 1 if found else 0)):
+    for name, value in (("Generation", stored.generation if stored else 0), ("Metageneration", int(bool(stored)))):
         if int(query.get(f"if{name}Match", value)) != value:
             raise Refusal(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
         if f"if{name}NotMatch" in query and int(query[f"if{name}NotMatch"]) == value:

@@ -213,9 +213,9 @@ class Recorder:
                     contents[act.file] = (
                         data[: act.offset].ljust(act.offset, b"\0") + new + data[act.offset + len(new) :]
                     )
-        found = {}
+        files = {}
         for path, number in names.items():
             parents = [p for p in map(str, Path(path).parents) if p.startswith(self.top)]
             if all(p in folders for p in parents):
-                found[os.path.relpath(path, self.top)] = contents.get(number, b"")
-        return found
+                files[os.path.relpath(path, self.top)] = contents.get(number, b"")
+        return files

@@ -53,6 +53,6 @@ def python(code: str, *arguments: object, **options: object) -> str:
 def line(process: subprocess.Popen[str]) -> str:
     """The next line that the process prints."""
     assert process.stdout is not None
-    found = process.stdout.readline()
-    assert found, process.communicate(timeout=DEADLINE)[1]
-    return found.strip()
+    text = process.stdout.readline()
+    assert text, process.communicate(timeout=DEADLINE)[1]
+    return text.strip()

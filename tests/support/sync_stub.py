@@ -83,18 +83,18 @@ def _origins(file: str) -> dict[str, ast.stmt]:
     """Return, for each name at the top of a module, the statement that imports it from where it is defined."""
     path = Path(file)
     module = ".".join(("tstore", *path.relative_to(STUB.parent).with_suffix("").parts))
-    found: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
+    origins: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
     for statement in ast.parse(path.read_text()).body:
         match statement:
             case ast.Import(names):
                 for alias in names:
-                    found[alias.asname or alias.name] = ast.Import([alias])
+                    origins[alias.asname or alias.name] = ast.Import([alias])
             case ast.ImportFrom(origin, names):
                 for alias in names:
-                    found[alias.asname or alias.name] = ast.ImportFrom(origin, [alias], 0)
+                    origins[alias.asname or alias.name] = ast.ImportFrom(origin, [alias], 0)
             case ast.ClassDef(name) | ast.Assign([ast.Name(name)]):
-                found[name] = ast.ImportFrom(module, [ast.alias(name)], 0)
-    return found
+                origins[name] = ast.ImportFrom(module, [ast.alias(name)], 0)
+    return origins
 
 
 def _formatted(text: str) -> str:

@@ -74,17 +74,17 @@ async def outcomes(calls: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def raised(found: Sequence[Any], kind: type[TStoreError]) -> TStoreError:
+def raised(results: Sequence[Any], kind: type[TStoreError]) -> TStoreError:
     """Return the error that all of the calls raised."""
-    assert {type(e) for e in found} == {kind}, found
-    return found[0]  # type: ignore[no-any-return]
+    assert {type(e) for e in results} == {kind}, results
+    return results[0]  # type: ignore[no-any-return]
 
 
-def absent(found: Sequence[Any]) -> set[int]:
+def absent(results: Sequence[Any]) -> set[int]:
     """Return the hosts that all errors name; a host that gave up early may also name a late one."""
-    assert {type(e) for e in found} == {DeadlineExceeded}, found
-    assert all(str(e.absent) in str(e) for e in found)
-    return set.intersection(*[set(e.absent) for e in found])
+    assert {type(e) for e in results} == {DeadlineExceeded}, results
+    assert all(str(e.absent) in str(e) for e in results)
+    return set.intersection(*[set(e.absent) for e in results])
 
 
 async def test_eight_hosts_make_one_commit(url: str) -> None:
@@ -111,8 +111,8 @@ async def test_nothing_is_visible_before_the_last_host(url: str) -> None:
 
 
 async def test_an_absent_host_is_named(url: str) -> None:
-    found = await outcomes([save(url, h, timeout=0.3) for h in range(HOSTS) if h not in (2, 5)])
-    assert absent(found) == {2, 5}
+    results = await outcomes([save(url, h, timeout=0.3) for h in range(HOSTS) if h not in (2, 5)])
+    assert absent(results) == {2, 5}
     assert await tstore.steps(url) == []
     # the absent hosts may still deliver: the last one commits
     assert await outcomes([save(url, h) for h in (2, 5)]) == [1, 1]
@@ -149,11 +149,11 @@ async def test_two_attempts_of_one_step_never_mix(url: str) -> None:
 async def test_of_two_complete_attempts_one_wins(url: str) -> None:
     await tstore.open(url)
     calls = [save(url, h, a, attempt=f"job.{a}") for h in range(HOSTS) for a in (1, 2)]
-    found = await outcomes(calls)
-    won = [f for f in found if f == 1]
+    results = await outcomes(calls)
+    won = [f for f in results if f == 1]
     assert len(won) == HOSTS
-    assert {type(f) for f in found if not isinstance(f, int)} <= {tstore.errors.Conflict, AlreadyExists}
-    winner = {i % 2 for i, f in enumerate(found) if f == 1}
+    assert {type(f) for f in results if not isinstance(f, int)} <= {tstore.errors.Conflict, AlreadyExists}
+    winner = {i % 2 for i, f in enumerate(results) if f == 1}
     assert len(winner) == 1
     await check(url, winner.pop() + 1)
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
@@ -261,8 +261,8 @@ def odd_one(**change: Any) -> list[dict[str, Any]]:
 
 
 def other_rows(rows: int) -> dict[str, Any]:
-    found: tstore.Shards = tree(3, rows=rows)["w"]
-    return {"w": found}
+    rows_saved: tstore.Shards = tree(3, rows=rows)["w"]
+    return {"w": rows_saved}
 
 
 DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
@@ -398,9 +398,9 @@ async def test_a_lost_reply_to_a_fragment_can_be_repeated(url: str) -> None:
 async def test_a_host_that_fails_leaves_nothing_visible(url: str) -> None:
     store, faults = await open_faulty(url)
     faults.fail("create", "*/part-00000-*", error=StorageFull)
-    found = await outcomes([save(store if h == 0 else url, h, timeout=0.5) for h in range(HOSTS)])
-    assert isinstance(found[0], StorageFull)
-    assert absent(found[1:]) == {0}
+    results = await outcomes([save(store if h == 0 else url, h, timeout=0.5) for h in range(HOSTS)])
+    assert isinstance(results[0], StorageFull)
+    assert absent(results[1:]) == {0}
     assert await tstore.steps(url) == []
 
 
@@ -488,15 +488,15 @@ def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
     url = tmp_path / "s"
     hosts = launch(url, 1, "job.0", timeout=1.5, without=6)
     with processes.running(*hosts.values()):
-        found = finish(hosts)
-    assert {f.split()[0] for f in found.values()} == {"DeadlineExceeded"}
-    assert set.intersection(*[set(f.split()[1:]) for f in found.values()]) == {"6"}
+        results = finish(hosts)
+    assert {f.split()[0] for f in results.values()} == {"DeadlineExceeded"}
+    assert set.intersection(*[set(f.split()[1:]) for f in results.values()]) == {"6"}
     assert asyncio.run(tstore.steps(url)) == []
     # a restarted job; one host dies by SIGKILL after its fragment, and the others finish without it
     hosts = launch(url, 2, "job.1", kill=4)
     with processes.running(*hosts.values()):
-        found = finish(hosts, killed=4)
-    assert {h: f for h, f in found.items() if h != 4} == {h: "1" for h in range(HOSTS) if h != 4}
+        results = finish(hosts, killed=4)
+    assert {h: f for h, f in results.items() if h != 4} == {h: "1" for h in range(HOSTS) if h != 4}
     asyncio.run(check(str(url), 2))
 
 

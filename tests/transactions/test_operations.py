@@ -76,9 +76,9 @@ async def test_a_first_operation_under_way_is_part_of_the_commit(store: tstore.S
 
 async def test_of_two_commits_at_once_one_is_misuse(store: tstore.Store) -> None:
     tx = store.transaction()
-    found = await asyncio.gather(tx.commit(), tx.commit(), return_exceptions=True)
-    assert found[0] == 1
-    assert isinstance(found[1], Misuse)
+    results = await asyncio.gather(tx.commit(), tx.commit(), return_exceptions=True)
+    assert results[0] == 1
+    assert isinstance(results[1], Misuse)
     assert (await store.snapshot()).version == 1
 
 
@@ -240,8 +240,8 @@ async def test_whole_chunks_that_are_written_while_parts_are_read_win(store: tst
     async with store.transaction() as tx:
         a = await tx.array("a")
         await a[1:-1].write(1)
-        found = await asyncio.gather(a.read(), a.write(np.full(BIG, 2.0)), a.read())
-        assert found[1] is None
+        results = await asyncio.gather(a.read(), a.write(np.full(BIG, 2.0)), a.read())
+        assert results[1] is None
         assert (await a.read() == 2).all()
     assert (await read(store, "a") == 2).all()
 

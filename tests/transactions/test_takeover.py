@@ -87,10 +87,10 @@ async def test_a_host_of_a_large_group_that_dies_after_its_fragment(url: str) ->
 
 async def test_the_absent_hosts_of_a_large_group_are_named(url: str) -> None:
     store = await tstore.open(url)
-    found = await outcomes(*[host(store, h, MANY, timeout=1.5) for h in range(MANY) if h not in (7, 150, 151)])
-    assert {type(e) for e in found} == {DeadlineExceeded}
-    assert [7, 150, 151] in [e.absent for e in found]
-    assert set.intersection(*[set(e.absent) for e in found]) == {7, 150, 151}
+    results = await outcomes(*[host(store, h, MANY, timeout=1.5) for h in range(MANY) if h not in (7, 150, 151)])
+    assert {type(e) for e in results} == {DeadlineExceeded}
+    assert [7, 150, 151] in [e.absent for e in results]
+    assert set.intersection(*[set(e.absent) for e in results]) == {7, 150, 151}
     assert await outcomes(*[host(store, h, MANY) for h in (7, 150, 151)]) == [1] * 3
     await check(store, MANY)
 
@@ -99,9 +99,9 @@ async def test_the_absent_hosts_of_a_large_group_are_named(url: str) -> None:
 async def test_two_hosts_of_a_large_group_that_wrote_one_chunk(url: str, twin: int) -> None:
     store = await tstore.open(url)
     calls = [host(store, h, MANY, timeout=30, writes=twin if h == 106 else -1) for h in range(MANY)]
-    found = await outcomes(*calls)
-    assert {type(e) for e in found} == {Inconsistent}
-    assert f"w: chunks [({twin},)]" in str(found[0])
+    results = await outcomes(*calls)
+    assert {type(e) for e in results} == {Inconsistent}
+    assert f"w: chunks [({twin},)]" in str(results[0])
     assert (await store.snapshot()).version == 0
 
 
@@ -122,8 +122,8 @@ class Dying:
         self._seen = -1
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        return self._mortal(found) if asyncio.iscoroutinefunction(found) else found
+        method = getattr(self._storage, name)
+        return self._mortal(method) if asyncio.iscoroutinefunction(method) else method
 
     def _mortal(self, call: Callable[..., Any]) -> Callable[..., Any]:
         async def mortal(*arguments: Any) -> Any:
@@ -150,8 +150,8 @@ async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: 
     """All others have delivered and left. A later process finishes the commit, once and completely."""
     last = hosts // 2
     before = await tstore.open(tmp_path / "before")
-    found = await outcomes(*[host(before, h, hosts, timeout=0.01) for h in range(hosts) if h != last])
-    assert {type(e) for e in found} == {DeadlineExceeded}
+    results = await outcomes(*[host(before, h, hosts, timeout=0.01) for h in range(hosts) if h != last])
+    assert {type(e) for e in results} == {DeadlineExceeded}
     steps = 0
     while True:
         shutil.copytree(tmp_path / "before", tmp_path / "store")
@@ -229,15 +229,15 @@ async def test_two_sizes_of_one_attempt_never_both_commit(url: str) -> None:
         await gate.reached()
     for gate in gates:
         gate.release()
-    found = await outcomes(*calls)
-    assert {type(e) for e in found} == {Inconsistent}
+    results = await outcomes(*calls)
+    assert {type(e) for e in results} == {Inconsistent}
     assert (await opened[0][0].snapshot()).version == 0
 
 
 async def test_the_next_attempt_may_have_another_size(url: str) -> None:
     store = await tstore.open(url)
-    found = await outcomes(*[host(store, h, 4, timeout=0.05) for h in range(3)])
-    assert {type(e) for e in found} == {DeadlineExceeded}
+    results = await outcomes(*[host(store, h, 4, timeout=0.05) for h in range(3)])
+    assert {type(e) for e in results} == {DeadlineExceeded}
     assert await outcomes(*[host(store, h, 3, attempt="b") for h in range(3)]) == [1] * 3
     await check(store, 3)
     [left] = await store.pending()

@@ -291,10 +291,10 @@ async def test_conflicts(store: tstore.Store, name: str) -> None:
         await loser.commit()
     assert any(p.split(",")[0] in str(CONFLICTED) for p in caught.value.paths)
     assert caught.value.paths
-    found = await (await tstore.open(store.url, "r")).snapshot()
-    assert (found.version, found.paths()) == (2, expected.paths())
+    actual = await (await tstore.open(store.url, "r")).snapshot()
+    assert (actual.version, actual.paths()) == (2, expected.paths())
     for path in expected.paths():
-        assert (await read(found, path) == await read(expected, path)).all()
+        assert (await read(actual, path) == await read(expected, path)).all()
     async with store.transaction() as again:  # as the error advises
         if name.startswith("two resizes"):
             await second(again)
@@ -312,8 +312,8 @@ async def test_what_does_not_conflict_is_the_same_as_one_after_the_other(store: 
     await second(b)
     await a.commit()
     await b.commit()
-    found = await (await tstore.open(store.url, "r")).snapshot()
-    assert found.version == 3
+    actual = await (await tstore.open(store.url, "r")).snapshot()
+    assert actual.version == 3
     serial = await tstore.open(f"memory://{uuid.uuid4()}")
     async with serial.transaction() as tx:
         await (await tx.create_array("w", (8, 8), "int32", (4, 4))).write(BASE)
@@ -325,9 +325,9 @@ async def test_what_does_not_conflict_is_the_same_as_one_after_the_other(store: 
             except NotFound:
                 assert "delete" in name
     expected = await serial.snapshot()
-    assert found.paths() == expected.paths()
+    assert actual.paths() == expected.paths()
     for path in expected.paths():
-        assert (await read(found, path) == await read(expected, path)).all()
+        assert (await read(actual, path) == await read(expected, path)).all()
 
 
 async def test_tags_conflict(store: tstore.Store) -> None:
