@@ -1,4 +1,4 @@
-"""eXmY: numbers of 2 to 16 bits for tensors, with any split between exponent and mantissa.
+"""eXmY: low-bit number formats for tensors, of 2 to 16 bits with any split between exponent and mantissa.
 
 >>> import exmy, numpy as np
 >>> f = exmy.Format("e4m3")
@@ -13,13 +13,13 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 2. `codes`, `packing`: encode, decode, round, pack, unpack. `elements`: the float types of their input and output.
    `rounding`: to nearest or stochastic.
 3. `fit`, `tensor_fit`: choose the shared exponent of a tensor, in memory or slab by slab.
-4. `quantizer`: arrays to `quantized` arrays; `groups` of elements share `offsets`. `chunk`: the bytes of Zarr
-   chunks.
+4. `quantizer`: from arrays to `quantized` arrays. `groups`: the elements that share an offset. `offsets`: choose
+   it. `chunk`: the bytes of Zarr chunks.
 5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
    choose a format for given values.
 6. `kernels`: dispatch to the C of `_kernels.c` (`_lanes.h` explains its loops) or to `blockwise`, which runs the
-   reference in blocks. `threads`: parallel work on parts of an array. `emulation`: integer rounding for JAX,
-   PyTorch.
+   reference in blocks. `threads`: parallel work on parts of an array. `emulation`: integer rounding for JAX
+   and PyTorch.
 7. `errors`: the exceptions.
 """
 

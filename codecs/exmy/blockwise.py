@@ -1,4 +1,4 @@
-"""The reference applied to whole arrays in blocks of bounded memory, with the signatures of the C kernels."""
+"""The NumPy reference applied to whole arrays, block by block, with the signatures of the C kernels."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def round(
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(
-                kind, src, start
-            )  # src may be out, and then everything before start is already rounded
+            return _nonfinite(kind, src, start)  # not from 0: if src is out, all before start is already rounded
         codes = _codes(values, layout, dither, start)
         out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
     return 0, 0
@@ -160,16 +158,17 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
     """See kernels.noise."""
-    together = max(1, _BLOCK // max(1, runs.shape[1]))  # rows times factors per block
-    rows, many = max(1, together // factors.size), min(factors.size, together)
+    pairs = max(1, _BLOCK // max(1, runs.shape[1]))  # of a row and a factor, in one block
+    rows, columns = max(1, pairs // factors.size), min(factors.size, pairs)
     multipliers = factors.astype(scales.dtype)[:, None]
     for i in range(0, len(runs), rows):
         scaled = _scaled(kind, runs[i : i + rows], scales[i : i + rows, None])[:, None]
-        for k in range(0, factors.size, many):
+        for k in range(0, factors.size, columns):
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                z = np.abs(scaled * multipliers[k : k + many])
-                near = reference.decode(reference.encode(z.astype(np.float64), layout), layout)
-                out[i : i + rows, k : k + many] = _sums_of_squares((z - near.astype(z.dtype)).astype(np.float64))
+                z = np.abs(scaled * multipliers[k : k + columns])
+                nearest = reference.decode(reference.encode(z.astype(np.float64), layout), layout)
+                errors = (z - nearest.astype(z.dtype)).astype(np.float64)
+                out[i : i + rows, k : k + columns] = _sums_of_squares(errors)
 
 
 def _sums_of_squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -254,14 +253,14 @@ def exponents(kind: Kind, src: Array, out: Array) -> None:
 
 
 def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
-    """See kernels.compare: 16 partial sums and maxima, element i in number i mod 16, each accumulated in order."""
-    sums, most = np.zeros((2, 1, 16)), np.zeros((2, 16))
+    """See kernels.compare. Element i goes to the partial sums and maxima of number i mod 16, as in C."""
+    sums, largest = np.zeros((2, 1, 16)), np.zeros((2, 16))
     for start, stop in _blocks(x.size):
         parts = reference.compare(reference.widen(x[start:stop], kind), reference.widen(y[start:stop], kind))
         with np.errstate(invalid="ignore", over="ignore"):
             for k in range(2):
                 sums[k, 0] = np.add.reduce(np.concatenate([sums[k], parts[k]]), axis=0)
-                most[k] = np.fmax(most[k], np.fmax.reduce(parts[k + 2], axis=0))
+                largest[k] = np.fmax(largest[k], np.fmax.reduce(parts[k + 2], axis=0))
     with np.errstate(invalid="ignore", over="ignore"):
         signal, noise = (float(np.cumsum(lanes)[-1]) for lanes in sums)
-    return signal, noise, float(most[0].max()), float(most[1].max())
+    return signal, noise, float(largest[0].max()), float(largest[1].max())

@@ -1,4 +1,4 @@
-"""Choosing a format for an array, for a number of bits or a minimum SQNR."""
+"""Choosing a format for an array, given a number of bits or a minimum SQNR."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exmy.survey import Candidate, measure_candidates
 
 __all__ = ["Choice", "choose"]
 
-_SLACK = 0.01  # bits per value by which offsets may exceed the requested bits: what rows of 800 or more cost
+_SLACK = 0.01  # bits per value by which offsets may exceed the requested bits: enough for rows of 800 or more
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -50,9 +50,9 @@ def choose(
 ) -> Choice:
     """Return the best format for x within `bits` per value, or the narrowest with an SQNR of `min_sqnr` dB.
 
-    Exactly one of the two must be given. `bits`: 2 ... 16, may be fractional. Of the widest formats that fit, the
-    one with the least error. The offsets or scales of rows and blocks count as bits, except for the first 0.01
-    bit. `min_sqnr`: of the narrowest formats expected to reach it, the one with the least error.
+    Pass exactly one of the two. With `bits` (2 ... 16, possibly fractional), the result has the least error of the
+    widest formats that fit; the offsets or scales of rows and blocks count as bits, except for the first 0.01 bit.
+    With `min_sqnr`, it has the least error of the narrowest formats expected to reach that SQNR.
 
     The expected error is that of a sample (see `survey`), with the offsets or scales that `quantize` would use for
     `axis`, `block` and `scale`. If the whole tensor shares one offset, the sample includes its largest values, the
@@ -72,15 +72,15 @@ def choose(
         if not candidates:
             raise FormatError(f"no format of {width} bits can represent the largest values; scale the input")
         best = candidates[0].format
-        reason = f"{best} has the least error of the formats of {width} bits{_runners_up(candidates)}."
+        reason = f"{best} has the least error of the formats of {width} bits{_expected_errors(candidates)}."
     else:
         assert min_sqnr is not None
-        candidates, reason = _reaching(sample, min_sqnr, scale)
+        candidates, reason = _candidates_reaching(sample, min_sqnr, scale)
         best = candidates[0].format
     if not sample.peaks.any():
         reason = f"All values are zero, so every format is exact: {best} is the simplest."
     else:
-        reason = f"{reason} {_spread(sample, candidates[0])}"
+        reason = f"{reason} {_described_exponents(sample, candidates[0])}"
     return Choice(best.name, tuple(candidates), reason)
 
 
@@ -105,7 +105,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def _reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple[list[Candidate], str]:
+def _candidates_reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple[list[Candidate], str]:
     """Return the narrowest candidates that reach the SQNR, best first, and the reason for the choice."""
     if not _is_number(min_sqnr) or math.isnan(min_sqnr) or (math.isinf(min_sqnr) and sample.peaks.any()):
         raise FormatError(f"min_sqnr is {min_sqnr!r}; expected a number of dB")
@@ -115,7 +115,8 @@ def _reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple[list[Candi
         reached = [candidate for candidate in tried if candidate.sqnr >= min_sqnr]
         if reached:
             reason = (
-                f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}{_runners_up(tried)}."
+                f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}"
+                f"{_expected_errors(tried)}."
             )
             if best is not None:
                 reason += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
@@ -130,7 +131,7 @@ def _reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple[list[Candi
     )
 
 
-def _runners_up(candidates: list[Candidate]) -> str:
+def _expected_errors(candidates: list[Candidate]) -> str:
     """Describe the expected SQNR of the best candidate and of the next two."""
     expected = f", {_decibels(candidates[0])} expected"
     others = [f"{c.format} {_decibels(c)}" for c in candidates[1:3]]
@@ -141,7 +142,7 @@ def _decibels(candidate: Candidate) -> str:
     return "no error" if math.isinf(candidate.sqnr) else f"{candidate.sqnr:.1f} dB"
 
 
-def _spread(sample: Sample, best: Candidate) -> str:
+def _described_exponents(sample: Sample, best: Candidate) -> str:
     """Describe the distribution of the exponents relative to the range of the chosen format."""
     h = sample.exponents
     text = f"The exponents range over {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"

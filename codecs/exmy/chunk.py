@@ -1,4 +1,4 @@
-"""The encoding of chunks of an array whose metadata, stored elsewhere, has the format, shape and dtype.
+"""The encoding of an array's chunks, for stores that keep format, shape and dtype in the array's metadata.
 
 FORMAT.md, section 9, defines the layout: an 8-byte header with the bias, one offset or scale per group, and the
 packed codes.
@@ -23,7 +23,7 @@ from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.packing import packed_size
-from exmy.quantized import Quantized, are_scales, may_overflow
+from exmy.quantized import Quantized, are_valid_scales, may_overflow
 from exmy.quantizer import Scale, quantize
 from exmy.reference import TILE
 
@@ -60,7 +60,9 @@ class ChunkCodec:
         if self.block is not None and (isinstance(self.block, bool) or not isinstance(self.block, int)):
             raise DtypeError(f"block is {self.block!r}; expected an integer or None")
         if self.scale == "none" and (self.axis, self.block) != (None, None):
-            raise FormatError("scale='none' shares nothing; leave out axis and block, or choose another scale")
+            raise FormatError(
+                "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
+            )
         if self.block is not None:
             Groups.from_shape((self.block,), None, self.block)  # raises FormatError for an invalid block length
 
@@ -189,7 +191,7 @@ class ChunkCodec:
         return Groups.from_shape(tuple(shape), self.axis, self.block)
 
     def _head(self, groups: Groups) -> int:
-        """Return the bytes before the packed codes."""
+        """Return the number of bytes before the packed codes."""
         each = 4 if self.scale == "float" else 0 if groups.axis is None else 1
         return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
 
@@ -202,7 +204,7 @@ class ChunkCodec:
         if self.scale == "float":
             end += 4 * count
             scales = head[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
-            valid = bias == f.bias and are_scales(scales)
+            valid = bias == f.bias and are_valid_scales(scales)
         elif groups.axis is None:
             valid = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
         else:
@@ -220,12 +222,12 @@ class ChunkCodec:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSlice:
-    """A range of elements of an encoded chunk, and their bytes: the result of `ChunkCodec.slice`."""
+    """The position of a range of elements in an encoded chunk: the result of `ChunkCodec.slice`."""
 
     codec: ChunkCodec
     """The encoding of the chunk."""
     groups: Groups
-    """Which elements of the chunk share an offset."""
+    """The groups of elements that share an offset or scale."""
     start: int
     """The first element, in C order: the first of a tile."""
     stop: int

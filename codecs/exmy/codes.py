@@ -18,10 +18,10 @@ from exmy.rounding import Rounding, make_dither
 __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
 
-def _check_finite(census: tuple[int, int], shape: tuple[int, ...]) -> None:
-    bad, first = census
-    if bad:
-        raise NonFiniteError(bad, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
+def _check_finite(bad: tuple[int, int], shape: tuple[int, ...]) -> None:
+    count, first = bad
+    if count:
+        raise NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
 
 
 def encode(
@@ -52,8 +52,8 @@ def encode(
     elements, kind, shape = as_flat(x)
     out = np.empty(shape, code_dtype(f.bits))
     target = out.reshape(-1)
-    census = kernels.encode(kind, f.layout, elements, target, packed=False, saturate=saturate, dither=dither)
-    _check_finite(census, shape)
+    bad = kernels.encode(kind, f.layout, elements, target, packed=False, saturate=saturate, dither=dither)
+    _check_finite(bad, shape)
     return out
 
 
@@ -98,9 +98,9 @@ def round(
         raise SizeError(f"out has shape {result.shape}; expected that of x, {shape}")
     target = builtin_view(result.reshape(-1), kind)
     if np.may_share_memory(elements, target) and elements.ctypes.data != target.ctypes.data:
-        elements = elements.copy()  # out overlaps x: writing it would overwrite elements not yet read
-    census = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
-    _check_finite(census, shape)
+        elements = elements.copy()  # out overlaps x: writing to it would overwrite elements not yet read
+    bad = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
+    _check_finite(bad, shape)
     return result
 
 
@@ -128,8 +128,8 @@ def encode_packed(
     if target.size != size:
         raise SizeError(f"out has {target.size} bytes; expected {size} for {elements.size} codes of {f.bits} bits")
     flat = target.reshape(-1)
-    census = kernels.encode(kind, f.layout, elements, flat, packed=True, saturate=saturate, dither=dither)
-    _check_finite(census, shape)
+    bad = kernels.encode(kind, f.layout, elements, flat, packed=True, saturate=saturate, dither=dither)
+    _check_finite(bad, shape)
     return target
 
 

@@ -1,4 +1,4 @@
-"""The four float types that eXmY encodes and decodes, and arrays of them as flat memory."""
+"""The four float types that eXmY encodes and decodes, and their arrays as flat memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exmy.errors import DtypeError, FormatError
 
 try:
     import ml_dtypes
-except ImportError:  # no bfloat16 arrays exist without it
+except ImportError:  # without it, there are no bfloat16 arrays
     _BFLOAT16: np.dtype[Any] | None = None
 else:
     _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -76,7 +76,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind:
     if kind is None:
         kind = _KINDS.get(dtype.name)
         if kind is not None:
-            _KIND_CACHE[dtype] = kind  # NumPy takes microseconds to make the name of a dtype
+            _KIND_CACHE[dtype] = kind  # NumPy takes microseconds to build the name of a dtype
             return kind
         raise DtypeError(
             f"dtype {dtype.name!r} cannot be encoded or decoded; expected float16, bfloat16, float32 or "

@@ -17,7 +17,7 @@ __all__ = ["Constants", "Gradient", "NonFinite", "check_choices", "rounding_cons
 Gradient: TypeAlias = Literal["identity", "clipped"]
 NonFinite: TypeAlias = Literal["propagate", "saturate"]
 
-# Bits of the type, and of its mantissa.
+# The width of each type, and its mantissa bits.
 _WIDTHS = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
 
 
@@ -49,36 +49,36 @@ class Constants(NamedTuple):
 def rounding_constants(layout: Layout, kind: Kind) -> Constants:
     """Return the constants for rounding values of a float type to a format."""
     exponent_bits, mantissa_bits, bias = layout
-    width, own = _WIDTHS[kind]
-    infinity = (1 << (width - 1)) - (1 << own)
-    type_bias = infinity >> (own + 1)  # half of the exponent fields
+    width, precision = _WIDTHS[kind]
+    infinity = (1 << (width - 1)) - (1 << precision)
+    type_bias = infinity >> (precision + 1)  # half the range of the exponent field
     peak_field = max((1 << exponent_bits) - 1, 1)
     peak = (1 << mantissa_bits) - 1 + ((1 << mantissa_bits) if exponent_bits else 0)
     finest = 1 - bias - mantissa_bits
-    largest, above = _nearest(peak, finest + peak_field - 1, own, type_bias, infinity)
-    smallest, _ = _nearest(1, finest, own, type_bias, infinity)
+    largest, above = _nearest(peak, finest + peak_field - 1, precision, type_bias, infinity)
+    smallest, _ = _nearest(1, finest, precision, type_bias, infinity)
     return Constants(
         width=width,
-        mantissa_bits=own,
+        mantissa_bits=precision,
         infinity=infinity,
         lowest=1 - bias + type_bias,
-        surplus=own - mantissa_bits,
+        surplus=precision - mantissa_bits,
         smallest=smallest,
         limit=largest - above,
         largest=largest,
     )
 
 
-def _nearest(n: int, exponent: int, own: int, type_bias: int, infinity: int) -> tuple[int, int]:
+def _nearest(n: int, exponent: int, precision: int, type_bias: int, infinity: int) -> tuple[int, int]:
     """Return the magnitude nearest to n 2^exponent, n > 0, ties to even, and 1 if it is larger, else 0."""
     field = max(n.bit_length() - 1 + exponent + type_bias, 1)
-    drop = field - type_bias - own - exponent  # low bits of n beyond the precision of the type
+    drop = field - type_bias - precision - exponent  # low bits of n beyond the precision of the type
     if drop <= 0:
         significand, above = n << -drop, False
     else:
         significand, rest = n >> drop, n & ((1 << drop) - 1)
         above = 2 * rest + (significand & 1) > 1 << drop
-    magnitude = ((field - 1) << own) + significand + above
+    magnitude = ((field - 1) << precision) + significand + above
     return min(magnitude, infinity), int(above or magnitude >= infinity)
 
 

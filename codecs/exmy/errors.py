@@ -60,4 +60,4 @@ class NonFiniteError(ExmyError, ValueError):
 
 
 class SlowPathWarning(UserWarning):
-    """The C kernels are not built, so the NumPy reference runs in their place, some hundred times slower."""
+    """The C kernels are not built, so the NumPy reference runs instead, about a hundred times slower."""

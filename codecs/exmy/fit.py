@@ -44,11 +44,11 @@ STOP_RATIO = 2.001
 _RUNS = 256  # runs of elements in the sample
 _RUN = 256  # elements per run
 _PART = 1 << 18  # elements per partial sum of errors, counted from the start of the tensor
-_MORE = 4  # biases above the window that the last pass tries
+_MORE = 4  # biases that the last pass tries above the window
 
 
 def largest_unclipped_bias(peak: float, layout: Layout) -> int:
-    """Return the largest bias with which a magnitude does not clip, but rounds to a value of the format.
+    """Return the largest bias with which a magnitude does not clip.
 
     peak > 0 is m 2^k with 1/2 <= m < 1. The largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias (for X = 0:
     2^E (1 - 2^-Y) with E = 1 - bias). Magnitudes less than half a step above it still round to it. The bias of
@@ -239,8 +239,8 @@ class BiasFit:
 
         A larger bias rounds unclipped values to a grid that differs only below the smallest normal value, so it
         gains at most the errors there: half the smallest step per element. Clipped values have no less error than
-        before, and the peak is off by at least its distance from half the largest value, in place of half a step.
-        This saves formats with many exponent bits the search.
+        before, and the peak is off by at least its distance from half the largest value, instead of half a step.
+        This spares formats with many exponent bits the search.
         """
         exponent_bits, mantissa_bits, _ = self._layout
         if exponent_bits == 0:

@@ -61,7 +61,7 @@ LEAST_EXPONENT = -1074
 """The exponent of the smallest float64."""
 
 _CODES, _PACKED, _VALUES = range(3)  # the outputs of _kernels.stochastic
-_BIG = 1 << 16  # elements from which using the slow path causes a warning
+_BIG = 1 << 16  # elements; the slow path warns from this size on
 
 
 def levels() -> tuple[str, ...]:
@@ -89,11 +89,11 @@ class _Selection:
         self.quiet = name is not None or _kernels is not None  # the reference was requested, or is not in use
 
     def native(self, count: int) -> bool:
-        """Return whether to call the C kernels. Warns once if a large array needs them and they are not built."""
+        """Return whether to call the C kernels. Warns once if they are not built and the array is large."""
         if self.index < 0 and not self.quiet and count >= _BIG:
             self.quiet = True
             warnings.warn(
-                "exmy runs without its C kernels, some hundred times slower, because they were not built; "
+                "exmy runs without its C kernels, about a hundred times slower, because they were not built; "
                 "install a C compiler (Debian: apt-get install gcc python3-dev) and run pip install "
                 "--force-reinstall --no-cache-dir on the package again, or set EXMY_KERNELS=reference to silence "
                 "this warning",
@@ -159,7 +159,7 @@ def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool
 def round(
     kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool, dither: Dither | None = None
 ) -> tuple[int, int]:
-    """Write src, rounded, into out, of the same kind; return as `encode` does. `out` may be `src` itself."""
+    """Write src, rounded, into out, which has the same kind and may be src; return what `encode` returns."""
     if _selection.native(src.size):
         if dither is not None:
             return _kernels.stochastic(_selection.index, kind, *layout, *dither, _VALUES, saturate, src, out)
@@ -252,7 +252,7 @@ def least(
 
     Row i tries the first `tries[i]` (int64) factors and writes `best[i]` (int64) and `error[i]` (float64). Ties go
     to the smallest factor. `rising` asserts that the factors are 1, 2, 4 ... and that nothing clips with the
-    scales alone, and skips factors that cannot win.
+    scales alone, so factors that cannot win are skipped.
     """
     if _selection.native(runs.size):
         wide = scales.itemsize == 8

@@ -1,4 +1,4 @@
-"""Choosing the shared exponent offset, or the float scale, of each scale group of an array.
+"""Choosing the exponent offset, or the float scale, of each scale group of an array.
 
 With offset k, a group is encoded as x 2^k and decoded as value 2^-k, which adds k to the bias of its format. All
 formats in this module have their standard bias.
@@ -24,7 +24,7 @@ MAX_FLOAT_OFFSET = 125
 """The largest absolute offset of float32 scales: their reciprocals stay normal."""
 
 _OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
-_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the likeliest first
+_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the most likely first
 _OCTAVE = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
 _MAGNITUDE = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
 
@@ -58,7 +58,7 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
 def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
     """Return the largest offset of each group with which its peak does not clip: see `largest_unclipped_bias`.
 
-    Groups of zeros get the least offset of the other groups, or 0.
+    All-zero groups get the least offset of the other groups, or 0.
     """
     exponent_bits, mantissa_bits, bias = layout
     fraction, exponent = np.frexp(peaks)
@@ -87,7 +87,7 @@ def least_error(
     *,
     floats: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return the offset of each group with the least squared error, of the 32 from its largest unclipped one on.
+    """Return the offset with the least squared error for each group, of the 32 from its largest unclipped one up.
 
     With `floats`, also return float32 scales, by which decoded values are multiplied: the best in steps of an
     eighth of an octave, within one octave of that offset.

@@ -30,7 +30,7 @@ from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
 from exmy.threads import check_threads, run_parts, whole_tiles
 
-__all__ = ["Quantized", "are_scales", "may_overflow"]
+__all__ = ["Quantized", "are_valid_scales", "may_overflow"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
@@ -267,7 +267,7 @@ class Quantized:
         offsets, scales = np.zeros(groups.counts, np.int16), None
         if floats:
             scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
-            if base or not are_scales(scales):
+            if base or not are_valid_scales(scales):
                 raise FormatError(
                     "the scales of this quantized array are not all finite and positive, with base 0"
                 )
@@ -296,7 +296,7 @@ def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int3
     return deltas + base
 
 
-def are_scales(scales: NDArray[np.float32]) -> bool:
+def are_valid_scales(scales: NDArray[np.float32]) -> bool:
     """Return whether all scales are valid: finite and positive."""
     return bool(np.all((scales > 0) & np.isfinite(scales)))
 

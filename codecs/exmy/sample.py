@@ -1,4 +1,4 @@
-"""Estimating the error of a format on an array from a sample of its elements."""
+"""A sample of an array, from which the error of a format is estimated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SAMPLE = 1 << 16
 """The number of elements sampled at even distances. Arrays up to this size are used whole."""
 
 RARE = 1 << 12
-"""The most elements added to the sample of a tensor because they are its largest."""
+"""The maximum number of a tensor's largest elements that are added to its sample."""
 
 _RUN = 256  # consecutive elements per sampled run
-_NEAR = 128  # consecutive elements that are searched one by one if one of them is rare
-_MIN_ROWS = 4  # rows in a sample, at least; of long rows it has only parts
+_NEAR = 128  # consecutive elements that are checked one by one if one of them is rare
+_MIN_ROWS = 4  # the fewest rows in a sample; of long rows, only parts are sampled
 _OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
 _OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
@@ -73,9 +73,9 @@ class Sample:
         """Return a sample of an array. Arrays of up to SAMPLE elements are used whole.
 
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
-        and the largest elements of the array, because a few outliers can decide on the format: all those of at
-        least the least power of two that no more than RARE elements reach. With rows or blocks, it is whole
-        groups, or parts of at least four groups if they are long.
+        and the largest elements of the array, because a few outliers can decide which format is best: all elements
+        from some power of two on, the smallest that at most RARE elements reach. With rows or blocks, it consists
+        of whole groups, or of parts of at least four groups if they are long.
 
         Raises `NonFiniteError` for NaN and infinity: anywhere in x with one offset, in the sample with groups.
         With `nonfinite="saturate"` they count as zeros.
@@ -204,7 +204,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     if bad:
         spread = zero_nonfinite(spread, kind)
     frequent = np.abs(widen(spread, kind)) < least
-    spread[~frequent] = 0  # the rare ones are a row by themselves, of weight 1
+    spread[~frequent] = 0  # the rare elements are in a separate row of weight 1
     runs = np.zeros((SAMPLE // RARE + 1, RARE), elements.dtype)
     runs[:-1].reshape(-1)[:] = spread
     runs[-1, : rare.size] = rare
@@ -214,7 +214,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
 
 
 def _rare(elements: Array, kind: Kind, least: float) -> tuple[Array, float]:
-    """Return the finite elements of at least a magnitude, in order, and the largest finite magnitude."""
+    """Return the finite elements of magnitude `least` or more, in order, and the largest finite magnitude."""
     pieces, peak = [], 0.0
     for start in range(0, elements.size, PART):
         part = elements[start : start + PART]
@@ -263,7 +263,7 @@ def _sample(
 
 
 def _runs(elements: Array, groups: Groups) -> Array:
-    """Return groups of the array, one per row: all, or an even selection of them or of their parts."""
+    """Return groups of the array, one per row: all of them, or an evenly spaced selection of groups or parts."""
     count, length, inner = math.prod(groups.counts), groups.length, groups.inner
     if elements.size <= SAMPLE:
         if not elements.size:

@@ -1,4 +1,4 @@
-"""Estimating the error of every format of given widths on an array, from a sample of it."""
+"""Estimating the error of every format of given widths on an array, from a sample."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def survey(
     Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
     itself up to 65,536 elements, else on a sample of that many evenly spaced elements. If all elements share an
     offset, the sample also has up to 4,096 of the largest elements of x, which takes two passes over x; with rows
-    or blocks, the time does not grow with x. Sums are weighted, and so are estimates for the whole of x. An empty
+    or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty
     or all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias of
     -512 ... 512 are omitted.
 
@@ -68,7 +68,7 @@ def survey(
 
 
 def measure_candidates(sample: Sample, bits: int, scale: Scale) -> list[Candidate]:
-    """Return the estimated errors of the formats of one width, without formats of too small a range."""
+    """Return the estimated errors of the formats of one width, except formats whose range is too small."""
     out = []
     for f in formats(bits):
         if sample.is_within_range(f, scale):

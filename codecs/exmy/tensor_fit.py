@@ -30,8 +30,8 @@ class TensorFit:
     `scale`: "search" is the bias with the least squared error, "max" the largest bias with which nothing clips,
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
     (which may differ between passes) nor on `threads`, the most threads to use. An empty or all-zero tensor keeps
-    f. `nonfinite` as for `encode`; if NaN and infinity saturate, only finite values count, also in noise and
-    signal.
+    f. `nonfinite` as for `encode`; if NaN and infinity saturate, only finite values count, in noise and signal
+    too.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from exmy.reference import TILE
 __all__ = ["PART", "check_threads", "run_parts", "whole_tiles"]
 
 PART = 1 << 20
-"""The elements per part: enough to make the cost of handing it to a thread negligible."""
+"""The elements per part: enough that the cost of starting a thread's work is negligible."""
 
 
 def check_threads(threads: int) -> int:

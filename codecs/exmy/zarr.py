@@ -87,16 +87,15 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         A preceding `transpose` may permute the axes of chunks unseen, so the block need only divide one axis.
         """
         kind_of(_native(dtype))
-        axis, block = self.chunk.axis, self.chunk.block
-        if (axis is not None or block is not None) and not -len(shape) <= (-1 if axis is None else axis) < len(
-            shape
-        ):
+        block = self.chunk.block
+        axis = -1 if self.chunk.axis is None and block is not None else self.chunk.axis
+        if axis is not None and not -len(shape) <= axis < len(shape):
             raise SizeError(f"axis {axis} of codec exmy does not fit an array of {len(shape)} dimensions")
         chunks: tuple[int, ...] | None = getattr(chunk_grid, "chunk_shape", None)
         if block is not None and chunks is not None and all(n % block for n in chunks):
             raise SizeError(
-                f"blocks of {block} do not divide chunks of {chunks}; choose chunks whose axis {axis} is a "
-                "multiple of the block"
+                f"blocks of {block} do not divide chunks of {chunks}; choose chunks whose length along axis "
+                f"{axis} is a multiple of the block"
             )
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
@@ -122,9 +121,9 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     ) -> NDBuffer | None:
         part = _PartialRead.from_selection(self.chunk, chunk_spec.shape, selection)
         reads = [byte_getter.get(chunk_spec.prototype, request) for request in part.requests]
-        replies = await asyncio.gather(*reads)
-        buffers = [buffer for buffer in replies if buffer is not None]
-        if len(buffers) < len(replies):
+        results = await asyncio.gather(*reads)
+        buffers = [buffer for buffer in results if buffer is not None]
+        if len(buffers) < len(results):
             return None  # the chunk does not exist
         values = await asyncio.to_thread(part.decode, buffers, _native(chunk_spec.dtype))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
