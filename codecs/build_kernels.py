@@ -13,10 +13,7 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Extension(
     "exmy._kernels",
     sources=["codecs/exmy/_kernels.c"],
-    extra_compile_args=[
-        "-O3",
-        "-ffp-contract=off",
-    ],  # fused multiply-adds would round differently from the reference
+    extra_compile_args=["-O3", "-ffp-contract=off"],  # fused multiply-adds would round unlike the reference
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
     optional=True,  # without a compiler, exmy runs on `exmy.reference`

@@ -53,9 +53,10 @@ static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length,
 /* best[i] = the k < tries[i] with the least noise / factors[k]^2 of run i (of equal ones, the smallest factor), and
  * least[i] that error.
  *
- * With `rising`, factors are 1, 2, 4 ..., and 1 clips nothing. What is not clipped with a factor is never rounded
- * worse than with a smaller one, so what is clipped weighs at least the error less the least before; larger
- * factors clip more. So no larger one can be better once an error is twice the least before. */
+ * With `rising`, the factors are 1, 2, 4 ..., and nothing clips with factor 1. A larger factor rounds the values that it
+ * does not clip no worse than a smaller one. So where an error exceeds the least so far, the clipped values account for
+ * at least the difference, and larger factors clip no less. Once an error is twice the least so far, no larger factor
+ * can be better. */
 static void least_all(const lanes *l, spec s, int kind, int wide, int rising, size_t length, const uint8_t *scales,
                       const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *best,
                       double *least)
