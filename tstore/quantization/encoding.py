@@ -34,6 +34,7 @@ from tstore.format.grid import Selection, boxes, part_of
 from tstore.quantization.rechunk import encoded_meta
 from tstore.quantization.study import Configuration, Profile, fit_tensor, nonfinite_reason, profile
 from tstore.quantization.values import SLAB, Region, Values, in_threads
+from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 
@@ -229,12 +230,16 @@ async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
         meta = box.written.meta
         source = part_of(x, tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, meta.chunks, strict=True)))
         inside = tuple(slice(n) for n in source.shape)
-        padded = source
-        if source.shape != meta.chunks:  # a chunk at the array's edge
-            padded = np.zeros(meta.chunks, meta.dtype)
-            padded[inside] = source
-        decoded = part_of(q.dequantize(meta.dtype), inside)
-        box.written.losses[number] = (exmy.compare(source, decoded), q.clipped(padded))
+        with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as room:
+            copy, decoded = room.view(meta.dtype).reshape(2, *meta.chunks)
+            padded = source
+            if source.shape != meta.chunks or not source.flags.c_contiguous:
+                copy[...] = 0  # a chunk at the array's edge
+                copy[inside] = source
+                padded = copy
+            q.dequantize(meta.dtype, out=decoded)
+            difference = exmy.compare(part_of(padded, inside), part_of(decoded, inside))
+            box.written.losses[number] = (difference, q.clipped(padded))
 
     await each(measure, chunks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import boxes, part_of
+from tstore.runtime.budget import returnable
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
@@ -65,7 +67,8 @@ class Sample:
         self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1
         if shape:
             shape[self._along] = -(-shape[self._along] // self._step)
-        self.values: npt.NDArray[Any] = np.empty(shape, meta.dtype)
+        size = math.prod(shape) * meta.dtype.itemsize
+        self.values: npt.NDArray[Any] = returnable(size).view(meta.dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
         """Take the values of a slab that belong to the sample."""
@@ -134,7 +137,9 @@ async def _streamed(snapshot: Snapshot, path: str) -> Values:
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
-        return asyncio.run_coroutine_threadsafe(array[region].read(), loop).result()
+        view = array[region]
+        out = returnable(view.nbytes).view(view.dtype).reshape(view.shape)
+        return asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
 
     return Values(path, snapshot.tree.nodes[path].meta, read)
 

@@ -6,6 +6,7 @@ Scratch buffers belong to a worker thread and are reused, which also avoids the 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "acquire", "aligned", "on_shortage", "release", "scratch"]
+__all__ = ["BUDGET", "acquire", "aligned", "on_shortage", "release", "returnable", "scratch"]
 
 BUDGET = 256 << 20
 """Bytes that all calls of this process together may use in addition to the caller's arrays."""
@@ -125,12 +126,20 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
         buffer = np.empty(rounded, np.uint8)
     else:
         with _state.budget.claim(size):
-            yield np.empty(size, np.uint8)
+            yield returnable(size)
         return
     try:
         yield buffer[:size]
     finally:
         free.append(buffer)
+
+
+def returnable(size: int) -> npt.NDArray[np.uint8]:
+    """Return a buffer whose memory goes back to the system once it is freed.
+
+    malloc would keep buffers below 32 MiB, for each thread that allocated one.
+    """
+    return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
 def aligned(size: int) -> int:
