@@ -65,8 +65,15 @@ def raw(tree: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def hosts_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that this one started."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    """The processes that this one has forked from another."""
+    return [pid for launcher in children_of(process.pid) for pid in children_of(launcher)]
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:  # it has ended
+        return []
 
 
 def until(condition: Any) -> None:
@@ -255,7 +262,7 @@ async def test_hosts_answer_and_report_errors(tmp_path: Path, weights: str) -> N
         assert isinstance(reply.error, DeadlineExceeded)
         assert reply.error.absent == [1]
         assert "hosts [1] of 2" in str(reply.error)
-        pids = [host.process.pid for host in job.hosts]
+        pids = [host.pid for host in job.hosts]
         await job.hosts[1].kill()
         with pytest.raises(Unavailable, match="host 1 ended with code -9"):
             await job.hosts[1].ask("ready")
@@ -273,11 +280,11 @@ async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, w
             await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
     async with Job(2) as job:
         await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
-        fill_disk_of(job.hosts[1].process.pid)
+        fill_disk_of(job.hosts[1].pid)
         with pytest.raises(StorageFull, match="make room"):
             async with asyncio.timeout(30):
                 await job.ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=100)
-        assert all(gone(host.process.pid) for host in job.hosts)
+        assert all(gone(host.pid) for host in job.hosts)
 
 
 def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary: Path) -> None:

@@ -225,6 +225,6 @@ class _Writer:
         return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._mine, part)])
 
 
-def serve() -> None:
+def serve(number: int, count: int) -> None:
     """Run a host of the benchmark until its input ends."""
-    serve_commands(_Writer)
+    serve_commands(_Writer, number, count)

@@ -3,7 +3,6 @@
 1. `Job` starts the processes of one incarnation of a training job; a restarted job is another `Job`.
 2. A command is one line of JSON on a host's standard input, its reply one line on the standard output.
 3. A host whose input ends, since the job was closed or the driver died, exits at once, whatever it is doing.
-4. The hosts are in a process group of their own, so that Ctrl-C reaches the driver alone, which ends them.
 
 A host holds copies of its own shards only, as a training process does; the weights come from a safetensors file.
 """
@@ -11,6 +10,7 @@ A host holds copies of its own shards only, as a training process does; the weig
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -30,6 +30,7 @@ from tstore.checkpoint.shards import Shards
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable
+from tstore.hosts.forks import Forks
 from tstore.hosts.model import spec_for
 from tstore.sharding import Mesh, P
 from tstore.storage.base import PackWriter, Storage
@@ -42,11 +43,6 @@ STRUCTURE = "structure"
 """The key of a weights file's metadata under which its structure document lies; without it, it is a flat dict."""
 
 Array = npt.NDArray[Any]
-
-_START = (
-    "import importlib, os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
-    "importlib.import_module(sys.argv.pop(1)).serve()"
-)
 
 
 class Reply(NamedTuple):
@@ -66,21 +62,19 @@ class Reply(NamedTuple):
 class Host:
     """One process, seen from the driver."""
 
-    def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, number: int, forks: Forks) -> None:
         self.number = number
-        self.process = process
+        self._forks = forks
+        self._child = forks.children[number]
+        self.pid = self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> Reply:
         """The reply to a command; `Unavailable` where the process has ended."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            await stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has ended; the empty answer tells
-        line = await stdout.readline()
+        line = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended; the empty reply tells
+            self._child.writer.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            await self._child.writer.drain()
+            line = await self._child.reader.readline()
         if not line:
             raise await self._ended()
         answer = json.loads(line)
@@ -90,15 +84,11 @@ class Host:
 
     async def kill(self) -> None:
         """Ends the process with SIGKILL; on return it is gone."""
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
+        await self._forks.kill(self.number)
 
     async def _ended(self) -> Unavailable:
-        code = await self.process.wait()
-        assert self.process.stderr is not None
-        said = (await self.process.stderr.read()).decode(errors="replace").strip()
-        last = said.splitlines()[-1] if said else "it said nothing"
+        code = await asyncio.shield(self._child.code)
+        last = self._child.complaint().rpartition("\n")[2] or "it said nothing"
         return Unavailable(f"the process of host {self.number} ended with code {code}: {last}")
 
 
@@ -114,29 +104,22 @@ class Job:
     def __init__(self, hosts: int, module: str = __name__) -> None:
         self._count = hosts
         self._module = module
+        self._forks = Forks()
         self.hosts: list[Host] = []
 
     async def __aenter__(self) -> Self:
-        path = os.pathsep.join(sys.path)
         try:
-            for number in range(self._count):
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-c", _START, path, self._module, str(number), str(self._count)),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    process_group=0,
-                )
-                self.hosts.append(Host(number, process))
+            await self._forks.start(self._module, self._count)
         except BaseException:
-            await self._end()
+            await self._forks.close()
             raise
+        self.hosts = [Host(number, self._forks) for number in range(self._count)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._forks.close()
 
     async def ask(self, do: str, **arguments: Any) -> list[Any]:
         """Return the reply of every host to the same command, in the order of hosts.
@@ -152,18 +135,9 @@ class Job:
             async with asyncio.TaskGroup() as group:
                 replies = [group.create_task(value(host)) for host in self.hosts]
         except BaseExceptionGroup as failures:
-            await self._end()
+            await self._forks.close()
             raise failures.exceptions[0] from None
         return [reply.result() for reply in replies]
-
-    async def _end(self) -> None:
-        for host in self.hosts:
-            if host.process.returncode is None:
-                host.process.kill()
-        for host in self.hosts:
-            await host.process.wait()
-            if host.process.stdin is not None:
-                host.process.stdin.close()
 
 
 def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
@@ -318,20 +292,21 @@ class _HaltingPack:
         return offset
 
 
-def serve() -> None:
+def serve(number: int, count: int) -> None:
     """Runs a host that holds, saves and restores its shards of weights."""
-    serve_commands(_Worker)
+    serve_commands(_Worker, number, count)
 
 
-def serve_commands(worker_of: Callable[[int, int, Callable[[int], None]], object]) -> None:
-    """Runs a host: answers the commands on standard input, which are a worker's methods, until it ends.
+def serve_commands(
+    worker_of: Callable[[int, int, Callable[[int], None]], object], number: int, count: int
+) -> None:
+    """Runs host `number` of `count`: answers the commands on standard input, which are a worker's methods.
 
-    A worker is made of its number, their count (the arguments of the process), and what to call with the bytes
-    written when it has halted.
+    A worker is made of its number, their count, and what to call with the bytes written when it has halted.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else is printed must not pass for a reply
-    worker = worker_of(int(sys.argv[1]), int(sys.argv[2]), lambda written: answer(value={"written": written}))
+    worker = worker_of(number, count, lambda written: answer(value={"written": written}))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def answer(**fields: Any) -> None:

@@ -1,0 +1,199 @@
+"""Processes forked from one that has imported what they need, so that each costs milliseconds to start.
+
+1. `Forks` starts the launcher, a Python process that imports a module and forks; each child calls the module's
+   `serve(number, count)`.
+2. A child has a socket to the driver as standard input and output, and a file as standard error.
+3. The launcher kills the children whose numbers it is sent, and reports each child that has ended.
+4. When its input ends, since the driver closed it or died, the launcher kills all children and exits.
+
+The launcher leads a process group of its own, so that Ctrl-C reaches the driver alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import IO, NoReturn
+
+from tstore.errors import Unavailable
+
+__all__ = ["Child", "Forks", "launch"]
+
+_START = (
+    "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
+    "from tstore.hosts.forks import launch; launch()"
+)
+_NUMBER = struct.Struct("i")
+
+
+class Child:
+    """A forked process as the driver sees it."""
+
+    def __init__(
+        self, pid: int, channel: tuple[asyncio.StreamReader, asyncio.StreamWriter], log: IO[bytes]
+    ) -> None:
+        self.pid = pid
+        self.reader, self.writer = channel
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The exit status, once it has ended; negative for a signal."""
+        self._log = log
+
+    def complaint(self) -> str:
+        """Return what it has written to standard error."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()
+
+    async def close(self) -> None:
+        """Close its socket and its file."""
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        self._log.close()
+
+
+class Forks:
+    """The launcher and its children."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._launcher: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, module: str, count: int) -> None:
+        """Start the children, each of which runs `serve` of the module."""
+        with contextlib.ExitStack() as unused, contextlib.ExitStack() as theirs:
+            pairs = [socket.socketpair() for _ in range(count)]
+            logs = [unused.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
+            for here, there in pairs:
+                unused.enter_context(here)
+                theirs.enter_context(there)
+            given = [fd for pair, log in zip(pairs, logs, strict=True) for fd in (pair[1].fileno(), log.fileno())]
+            path = os.pathsep.join(sys.path)
+            self._launcher = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", _START, path, module, *map(str, given)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                process_group=0,
+                pass_fds=given,
+            )
+            theirs.close()
+            assert self._launcher.stdout is not None
+            assert self._launcher.stderr is not None
+            line = await self._launcher.stdout.readline()
+            if not line:
+                said = (await self._launcher.stderr.read()).decode(errors="replace").strip()
+                raise Unavailable(f"processes of {module} could not be started: {said.rpartition(chr(10))[2]}")
+            for pid, (here, _), log in zip(json.loads(line), pairs, logs, strict=True):
+                self.children.append(Child(pid, await asyncio.open_unix_connection(sock=here), log))
+            unused.pop_all()
+        self._watch = asyncio.create_task(self._note_ends())
+
+    async def kill(self, number: int) -> None:
+        """End a child with SIGKILL; on return it is gone."""
+        assert self._launcher is not None
+        assert self._launcher.stdin is not None
+        code = self.children[number].code
+        if not code.done():
+            self._launcher.stdin.write(_NUMBER.pack(number))
+        await asyncio.shield(code)
+
+    async def close(self) -> None:
+        """End the launcher and its children; on return they are gone."""
+        if self._launcher is not None:
+            assert self._launcher.stdin is not None
+            self._launcher.stdin.close()
+            await self._launcher.wait()
+        if self._watch is not None:
+            await self._watch
+        for child in self.children:
+            await child.close()
+
+    async def _note_ends(self) -> None:
+        assert self._launcher is not None
+        assert self._launcher.stdout is not None
+        while line := await self._launcher.stdout.readline():
+            number, code = json.loads(line)
+            self.children[number].code.set_result(code)
+        for child in self.children:
+            if not child.code.done():  # someone killed the launcher
+                child.code.set_result(-signal.SIGKILL)
+
+
+# ---- the launcher
+
+
+def launch() -> None:
+    """Run the launcher, whose arguments are a module, and a socket and a file for each child."""
+    module, *given = sys.argv[1:]
+    importlib.import_module(module)
+    files = [int(file) for file in given]
+    count = len(files) // 2
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    alive: dict[int, int] = {}
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            _become_child(module, number, files, [wakes, wake])
+        alive[pid] = number
+    for file in files:
+        os.close(file)
+    os.write(1, json.dumps(list(alive)).encode() + b"\n")
+    while True:
+        ready, _, _ = select.select([0, wakes], [], [])
+        if wakes in ready:
+            os.read(wakes, 4096)
+            _reap(alive, os.WNOHANG)
+        if 0 in ready:
+            told = os.read(0, 4096)  # whole numbers: a pipe takes a few bytes at once or not at all
+            doomed = {number for (number,) in _NUMBER.iter_unpack(told)} if told else set(alive.values())
+            for pid, number in alive.items():
+                if number in doomed:
+                    os.kill(pid, signal.SIGKILL)
+            if not told:
+                _reap(alive, 0)
+                return
+
+
+def _reap(alive: dict[int, int], options: int) -> None:
+    """Report the children that have ended, or wait for all."""
+    while alive:
+        pid, status = os.waitpid(-1, options)
+        if pid == 0:
+            return
+        with contextlib.suppress(OSError):  # the driver has died
+            os.write(1, json.dumps([alive.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+
+
+def _become_child(module: str, number: int, files: Sequence[int], wakes: Sequence[int]) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        channel, log = files[2 * number : 2 * number + 2]
+        os.dup2(channel, 0)
+        os.dup2(channel, 1)
+        os.dup2(log, 2)
+        for file in (*files, *wakes):
+            os.close(file)
+        sys.modules[module].serve(number, len(files) // 2)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
