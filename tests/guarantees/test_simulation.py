@@ -239,7 +239,7 @@ QUICK = {
     "own lost reply taken for another's commit": 34,
     "another's record taken for the own": 5,
     "no answer taken for a failure": 15,
-    "void record left out": 15,
+    "void record left out": 39,
     "next number without a void record": 9,
     "outcome unknown told as a failure": 64,
     "create that overwrites": 5,
