@@ -122,8 +122,7 @@ class S3Storage(Storage):
             },
         }
         self._silence = float(self._options["config_kwargs"]["read_timeout"])
-        if profile is not None:
-            self._options["profile"] = profile
+        self._profile = profile
         from s3fs import S3FileSystem
 
         self._file_system = S3FileSystem
@@ -228,11 +227,14 @@ class S3Storage(Storage):
         return {"Bucket": self._bucket, "Key": self._prefix + checked_key(key, self.url)}
 
     async def _connected(self) -> _Connection:
+        from tstore.storage.s3.session import new_session
+
         connection = self._connections.get()
         async with connection.lock:
             if connection.client is None:
                 files = self._file_system(
                     **self._options,
+                    session=new_session(self._profile),
                     asynchronous=True,
                     skip_instance_cache=True,
                     use_listings_cache=False,
