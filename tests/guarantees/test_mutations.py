@@ -41,7 +41,7 @@ from tests.support.mutation import Edit
 
 NEWFILE, APPEND, TREE = (
     "tstore.storage.local.atomic_file:StagedFile.",
-    "tstore.log.append:Append.",
+    "tstore.log.log:Append.",
     "tstore.format.tree:Changes.",
 )
 QUEUE = "tstore.log.group_commit:QueuedCommit."

@@ -63,7 +63,7 @@ import pytest
 
 import tstore
 from tests.support.mutation import Edit
-from tstore.log import append, trees
+from tstore.log import log, trees
 from tstore.runtime import pool
 from tstore.simulation.__main__ import main
 from tstore.simulation.host import NO_FAULTS, Host
@@ -79,7 +79,7 @@ MOST = 600
 RUNS = MOST
 PART = 120
 
-APPEND, READER = "tstore.log.append:Append.", "tstore.log.reader:LogReader."
+APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
 STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
 MERGE = "tstore.transactions.merging:FragmentTree.merged"
@@ -153,7 +153,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a condemned transaction commits": [
-        Edit("tstore.log.append:check_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "what was read is not compared": [
         Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, tree), ", "")
@@ -398,9 +398,9 @@ def test_the_runs_meet_all_that_may_go_wrong() -> None:
 def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
     before = trees.ROOT_EVERY
     with reduced(ROOT_EVERY=8, FAN=2):
-        assert trees.ROOT_EVERY == append.ROOT_EVERY == 8
+        assert trees.ROOT_EVERY == log.ROOT_EVERY == 8
         assert Membership.from_arguments("x", 0, 6, "a").top == 2
-    assert trees.ROOT_EVERY == append.ROOT_EVERY == before
+    assert trees.ROOT_EVERY == log.ROOT_EVERY == before
     with pytest.raises(LookupError, match="NO_SUCH"), reduced(ROOT_EVERY=8, NO_SUCH=1):
         pass
     assert before == trees.ROOT_EVERY

@@ -1,7 +1,7 @@
 """The log of commits: numbered records, each created once.
 
-1. `log`: the log itself; start here. `append`: the commit protocol. `group_commit`: commits of one process that
-   share a record.
+1. `log`: the log itself, with the commit protocol; start here. `group_commit`: commits of one process that share a
+   record.
 2. `reader`: the newest version, and the records above a version. `records`: the records, cached. `trees`: the tree
    as of a version. `objects`: metadata objects, fetched and decoded.
 3. `expiry`: whether a version is still alive. `history`: the commits as users see them. `marker`: the object that

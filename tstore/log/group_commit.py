@@ -169,7 +169,7 @@ class CommitQueue:
 
 
 async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
-    """AppendRecord one record for all commits; those that must be appended alone remain without an outcome."""
+    """Append one record for all commits; those that must be appended alone remain without an outcome."""
     sharing = commits
     transaction = (
         commits[0].record.transaction if len(commits) == 1 else f"{commits[0].record.transaction}.together"

@@ -1,20 +1,59 @@
-"""The log of commits: numbered records, each created once."""
+"""The log of commits: numbered records, each created once; and the protocol that appends a record.
+
+The data of the record is durable already. To append the record
+1. Read every record above the version that the record was validated against, unless a recent check showed
+   that there is none. A record with the same transaction id is this commit itself (its response was lost, or
+   another host finished the cooperative commit): done. If one is a garbage collection that condemned this
+   transaction, or a pack that it reuses, raise `Conflict`. Otherwise validate against all of them: the caller
+   raises `Conflict`, or returns the record to continue with (usually the same bytes).
+2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
+   done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
+   (`Storage.offer`). A durable record requires a durable predecessor, and so by induction all are durable: if that
+   one was created with `durability="none"`, everything is flushed first.
+3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
+   shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
+   no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
+   fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
+4. If no response came, read the number. If it is still absent, the request may yet arrive, so create a void record
+   there: once that exists, the late request can never succeed; continue with the next number. If the number
+   exists, go to 1. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
+5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then the
+   `latest` hint. Losing either costs only time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
-from tstore.format.records import Record
-from tstore.format.tree import Changes
-from tstore.log.append import Append, FramedRecord, check_not_condemned
-from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate
+from msgspec.structs import replace
+
+from tstore.errors import (
+    AlreadyExists,
+    CommitOutcomeUnknown,
+    Conflict,
+    Denied,
+    NotFound,
+    StorageFull,
+    TStoreError,
+    Unavailable,
+)
+from tstore.format.encoding import encode
+from tstore.format.frame import check_of
+from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
+from tstore.format.records import Record, Stored
+from tstore.format.retention import check_condemned
+from tstore.format.tree import Changes, Tree
+from tstore.log.expiry import named_collection
+from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
-from tstore.storage.base import Storage
+from tstore.storage.base import Offer, Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["Log"]
+__all__ = ["Append", "FramedRecord", "Log", "check_not_condemned"]
 
 
 class Log:
@@ -34,7 +73,7 @@ class Log:
         retried: Callable[[Retry], object] = lambda retry: None,
         changes: Changes | None = None,
     ) -> int:
-        """Append a record by the protocol in `log.append` and return its version.
+        """Append a record by the protocol above and return its version.
 
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
         `Conflict`, or returns the record to continue with. `retried` is called for every creation that failed. A
@@ -67,3 +106,219 @@ class Log:
             await self.storage.sync()
         else:
             await self.storage.flush("commits", durability)
+
+
+class FramedRecord(NamedTuple):
+    """A record and its bytes."""
+
+    record: Record
+    data: bytes
+
+    @staticmethod
+    def from_record(record: Record) -> FramedRecord:
+        """Encode a record; raise `InvalidArgument` if readers would refuse it."""
+        return FramedRecord(record, encode(record))
+
+
+async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
+    """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or a pack it reuses."""
+    if newer.collection is not None and (collection := await log.collection(version)) is not None:
+        check_condemned(log.storage.url, record, version, collection)
+
+
+class Append:
+    """One record on its way into the log."""
+
+    def __init__(
+        self,
+        log: LogReader,
+        record: Record,
+        validate: Validate,
+        retried: Callable[[Retry], object],
+        first: FramedRecord,
+        durability: Durability,
+    ) -> None:
+        self._log = log
+        self._record = record
+        self._validate = validate
+        self._retried = retried
+        self._durability = durability
+        self._candidate = _Candidate(log.storage, durability, first)
+        self._seen = record.base  # the record is valid on top of this version
+        self._requested = 0  # the number whose creation was requested last
+        self._collected = 0  # the newest garbage collection up to `_seen`
+
+    async def run(self) -> int:
+        """Append the record and return its version."""
+        try:
+            return await self._race()
+        finally:
+            await self._candidate.withdraw()
+
+    async def _race(self) -> int:
+        self._collected = await named_collection(self._log, self._seen)
+        pause, clock = SHORTEST_PAUSE, asyncio.get_running_loop().time
+        for attempts in itertools.count(1):
+            began = clock()
+            version = await self._catch_up()
+            if version is not None:
+                return await self._appended(version)
+            try:
+                if await self._create():
+                    return await self._appended(self._requested)
+            except AlreadyExists:
+                self._retried(Retry(self._requested, "another transaction became this version first"))
+                pause = next_pause(pause, attempts, clock() - began)
+                await asyncio.sleep(pause)
+        raise AssertionError  # unreachable: the loop is endless
+
+    async def _catch_up(self) -> int | None:
+        """Validate the record against all newer ones; return its version if it is among them."""
+        while True:
+            newer = await self._newer()
+            for version, other in newer:
+                if other.transaction == self._record.transaction:
+                    await self._make_durable(version)
+                    return version
+                if other.collection is not None:  # checked first: what it condemned may be deleted already
+                    await check_not_condemned(self._log, self._record, version, other)
+                    self._collected = version
+            whole = max((version for version, other in newer if other.replaces), default=0)
+            # manifests below `whole` may be deleted; what conflicts with them also conflicts with `whole`
+            relevant = [(v, r if v >= whole else replace(r, manifests=())) for v, r in newer if not r.void]
+            try:
+                if relevant:
+                    self._record = await self._validate(relevant)
+            except NotFound as error:
+                if await self._log.records.stored_or_none(newer[-1][0] + 1) is not None:
+                    continue  # a garbage collection committed since then deleted what the validation reads
+                if self._collected <= self._seen:
+                    raise
+                raise Conflict(
+                    f"{self._log.storage.url}: version {self._collected} collected a version that was committed "
+                    f"after version {self._seen}, so this transaction cannot be validated against it and is not "
+                    "committed; read again and repeat it",
+                    [],
+                ) from error
+            self._seen += len(newer)
+            return None
+
+    async def _create(self) -> bool:
+        """Request the creation of the next version; return whether it succeeded. Raises `AlreadyExists`."""
+        if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
+            await self._log.storage.sync()
+        self._requested = self._seen + 1
+        try:
+            stored = await self._candidate.create(self._requested, self._record, self._collected)
+        except AlreadyExists:
+            raise
+        except Unavailable as error:
+            await self._decide(error)
+            self._retried(Retry(self._requested, f"no response to its creation: {error}"))
+            return False
+        except TStoreError:
+            if await self._was_created():
+                return False  # it was created before the failure, for example of the fsync of its folder
+            raise
+        self._log.records.add(self._requested, stored, self._candidate.size)
+        return True
+
+    async def _newer(self) -> list[tuple[int, Record]]:
+        """Return the records above `_seen` with their versions."""
+        if not self._requested and self._log.is_end(self._seen):
+            return []
+        try:
+            return list(enumerate(await self._log.above(self._seen), self._seen + 1))
+        except Unavailable as error:
+            if self._seen < self._requested:
+                raise self._unknown(self._requested, error) from error
+            raise
+
+    async def _decide(self, cause: Unavailable) -> None:
+        """Ensure that the creation without a response has either succeeded or never can."""
+        own = self._record
+        void = Record(f"{own.transaction}.void", own.base, own.time, void=True, durable=False)
+        void = replace(void, collected=self._collected)
+        try:
+            if await self._log.records.stored_or_none(self._requested) is None:
+                await self._log.storage.create(commit_key(self._requested), encode(void), Durability.FSYNC)
+        except AlreadyExists:
+            return
+        except TStoreError:
+            raise self._unknown(self._requested, cause) from cause
+
+    async def _was_created(self) -> bool:
+        """Return whether the requested number exists, possibly as this record."""
+        try:
+            return await self._log.records.stored_or_none(self._requested) is not None
+        except Unavailable as error:
+            raise self._unknown(self._requested, error) from error
+
+    async def _make_durable(self, version: int) -> None:
+        """Make an existing commit durable; its creator may have died before doing so."""
+        try:
+            await self._log.storage.flush("commits", self._durability)
+        except Unavailable as error:
+            raise self._unknown(version, error) from error
+
+    def _unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
+        transaction = self._record.transaction
+        return CommitOutcomeUnknown(
+            f"{self._log.storage.url}: no response to the creation of version {version}, nor to reading it back "
+            f"({cause}), so the commit may or may not exist; call store.outcome({transaction!r}) later",
+            transaction,
+        )
+
+    async def _appended(self, version: int) -> int:
+        self._log.appended(version)
+        if version % ROOT_EVERY == 0:
+            await _write_root(self._log, version)
+        return version
+
+
+class _Candidate:
+    """The bytes of a record, prepared once for all numbers that are tried."""
+
+    def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
+        self._storage = storage
+        self._durability = durability
+        self._framed = first
+        self._offer: Offer | None = None
+
+    @property
+    def size(self) -> int:
+        """The length of the record in bytes."""
+        return len(self._framed.data)
+
+    async def create(self, version: int, record: Record, collected: int) -> Stored:
+        """Create the record as a version, with `collected` as the garbage collection before it; return it."""
+        if record.collected != collected:
+            record = replace(record, collected=collected)
+        if record is not self._framed.record and record != self._framed.record:
+            await self.withdraw()
+            self._framed, self._offer = FramedRecord.from_record(record), None
+        if self._offer is None:
+            self._offer = self._storage.offer(self._framed.data, self._durability)
+        await self._offer.create(commit_key(version))
+        return Stored(self._framed.record, check_of(self._framed.data))
+
+    async def withdraw(self) -> None:
+        """Discard the prepared bytes."""
+        if self._offer is not None:
+            await self._offer.withdraw()
+
+
+async def _write_root(log: LogReader, version: int) -> None:
+    """Write the root of a version and the hint; a failure only costs later readers some requests."""
+    try:
+        root = (await log.tree(version)).root((await log.stored(version)).check)
+        await log.storage.create(root_key(version), encode(root), Durability.FSYNC)
+    except AlreadyExists:
+        pass  # another process wrote the same bytes
+    except TStoreError:
+        return
+    log.trees.replace(Tree.from_root(root))  # each array has one table instead of one for each commit
+    try:
+        await log.storage.hint(HINT, str(version).encode())
+    except (Denied, StorageFull, Unavailable):
+        return

@@ -15,7 +15,7 @@
    again. So a collection killed at any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
-A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.append`),
+A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`),
 and fails. So safety does not depend on clocks: ages only select candidates.
 
 Cost: the records since the last collection; the permission check; one listing of `txn/`, and in a local folder one

@@ -3,7 +3,7 @@
 1. The first use fixes the base version, which all reads of the transaction see (with its own writes on top).
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
 3. The commit applies the patches, makes the packs durable, writes the manifest, and appends the record
-   (`log.append`).
+   (`log.log`).
 4. The write set is validated against all newer commits. If one wrote a chunk of which this transaction changed
    only a part, the patches are applied to that chunk once more, on top of the newest commit; any other overlap is
    a `Conflict`. What a serializable transaction has read must be unchanged too.
