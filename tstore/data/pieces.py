@@ -13,6 +13,7 @@ import abc
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ _BOX_CHUNKS = 512  # chunks of a box at most
 _FEWEST = 4  # chunks of a box at least
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReadJob:
     """A selection of one array, and the array `out` to read it into.
 
@@ -56,14 +58,11 @@ class ReadJob:
     array's chunks.
     """
 
-    __slots__ = ("meta", "out", "path", "selection", "source")
-
-    def __init__(self, path: str, meta: ArrayMeta, source: ChunkSource, selection: Selection, out: Values) -> None:
-        self.path = path
-        self.meta = meta
-        self.source = source
-        self.selection = selection
-        self.out = out
+    path: str
+    meta: ArrayMeta
+    source: ChunkSource
+    selection: Selection
+    out: Values
 
 
 def fits(values: Values, meta: ArrayMeta) -> bool:

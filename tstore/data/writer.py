@@ -18,6 +18,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ INLINE = 4096
 Values = npt.NDArray[Any]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
@@ -53,20 +55,11 @@ class WriteJob:
     or at the array's edge. `prior` looks up the chunks of the version to compare with.
     """
 
-    __slots__ = ("meta", "path", "prior", "regions", "rows")
-
-    def __init__(
-        self,
-        path: str,
-        meta: ArrayMeta,
-        regions: Sequence[tuple[tuple[int, ...], Values]],
-        prior: ChunkSource | None = None,
-    ) -> None:
-        self.path = path
-        self.meta = meta
-        self.regions = regions
-        self.prior = prior
-        self.rows: list[ChunkRow] = []
+    path: str
+    meta: ArrayMeta
+    regions: Sequence[tuple[tuple[int, ...], Values]]
+    prior: ChunkSource | None = None
+    rows: list[ChunkRow] = field(default_factory=list, init=False)
 
 
 class _Box(NamedTuple):

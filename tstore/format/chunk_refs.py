@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -83,27 +84,19 @@ class ChunkSource(Protocol):
         """Return the references to these chunks, in their order, without those that were never written."""
 
 
+@dataclass(eq=False, repr=False)
 class _Columns:
     """The columns of one or many tables, named like the fields of `ChunkRow`.
 
     `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block, so one or more for each chunk.
     """
 
-    def __init__(
-        self,
-        packs: tuple[str | bytes, ...],
-        number: npt.NDArray[np.uint64],
-        pack: npt.NDArray[np.uint32],
-        offset: npt.NDArray[np.uint64],
-        length: npt.NDArray[np.uint64],
-        checks: npt.NDArray[np.uint8],
-    ) -> None:
-        self.packs = packs
-        self.number = number
-        self.pack = pack
-        self.offset = offset
-        self.length = length
-        self.checks = checks
+    packs: tuple[str | bytes, ...]
+    number: npt.NDArray[np.uint64]
+    pack: npt.NDArray[np.uint32]
+    offset: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.uint64]
+    checks: npt.NDArray[np.uint8]
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
@@ -123,18 +116,16 @@ class _Columns:
         return chunk_rows(self.number.tolist(), packs, self.offset.tolist(), lengths, checks)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChunkTable:
     """References to chunks: rows `start` to `stop` of columns, which many tables can share.
 
     The chunks of one array are sorted by number. A part of a table copies nothing.
     """
 
-    __slots__ = ("columns", "start", "stop")
-
-    def __init__(self, columns: _Columns, start: int, stop: int) -> None:
-        self.columns = columns
-        self.start = start
-        self.stop = stop
+    columns: _Columns
+    start: int
+    stop: int
 
     @staticmethod
     def from_columns(

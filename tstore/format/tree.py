@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -64,16 +65,14 @@ _MERGED = 16
 """The number of tables of about the same size that are merged into one."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A group or an array of a tree; rows of later tables replace those of earlier ones."""
 
-    __slots__ = ("_chunks", "document", "path", "tables")
-
-    def __init__(self, path: str, document: bytes, tables: tuple[ChunkTable, ...]) -> None:
-        self.path = path
-        self.document = document
-        self.tables = tables
-        self._chunks: ChunkTable | None = None
+    path: str
+    document: bytes
+    tables: tuple[ChunkTable, ...]
+    _chunks: ChunkTable | None = field(default=None, init=False)
 
     @property
     def is_array(self) -> bool:
@@ -116,13 +115,13 @@ class Node:
         return self._chunks
 
 
+@dataclass(eq=False, repr=False)
 class Tree:
     """All nodes by path, and all tags, as of `version`; immutable."""
 
-    def __init__(self, version: int, nodes: Mapping[str, Node], tags: Mapping[str, int]) -> None:
-        self.version = version
-        self.nodes = nodes
-        self.tags = tags
+    version: int
+    nodes: Mapping[str, Node]
+    tags: Mapping[str, int]
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
         """Return the tree after a commit on top of this one."""
