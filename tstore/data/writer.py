@@ -2,10 +2,9 @@
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
-caches.
-Short chunks are written in batches, many of them gathered by one strided copy. A long chunk that is contiguous in
-memory is copied, hashed and written block by block. A chunk whose checksums equal those of the previous version
-becomes a reference to it and costs no bytes.
+caches. Short chunks are written in batches, many of them gathered by one strided copy. A long chunk that is
+contiguous in memory is copied, hashed and written block by block. A chunk whose checksums equal those of the
+previous version becomes a reference to it and costs no bytes.
 
 A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
 next one begun.

@@ -5,8 +5,7 @@
 3. Commits that share a record are small (all of their data is inline), equally durable, and disjoint: none would
    conflict with another, so every order gives the same result. A commit that replaces the tree, drops tags or has
    metrics is appended alone: retention reads the metrics of a version, not those of its parts.
-4. Each is validated by itself against all newer commits, and drops out if it conflicts or fails. It also drops
-out,
+4. Each is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops out,
    and is appended alone in the next turn, if it cannot be validated because a garbage collection was committed
    meanwhile, or if it grew because partial chunks had to be written again. So no commit fails because of another
    that shared its record.
