@@ -23,7 +23,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tests.support import processes, served
+from tests.support import http_server, processes
 from tests.support.sync_stub import STUB, sync_stub
 
 CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
@@ -305,7 +305,7 @@ def test_a_forked_child_can_not_harm_a_transaction(tmp_path: Path, place: str) -
     with contextlib.ExitStack() as stack:
         url: object = tmp_path / "s"
         if place == "served":
-            url = stack.enter_context(served.serving(url, "--anonymous", "write")).url
+            url = stack.enter_context(http_server.serving(url, "--anonymous", "write")).url
         assert processes.python(FORKED_INSIDE, url).split() == ["1", "True", "True"]
 
 

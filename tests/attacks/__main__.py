@@ -19,9 +19,9 @@ from rich.console import Console
 from tests.attacks.case import Case
 from tests.attacks.children import Children
 from tests.attacks.groups import NAMES, PRELOAD, groups
-from tests.attacks.judge import Group, Result, run, share, untried
-from tests.attacks.specimen import Specimen
-from tests.attacks.stage import Stage
+from tests.attacks.harness import Harness
+from tests.attacks.runner import Group, Result, run, share, untried
+from tests.attacks.sample_store import SampleStore
 from tests.attacks.table import show
 from tests.attacks.target import lay_out
 
@@ -40,18 +40,18 @@ async def attack(names: list[str], seconds: float, seed: int, console: Console) 
         bare, whole = Path(folder) / "bare", Path(folder) / "whole"
         bare.mkdir()
         lay_out(bare)
-        specimen = await Specimen.make(whole / "store")
+        sample = await SampleStore.make(whole / "store")
 
         async def begin(group: Group, most: float) -> None:
-            stage = Stage(bare if group.bare else whole, specimen, Children(PRELOAD), seed)
+            harness = Harness(bare if group.bare else whole, sample, Children(PRELOAD), seed)
             if group.tls:
-                stage.with_tls()
+                harness.with_tls()
 
             def tell(case: Case, message: str) -> None:
                 text = f"{group.name}: {case.name}: {message}"
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-            await run(group, stage, most, results[group.name], tell)
+            await run(group, harness, most, results[group.name], tell)
 
         async with asyncio.TaskGroup() as tasks:
             beside = [
@@ -84,16 +84,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--list", action="store_true", help="print the cases, and what holds if they fail")
-    asked = parser.parse_args()
-    names = asked.group or list(NAMES)
-    if asked.list:
-        for group in groups(asked.seed):
+    options = parser.parse_args()
+    names = options.group or list(NAMES)
+    if options.list:
+        for group in groups(options.seed):
             for case in group.cases if group.name in names else ():
                 print(f"{group.name}: {case.name}: {case.does}; held: {case.held}")
         return 0
-    seconds = enough(names, asked.seed) if asked.seconds is None else asked.seconds
-    results = asyncio.run(attack(names, seconds, asked.seed, Console(stderr=True)))
-    if asked.json:
+    seconds = enough(names, options.seed) if options.seconds is None else options.seconds
+    results = asyncio.run(attack(names, seconds, options.seed, Console(stderr=True)))
+    if options.json:
         print(json.dumps([result.document() for result in results]))
     else:
         show(results, Console())

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from urllib.parse import urlsplit
 
 from tests.attacks.case import Case, check
+from tests.attacks.harness import Harness
 from tests.attacks.honest import read_on, save_once
 from tests.attacks.scopes import request
-from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE
-from tests.support.served import Wire
+from tests.support.http_server import Wire
 
 __all__ = ["PLAIN", "TLS", "beside"]
 
@@ -48,29 +48,29 @@ KEPT = 0.9
 LEAST = 3
 """How many reads must have succeeded at least, however slow the machine."""
 
-Flood = Callable[[Stage], Awaitable[None]]
+Flood = Callable[[Harness], Awaitable[None]]
 
 
-async def beside(stage: Stage, flood: Flood, seconds: float = SECONDS, saved: int = SAVED) -> None:
+async def beside(harness: Harness, flood: Flood, seconds: float = SECONDS, saved: int = SAVED) -> None:
     """Let a flood come, and check that honest clients beside it keep nine of ten requests and finish a save.
 
     What counts as a request is a whole restore by tstore's own client with its own retries (see `read_on`).
     """
-    assert stage.specimen is not None
-    _lay_long_object(stage)
+    assert harness.sample is not None
+    _lay_long_object(harness)
     _allow_files()
-    if not stage.usual:
-        quiet = await stage.children.run(save_once, stage.site, stage.next_step(), saved, seconds=100)
+    if not harness.usual:
+        quiet = await harness.children.run(save_once, harness.site, harness.next_step(), saved, seconds=100)
         check(not quiet.error, f"a save without any flood is not done: {quiet.error}")
-        stage.usual = quiet.seconds
-    allowed = max(SAVE, SLOWER * stage.usual)
+        harness.usual = quiet.seconds
+    allowed = max(SAVE, SLOWER * harness.usual)
     reads: asyncio.Queue[tuple[bool, str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     reading = asyncio.ensure_future(
-        stage.children.run(
+        harness.children.run(
             read_on,
-            stage.site,
-            stage.specimen.values,
+            harness.site,
+            harness.sample.values,
             allowed / 2,
             seconds=3 * allowed + seconds,
             progress=reads.put_nowait,
@@ -82,11 +82,11 @@ async def beside(stage: Stage, flood: Flood, seconds: float = SECONDS, saved: in
         first = await asyncio.wait_for(reads.get(), allowed)
         check(first[0], f"an honest read before the flood fails: {first[1]}")
         began = loop.time()
-        flooding = asyncio.ensure_future(flood(stage))
+        flooding = asyncio.ensure_future(flood(harness))
         await asyncio.sleep(SETTLED)
         while not reads.empty():
             reads.get_nowait()
-        saving = await stage.children.run(save_once, stage.site, stage.next_step(), saved, seconds=allowed)
+        saving = await harness.children.run(save_once, harness.site, harness.next_step(), saved, seconds=allowed)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(began + allowed + SETTLED):
                 while loop.time() < began + seconds or len(told) < LEAST:
@@ -97,15 +97,15 @@ async def beside(stage: Stage, flood: Flood, seconds: float = SECONDS, saved: in
         reading.cancel()
         await asyncio.wait([flooding, reading])
     right = sum(good for good, _ in told)
-    stage.asked += max(len(told), 1)
-    stage.kept += right
+    harness.requests += max(len(told), 1)
+    harness.kept += right
     why = next((message for good, message in told if not good), "none was answered in time")
     check(not saving.error, f"a save beside it is not done: {saving.error}; reads: {right} of {len(told)}")
     check(right >= LEAST and right >= KEPT * len(told), f"{right} of {len(told)} honest reads succeeded: {why}")
 
 
-def _lay_long_object(stage: Stage) -> None:
-    path = stage.target.place / LONG
+def _lay_long_object(harness: Harness) -> None:
+    path = harness.target.place / LONG
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with open(path, "wb") as file:
@@ -148,9 +148,9 @@ async def at_rate(rate: float, one: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def callers(stage: Stage, kept: int, sent: bytes) -> Iterator[Callable[[], None]]:
+def callers(harness: Harness, kept: int, sent: bytes) -> Iterator[Callable[[], None]]:
     """What connects, sends some bytes and nothing more, and waits; the oldest beyond `kept` is closed."""
-    to = urlsplit(stage.process.url)
+    to = urlsplit(harness.process.url)
     opened: deque[socket.socket] = deque()
 
     def call() -> None:
@@ -173,9 +173,9 @@ def callers(stage: Stage, kept: int, sent: bytes) -> Iterator[Callable[[], None]
 
 
 @contextlib.asynccontextmanager
-async def connected(stage: Stage) -> AsyncIterator[Wire]:
+async def connected(harness: Harness) -> AsyncIterator[Wire]:
     """A connection from where floods come; it is broken at the end."""
-    async with stage.target.wire(SOURCE) as raw:
+    async with harness.target.wire(SOURCE) as raw:
         try:
             yield raw
         finally:
@@ -195,11 +195,11 @@ def _upload(key: str, length: int) -> bytes:
 def slow_uploads(count: int, name: str, length: int, piece: int, pause: float) -> Flood:
     """Declare `length` bytes for each of so many objects, and send a piece now and then."""
 
-    async def flood(stage: Stage) -> None:
+    async def flood(harness: Harness) -> None:
         numbers = itertools.count()
 
         async def one(_: int) -> None:
-            async with connected(stage) as raw:
+            async with connected(harness) as raw:
                 await raw.send(_upload(f"txn/slow{next(numbers)}/{name}", length))
                 while not raw.reader.at_eof():
                     raw.writer.write(bytes(piece))
@@ -214,12 +214,12 @@ def slow_uploads(count: int, name: str, length: int, piece: int, pause: float) -
     return flood
 
 
-async def slow_heads(stage: Stage) -> None:
+async def slow_heads(harness: Harness) -> None:
     """Begin 1,200 requests, and send a byte of each now and then."""
 
     async def one(number: int) -> None:
         await asyncio.sleep(number * 0.002)
-        async with connected(stage) as raw:
+        async with connected(harness) as raw:
             await raw.send(b"GET /tstore.json HTTP/1.1\r\nX: ")
             while not raw.reader.at_eof():
                 raw.writer.write(b"y")
@@ -231,7 +231,7 @@ async def slow_heads(stage: Stage) -> None:
     await crowd(1200, one)
 
 
-async def stalled_downloads(stage: Stage) -> None:
+async def stalled_downloads(harness: Harness) -> None:
     """Ask for a long object over 300 connections, and read nothing."""
 
     async def one(_: int) -> None:
@@ -240,7 +240,7 @@ async def stalled_downloads(stage: Stage) -> None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.setblocking(False)
             raw.bind((SOURCE, 0))
-            to = urlsplit(stage.process.url)
+            to = urlsplit(harness.process.url)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(raw, (to.hostname, to.port))
             await loop.sock_sendall(raw, request("GET", LONG, b"", HOSTILE))
@@ -257,8 +257,8 @@ async def stalled_downloads(stage: Stage) -> None:
 def silent(rate: float, sent: bytes = b"") -> Flood:
     """Connect so many times a second, send little or nothing, and wait."""
 
-    async def flood(stage: Stage) -> None:
-        with callers(stage, 3000, sent) as call:
+    async def flood(harness: Harness) -> None:
+        with callers(harness, 3000, sent) as call:
             await at_rate(rate, call)
 
     return flood
@@ -270,14 +270,14 @@ def silent(rate: float, sent: bytes = b"") -> Flood:
 def asking(count: int, *requests: bytes) -> Flood:
     """Ask in turn over so many kept connections, as fast as the answers come."""
 
-    async def flood(stage: Stage) -> None:
+    async def flood(harness: Harness) -> None:
         async def one(_: int) -> None:
-            async with connected(stage) as raw:
+            async with connected(harness) as raw:
                 for asked in itertools.cycle(requests):
                     raw.writer.write(asked.replace(b"Connection: close\r\n", b""))
                     if asked.startswith(b"HEAD"):
                         await raw.reader.readuntil(b"\r\n\r\n")
-                    elif (await raw.answer())[0] == 0:
+                    elif (await raw.response())[0] == 0:
                         return
 
         await crowd(count, one)
@@ -285,36 +285,36 @@ def asking(count: int, *requests: bytes) -> Flood:
     return flood
 
 
-async def aborted_downloads(stage: Stage) -> None:
+async def aborted_downloads(harness: Harness) -> None:
     """Ask for a long object, take the first bytes, and break the connection."""
 
     async def one(_: int) -> None:
-        async with connected(stage) as raw:
+        async with connected(harness) as raw:
             await raw.send(request("GET", LONG, b"", HOSTILE))
             await raw.reader.read(1000)
 
     await crowd(32, one)
 
 
-async def aborted_uploads(stage: Stage) -> None:
+async def aborted_uploads(harness: Harness) -> None:
     """Send a part of a pack, and break the connection."""
     numbers = itertools.count()
 
     async def one(_: int) -> None:
-        async with connected(stage) as raw:
+        async with connected(harness) as raw:
             await raw.send(_upload(f"txn/gone{next(numbers)}/pack-0", 8 << 20) + bytes(300_000))
             await asyncio.sleep(0.05)
 
     await crowd(16, one)
 
 
-async def tiny_chunks(stage: Stage) -> None:
+async def tiny_chunks(harness: Harness) -> None:
     """Send packs in chunks of one byte."""
     numbers = itertools.count()
     chunks = b"1\r\nx\r\n" * 2000
 
     async def one(_: int) -> None:
-        async with connected(stage) as raw:
+        async with connected(harness) as raw:
             head = _upload(f"txn/tiny{next(numbers)}/pack-0", 0)
             await raw.send(head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
             while not raw.reader.at_eof():
@@ -325,11 +325,11 @@ async def tiny_chunks(stage: Stage) -> None:
     await crowd(8, one)
 
 
-async def empty_requests(stage: Stage) -> None:
+async def empty_requests(harness: Harness) -> None:
     """Open 300 connections a second, each for one request."""
 
     async def one(_: int) -> None:
-        async with connected(stage) as raw:
+        async with connected(harness) as raw:
             await raw.send(request("GET", "tstore.json", b"", HOSTILE))
             await raw.rest()
 
@@ -347,7 +347,7 @@ _HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32)
 
 
 def _case(name: str, does: str, flood: Flood) -> Case:
-    return Case(name, does, _HELD, lambda stage: beside(stage, flood))
+    return Case(name, does, _HELD, lambda harness: beside(harness, flood))
 
 
 PLAIN = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.attacks import floods, lists, metadata, requests, scopes, seeded, stores
+from tests.attacks import floods, lists, metadata, random_requests, requests, scopes, stores
 from tests.attacks.case import family
-from tests.attacks.judge import Group
+from tests.attacks.runner import Group
 
 __all__ = ["NAMES", "PRELOAD", "groups"]
 
@@ -19,18 +19,18 @@ _SEEDED = 60
 def groups(seed: int) -> list[Group]:
     """Return all groups; those that go on elsewhere, as over TLS, have the same name."""
     drawn = family(
-        "seeded",
+        "random requests",
         "sends requests of which parts were swapped, doubled and left out",
         "no 500, and an honest reader is answered next",
-        seeded.fuzzed,
+        random_requests.send,
         [(str(n), n) for n in range(seed * _SEEDED, (seed + 1) * _SEEDED)],
     )
     return [
-        Group("requests", [*requests.CASES, *drawn], lambda stage: stage.target, bare=True, each=0.15),
-        Group("requests", requests.CASES, lambda stage: stage.target, bare=True, tls=True, each=0.15),
-        Group("scopes", scopes.CASES, lambda stage: stage),
-        Group("metadata", metadata.CASES, lambda stage: stage),
-        Group("floods", [*lists.CASES, *floods.PLAIN], lambda stage: stage, each=20),
-        Group("floods", floods.TLS, lambda stage: stage, tls=True, each=20),
-        Group("stores", stores.CASES, lambda stage: stage, together=12, each=20),
+        Group("requests", [*requests.CASES, *drawn], lambda harness: harness.target, bare=True, each=0.15),
+        Group("requests", requests.CASES, lambda harness: harness.target, bare=True, tls=True, each=0.15),
+        Group("scopes", scopes.CASES, lambda harness: harness),
+        Group("metadata", metadata.CASES, lambda harness: harness),
+        Group("floods", [*lists.CASES, *floods.PLAIN], lambda harness: harness, each=20),
+        Group("floods", floods.TLS, lambda harness: harness, tls=True, each=20),
+        Group("stores", stores.CASES, lambda harness: harness, together=12, each=20),
     ]

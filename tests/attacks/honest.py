@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import tstore
-from tests.attacks.specimen import digest_of, tree_of
-from tests.support.served import ADMIN, READ, WRITE
+from tests.attacks.sample_store import digest_of, tree_of
+from tests.support.http_server import ADMIN, READ, WRITE
 from tstore.store import Store
 
 __all__ = ["Site", "audit", "read_on", "save_once"]

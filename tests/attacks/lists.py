@@ -6,8 +6,8 @@ import json
 import os
 
 from tests.attacks.case import Case, check
+from tests.attacks.harness import Harness
 from tests.attacks.scopes import request
-from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE
 
 __all__ = ["CASES"]
@@ -17,9 +17,9 @@ LISTED = 8.0
 """Seconds of the server's processor that a list of all these may cost."""
 
 
-async def many_names(stage: Stage) -> None:
+async def many_names(harness: Harness) -> None:
     """List a folder of many names, page by page, and check what that costs the server."""
-    folder = stage.target.place / "txn" / "many-names"
+    folder = harness.target.place / "txn" / "many-names"
     folder.mkdir()
     (folder / "pack-0").write_bytes(b"")
     for number in range(1, NAMES):
@@ -27,14 +27,14 @@ async def many_names(stage: Stage) -> None:
         if number % 10_000 == 0:  # file systems bound the links of a file
             (folder / f"pack-{number}").unlink()
             (folder / f"pack-{number}").write_bytes(b"")
-    before, after, listed = stage.meter.cpu, "", 0
+    before, after, listed = harness.meter.cpu, "", 0
     while after is not None:
         asked = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
-        status, body = await stage.target.ask(asked)
+        status, body = await harness.target.ask(asked)
         check(status == 200, f"a page behind {after!r} is answered {status}")
         page = json.loads(body)
         listed, after = listed + len(page["entries"]), page["next"]
-        spent = stage.meter.cpu - before
+        spent = harness.meter.cpu - before
         check(spent <= LISTED, f"{listed} of {NAMES} names have cost {spent:.1f} s of the server's processor")
     check(listed == NAMES, f"the list has {listed} of {NAMES} names")
 

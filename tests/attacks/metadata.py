@@ -10,10 +10,10 @@ import msgspec
 
 from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Known, framed, manifest, record
+from tests.attacks.harness import Harness
 from tests.attacks.scopes import request
-from tests.attacks.stage import Stage
 from tests.attacks.target import HOSTILE, changes
-from tests.support.served import READ
+from tests.support.http_server import READ
 
 __all__ = ["CASES"]
 
@@ -134,22 +134,22 @@ TOGETHER = 4
 MANY = ("record of empty lists", "manifest of documents", "fragment of empty lists", "record of manifests")
 
 
-async def costs_little(stage: Stage, make: Make) -> None:
+async def costs_little(harness: Harness, make: Make) -> None:
     """Store one, and check what that costs the server and who asks it meanwhile."""
-    assert stage.specimen is not None
-    key, body = make(Known.of(stage.target.place, stage.specimen.expired))
-    await _sent(stage, [(key, body)])
+    assert harness.sample is not None
+    key, body = make(Known.of(harness.target.place, harness.sample.expired))
+    await _sent(harness, [(key, body)])
 
 
-async def several_cost_little(stage: Stage, make: Make) -> None:
+async def several_cost_little(harness: Harness, make: Make) -> None:
     """Store several at once."""
-    assert stage.specimen is not None
-    key, body = make(Known.of(stage.target.place, stage.specimen.expired))
-    await _sent(stage, [(key, body)] * TOGETHER)
+    assert harness.sample is not None
+    key, body = make(Known.of(harness.target.place, harness.sample.expired))
+    await _sent(harness, [(key, body)] * TOGETHER)
 
 
-async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
-    before, cpu = stage.target.files(), stage.meter.cpu
+async def _sent(harness: Harness, objects: list[tuple[str, bytes]]) -> None:
+    before, cpu = harness.target.files(), harness.meter.cpu
     ended, longest = asyncio.Event(), 0.0
 
     async def ask_on() -> None:
@@ -157,15 +157,15 @@ async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
         loop = asyncio.get_running_loop()
         while not ended.is_set():
             began = loop.time()
-            status, _ = await stage.target.ask(request("GET", "tstore.json", b"", READ))
+            status, _ = await harness.target.ask(request("GET", "tstore.json", b"", READ))
             longest = max(longest, loop.time() - began)
-            stage.asked += 1
-            stage.kept += status == 200
+            harness.requests += 1
+            harness.kept += status == 200
             await asyncio.sleep(0.02)
 
     async def store(key: str, body: bytes) -> int:
         fields = () if key == "latest" or "/alive-" in key else ("If-None-Match: *",)
-        status, _ = await stage.target.ask(request("PUT", key, body, HOSTILE, *fields))
+        status, _ = await harness.target.ask(request("PUT", key, body, HOSTILE, *fields))
         return status
 
     asking = asyncio.ensure_future(ask_on())
@@ -175,7 +175,7 @@ async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
         ended.set()
         await asyncio.wait([asking])
     asking.result()
-    spent = stage.meter.cpu - cpu
+    spent = harness.meter.cpu - cpu
     key = objects[0][0]
     faults = [f"{key} is answered {n}" for n in sorted({n for n in statuses if not _right(n, key)})]
     if spent > CPU * len(objects):
@@ -184,10 +184,10 @@ async def _sent(stage: Stage, objects: list[tuple[str, bytes]]) -> None:
         faults.append(f"an honest GET beside it waited for {longest:.1f} s")
     check(not faults, "; ".join(faults))
     if any(200 <= status < 300 for status in statuses):
-        stage.worn = True
-        await stage.check_audit(None)
+        harness.worn = True
+        await harness.check_audit(None)
     else:
-        made = changes(before, stage.target.files())
+        made = changes(before, harness.target.files())
         check(not made, f"{key} was refused, and the folder has changed: {made}")
 
 

@@ -7,7 +7,7 @@ import os
 
 from tests.attacks.case import check
 from tests.attacks.target import SECRET, Target, changes, files
-from tests.support.served import ADMIN
+from tests.support.http_server import ADMIN
 
 __all__ = ["TRAVERSAL", "no_link_leads_out", "no_path_leads_out"]
 
@@ -72,13 +72,15 @@ async def no_path_leads_out(target: Target, path: str, *, strict: bool = True) -
         token = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n\r\nx"
         async with target.wire() as raw:
             await raw.send(f"{request}{token}".encode())
-            answer = await raw.rest()
+            response = await raw.rest()
         check(
-            SECRET not in answer and b"root:" not in answer, f"{request.split(maxsplit=1)[0]} shows a file outside"
+            SECRET not in response and b"root:" not in response,
+            f"{request.split(maxsplit=1)[0]} shows a file outside",
         )
         if strict:
             check(
-                answer.split()[1] in (b"400", b"403", b"404"), f"{request.strip()!r} is answered {answer[:80]!r}"
+                response.split()[1] in (b"400", b"403", b"404"),
+                f"{request.strip()!r} is answered {response[:80]!r}",
             )
     made = changes(before, files(target.place.parent))
     check(all(n.startswith("store/") and "/." not in n for n in made), f"files were made: {made}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tests.attacks.case import Case, check, family
 from tests.attacks.paths import TRAVERSAL, no_link_leads_out, no_path_leads_out
 from tests.attacks.target import SECRET, Target, changes
-from tests.support.served import MARKER, PACK, WRITE, Wire
+from tests.support.http_server import MARKER, PACK, WRITE, Wire
 
 __all__ = ["ASKED", "CASES", "CREATE", "HEAD", "put", "refused"]
 
@@ -84,11 +84,11 @@ async def two_ends(target: Target, fields: bytes) -> None:
             await raw.send(b"\r\n\r\n")
         try:
             async with asyncio.timeout(10):
-                answers = await raw.rest()
+                responses = await raw.rest()
         except TimeoutError:
-            answers = b""  # it waits for the rest of the body, which TLS can't say is at its end
-    check(answers.count(b"HTTP/1.1 ") <= 1, f"two answers: {answers[:200]!r}")
-    check(not answers.startswith(b"HTTP/1.1 2"), f"taken: {answers[:80]!r}")
+            responses = b""  # it waits for the rest of the body, which TLS can't say is at its end
+    check(responses.count(b"HTTP/1.1 ") <= 1, f"two answers: {responses[:200]!r}")
+    check(not responses.startswith(b"HTTP/1.1 2"), f"taken: {responses[:80]!r}")
     check(not [n for n in target.files() if n.startswith("txn/new")], "an object was stored")
     await target.still_well()
 
@@ -98,7 +98,7 @@ async def behind_each_other(target: Target, _: None) -> None:
         body = b"PUT /txn/row/pack-9 HTTP/1.1\r\n\r\n"
         path = f"/txn/row/pack-{random.getrandbits(60)}"
         await raw.send(put(len(body), path) + body + ASKED + HEAD + b"\r\n" + put(1, path) + b"x")
-        said = [await raw.answer() for _ in range(3)]
+        said = [await raw.response() for _ in range(3)]
     check([s for s, _ in said] == [201, 200, 412] and said[1][1] == b"committed", f"answered {said}")
     check(not (target.place / "txn/row/pack-9").exists(), "the body of one request was done as another")
 
@@ -236,7 +236,7 @@ async def endless(target: Target, path: str) -> None:
         await raw.send(f"PUT {path} HTTP/1.1\r\n".encode() + CREATE + b"Transfer-Encoding: chunked\r\n\r\n")
         sending = asyncio.ensure_future(send_for_ever(raw))
         try:
-            status, _ = await raw.answer()
+            status, _ = await raw.response()
         finally:
             sending.cancel()
             await asyncio.wait([sending])

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from tests.attacks import forgeries
 from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Forgery, Known, record_of
-from tests.attacks.stage import Stage
+from tests.attacks.harness import Harness
 from tests.attacks.target import HOSTILE, changes
-from tests.support.served import ADMIN, READ, WRITE
+from tests.support.http_server import ADMIN, READ, WRITE
 
 __all__ = ["CASES", "request"]
 
@@ -55,15 +55,15 @@ def statuses(scope: str, method: str, kind: str) -> tuple[int, ...]:
     return (204,) if kind == "/alive-" else (403,)
 
 
-async def permitted(stage: Stage, given: tuple[str, str]) -> None:
+async def permitted(harness: Harness, given: tuple[str, str]) -> None:
     """Do everything that a scope could do to an object of a kind."""
     scope, kind = given
-    token, target = SCOPES[scope], stage.target
+    token, target = SCOPES[scope], harness.target
     place = target.place
     part = next(key for key in target.files() if "/part-" in key)
     (place / part.replace("/part-", "/alive-")).write_bytes(b'{"name":"half","time":1.0}')
     (place / part.replace("/part-", "/merging-")).write_bytes(b"1")
-    (place / "latest").write_bytes(b"%d" % stage.newest)
+    (place / "latest").write_bytes(b"%d" % harness.newest)
     before = target.files()
     if not any(kind in key for key in before):
         return
@@ -87,9 +87,9 @@ async def permitted(stage: Stage, given: tuple[str, str]) -> None:
         check(status in (401, 403) and target.files().keys() == after.keys(), f"a create is answered {status}")
 
 
-async def another_name(stage: Stage, _: None) -> None:
+async def another_name(harness: Harness, _: None) -> None:
     """Ask without a token by a name that somebody lets point here, as a page in a browser can."""
-    with stage.beside("--anonymous", "read") as target:
+    with harness.beside("--anonymous", "read") as target:
         asked = request("GET", "tstore.json", b"", None)
         for host in (b"evil.example", b"evil.example:80", b"127.0.0.1.evil.example", b"localhost.evil.example"):
             status, _body = await target.ask(asked.replace(b"127.0.0.1", host))
@@ -101,93 +101,93 @@ async def another_name(stage: Stage, _: None) -> None:
 # ---- what an object may bring about
 
 
-async def stored(stage: Stage, forgery: Forgery, token: str) -> tuple[int, str]:
+async def stored(harness: Harness, forgery: Forgery, token: str) -> tuple[int, str]:
     """Put a forgery in place, and return the status and the key."""
-    assert stage.specimen is not None
-    key, body = forgery(Known.of(stage.target.place, stage.specimen.expired))
+    assert harness.sample is not None
+    key, body = forgery(Known.of(harness.target.place, harness.sample.expired))
     replaced = key == "latest" or "/alive-" in key
     fields = () if replaced else ("If-None-Match: *",)
-    status, _ = await stage.target.ask(request("PUT", key, body, token, *fields))
+    status, _ = await harness.target.ask(request("PUT", key, body, token, *fields))
     return status, key
 
 
-async def forged(stage: Stage, given: tuple[Forgery, str]) -> None:
+async def forged(harness: Harness, given: tuple[Forgery, str]) -> None:
     """Store a forgery; if it is taken, honest clients must find everything as before, and go on."""
     forgery, token = given
-    before = stage.target.files()
-    status, key = await stored(stage, forgery, token)
+    before = harness.target.files()
+    status, key = await stored(harness, forgery, token)
     check(status < 500, f"{key} is answered {status}")
-    after = stage.target.files()
+    after = harness.target.files()
     if status >= 300:
         check(not changes(before, after), f"{key} is answered {status}, and changed the folder")
         return
-    await stage.check_audit(stage.next_step())
-    after = stage.target.files()
+    await harness.check_audit(harness.next_step())
+    after = harness.target.files()
     lost = [k for k, data in before.items() if after.get(k) != data and k != "latest" and "/alive-" not in k]
     check(not lost, f"{key} was taken; lost or changed since: {lost[:5]}")
 
 
-async def taken(stage: Stage, forgery: Forgery) -> None:
+async def taken(harness: Harness, forgery: Forgery) -> None:
     """Store what is no forgery: if that is refused, no refusal of others tells anything."""
-    status, _ = await stored(stage, forgery, WRITE)
+    status, _ = await stored(harness, forgery, WRITE)
     check(status == 201, f"an honest record is answered {status}")
-    await stage.check_audit(stage.next_step())
+    await harness.check_audit(harness.next_step())
 
 
-async def never(stage: Stage, given: tuple[Forgery, str]) -> None:
+async def never(harness: Harness, given: tuple[Forgery, str]) -> None:
     """Store the record of a gc with a token whose scope does not suffice: it is refused."""
     forgery, token = given
-    before = stage.target.files()
-    status, key = await stored(stage, forgery, token)
+    before = harness.target.files()
+    status, key = await stored(harness, forgery, token)
     if status < 300:
-        await stage.check_audit(stage.next_step())
+        await harness.check_audit(harness.next_step())
     check(status in (403, 422), f"{key}, the record of a gc, is answered {status} to a token of scope write")
-    check(not changes(before, stage.target.files()), "the folder has changed")
+    check(not changes(before, harness.target.files()), "the folder has changed")
 
 
-async def forged_root(stage: Stage, given: tuple[int, Forgery]) -> None:
+async def forged_root(harness: Harness, given: tuple[int, Forgery]) -> None:
     """Store a root, go on to the version of its number, and read as of all of them."""
     number, forgery = given
-    stage.fresh()
-    place, target = stage.target.place, stage.target
+    harness.fresh()
+    place, target = harness.target.place, harness.target
     if number:
-        await commits_up_to(stage, number)
+        await commits_up_to(harness, number)
         (place / f"roots/{number:020d}").unlink()
-    status, key = await stored(stage, forgery, HOSTILE)
+    status, key = await stored(harness, forgery, HOSTILE)
     check(status < 500, f"{key} is answered {status}")
     if status >= 300:
         return
-    await commits_up_to(stage, 66)
-    await stage.check_audit(stage.next_step())
+    await commits_up_to(harness, 66)
+    await harness.check_audit(harness.next_step())
     check(all(key in target.files() for key in ("tstore.json", f"commits/{66:020d}")), "objects are gone")
 
 
-async def commits_up_to(stage: Stage, version: int) -> None:
+async def commits_up_to(harness: Harness, version: int) -> None:
     """Make honest commits until there are so many."""
-    async with await stage.site.open(WRITE, "r+") as store:
+    async with await harness.site.open(WRITE, "r+") as store:
         while await store.log.reader.newest() < version:
             async with store.transaction("honest"):
                 pass
 
 
-async def condemned_by_admin(stage: Stage, _: None) -> None:
+async def condemned_by_admin(harness: Harness, _: None) -> None:
     """Condemn the marker, the log and living packs as an admin, and have the next gc finish that."""
     for name in ("a gc of the marker", "a gc of records", "a gc of packs that are needed"):
-        stage.fresh()
-        before = stage.target.files()
-        status, _key = await stored(stage, record_of(forgeries.CONDEMNING[name]), ADMIN)
+        harness.fresh()
+        before = harness.target.files()
+        status, _key = await stored(harness, record_of(forgeries.CONDEMNING[name]), ADMIN)
         for key in ("tstore.json", f"commits/{3:020d}", next(k for k in before if "/pack-" in k)):
-            said, _ = await stage.target.ask(request("DELETE", key, b"", ADMIN))
+            said, _ = await harness.target.ask(request("DELETE", key, b"", ADMIN))
             check(said == 403, f"{name} was answered {status}; then DELETE {key} is answered {said}")
         if status < 300:
-            await stage.check_audit(stage.next_step())
-        lost = [k for k in before if k not in stage.target.files()]
+            await harness.check_audit(harness.next_step())
+        lost = [k for k in before if k not in harness.target.files()]
         check(not lost, f"{name}: lost {lost[:5]}")
 
 
-async def afterwards(stage: Stage, _: None) -> None:
+async def afterwards(harness: Harness, _: None) -> None:
     """Have honest clients look at the store after all that was refused."""
-    await stage.check_audit(stage.next_step())
+    await harness.check_audit(harness.next_step())
 
 
 def _cases() -> Iterator[Case]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from tests.attacks import forgeries
 from tests.attacks.forgeries import Known, framed
 from tests.attacks.victim import OPENING, READING, WRITING
-from tests.support.answers import Request, ok, part
+from tests.support.raw_http import Request, ok, part
 
 __all__ = ["SERVERS", "Reply", "Served", "every_number", "redirect"]
 
@@ -41,8 +41,8 @@ class Served:
 
     def __call__(self, request: Request) -> bytes | Awaitable[bytes | None] | None:
         """The answer to a request."""
-        if "Authorization" in request.fields:
-            self.shown.append(request.fields["Authorization"])
+        if "Authorization" in request.headers:
+            self.shown.append(request.headers["Authorization"])
         path = request.path.partition("?")[0]
         reply = self.replies.get(path) or self.replies.get("*")
         if reply is not None:
@@ -52,7 +52,7 @@ class Served:
             return ok(b"", *OURS, status="404 Not Found")
         if request.method == "HEAD":
             return ok(b"", *OURS, length=len(data))
-        asked = request.fields.get("Range", "")
+        asked = request.headers.get("Range", "")
         if asked.startswith("bytes="):
             first, _, last = asked[6:].partition("-")
             start = int(first) if first else max(0, len(data) - int(last))

@@ -18,12 +18,12 @@ from tests.attacks.case import Case, check, family
 from tests.attacks.children import Children
 from tests.attacks.chunks import BOMBS, DOCUMENTS, documented
 from tests.attacks.forgeries import Forgery, Known, commit, record_of
+from tests.attacks.harness import Harness
 from tests.attacks.servers import SERVERS, Reply, Served, every_number, redirect
-from tests.attacks.stage import Stage
 from tests.attacks.target import files
 from tests.attacks.victim import OPENING, READING, visit
-from tests.support import answers
-from tests.support.answers import ok
+from tests.support import raw_http
+from tests.support.raw_http import ok
 
 __all__ = ["CASES"]
 
@@ -70,24 +70,24 @@ async def endure(
     return dict(ended.result)
 
 
-def copied(specimen: Path, folder: str) -> Path:
+def copied(sample: Path, folder: str) -> Path:
     """Return a copy of a store, whose files are links to the same bytes."""
     place = Path(folder) / "store"
-    shutil.copytree(specimen, place, copy_function=os.link)
+    shutil.copytree(sample, place, copy_function=os.link)
     return place
 
 
-async def forged_folder(stage: Stage, forgery: Forgery) -> None:
+async def forged_folder(harness: Harness, forgery: Forgery) -> None:
     """Open a store in which a forgery lies, however it came there."""
-    assert stage.specimen is not None
+    assert harness.sample is not None
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
-        place = copied(stage.specimen.folder, folder)
-        key, body = forgery(Known.of(place, stage.specimen.expired))
+        place = copied(harness.sample.folder, folder)
+        key, body = forgery(Known.of(place, harness.sample.expired))
         (place / key).parent.mkdir(parents=True, exist_ok=True)
         (place / key).unlink(missing_ok=True)
         (place / key).write_bytes(body)
         before = files(place)
-        await endure(stage.children, str(place), READING)
+        await endure(harness.children, str(place), READING)
         check(files(place) == before, "reading has changed the store")
 
 
@@ -98,60 +98,60 @@ def heavy(known: Known, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> 
     return [commit(number) for number in range(known.newest + 1, known.newest + 1 + count)], body
 
 
-async def heavy_folder(stage: Stage, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+async def heavy_folder(harness: Harness, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
     """Open a store with many records that take much memory once they are decoded."""
-    assert stage.specimen is not None
+    assert harness.sample is not None
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
-        place = copied(stage.specimen.folder, folder)
-        [first, *others], body = heavy(Known.of(place, stage.specimen.expired), many)
+        place = copied(harness.sample.folder, folder)
+        [first, *others], body = heavy(Known.of(place, harness.sample.expired), many)
         (place / first).write_bytes(body)
         for key in others:
             os.link(place / first, place / key)
-        await endure(stage.children, str(place), WALKING, seconds=LONG)
+        await endure(harness.children, str(place), WALKING, seconds=LONG)
 
 
-async def heavy_server(stage: Stage, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+async def heavy_server(harness: Harness, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
     """Open the same store over HTTP."""
-    assert stage.specimen is not None
-    keys, body = heavy(Known.of(stage.specimen.folder, stage.specimen.expired), many)
-    served = Served(files(stage.specimen.folder) | dict.fromkeys(keys, body), {})
-    async with answers.serving(served) as server:
-        await endure(stage.children, server.url, WALKING, seconds=LONG)
+    assert harness.sample is not None
+    keys, body = heavy(Known.of(harness.sample.folder, harness.sample.expired), many)
+    served = Served(files(harness.sample.folder) | dict.fromkeys(keys, body), {})
+    async with raw_http.serving(served) as server:
+        await endure(harness.children, server.url, WALKING, seconds=LONG)
 
 
-async def hostile_server(stage: Stage, given: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
+async def hostile_server(harness: Harness, given: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
     """Open the store of a server that answers as it likes."""
-    assert stage.specimen is not None
+    assert harness.sample is not None
     replies, verbs = given
-    served = Served(files(stage.specimen.folder), replies)
-    async with answers.serving(served) as server:
-        await endure(stage.children, server.url, verbs)
+    served = Served(files(harness.sample.folder), replies)
+    async with raw_http.serving(served) as server:
+        await endure(harness.children, server.url, verbs)
 
 
-async def every_number_exists(stage: Stage, _: None) -> None:
+async def every_number_exists(harness: Harness, _: None) -> None:
     """Open a store whose log never ends."""
-    assert stage.specimen is not None
-    known = Known.of(stage.specimen.folder, stage.specimen.expired)
-    async with answers.serving(Served({}, every_number(known))) as server:
-        await endure(stage.children, server.url, OPENING)
+    assert harness.sample is not None
+    known = Known.of(harness.sample.folder, harness.sample.expired)
+    async with raw_http.serving(Served({}, every_number(known))) as server:
+        await endure(harness.children, server.url, OPENING)
 
 
-async def token_asked_for(stage: Stage, variables: tuple[dict[str, str], dict[str, Any] | None]) -> None:
+async def token_asked_for(harness: Harness, variables: tuple[dict[str, str], dict[str, Any] | None]) -> None:
     """Ask a client that has a token for another server for it, by a 401."""
     environment, options = variables
     served = Served({}, {"*": lambda r: ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")})
-    async with answers.serving(served) as server:
-        await endure(stage.children, server.url, OPENING, options, environment)
+    async with raw_http.serving(served) as server:
+        await endure(harness.children, server.url, OPENING, options, environment)
     check(not served.shown, "the token of another server was sent to one that asked for it")
 
 
-async def token_carried_on(stage: Stage, _: None) -> None:
+async def token_carried_on(harness: Harness, _: None) -> None:
     """Lead a client that shows its token to another server."""
     other = Served({}, {"*": lambda r: ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")})
-    async with answers.serving(other) as elsewhere:
+    async with raw_http.serving(other) as elsewhere:
         first = Served({}, {"*": redirect(f"{elsewhere.url}/tstore.json")})
-        async with answers.serving(first) as server:
-            await endure(stage.children, server.url, OPENING, {"token": TOKEN})
+        async with raw_http.serving(first) as server:
+            await endure(harness.children, server.url, OPENING, {"token": TOKEN})
     check(not other.shown, "the token was sent to where a redirect led")
 
 

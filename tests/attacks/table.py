@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tests.attacks.judge import Result
+from tests.attacks.runner import Result
 
 __all__ = ["show"]
 
@@ -31,7 +31,7 @@ def show(results: Sequence[Result], console: Console) -> None:
             _mebibytes(result.server_memory),
             str(result.server_files or "–"),
             _mebibytes(result.client_memory),
-            f"{result.kept} of {result.asked}" if result.asked else "–",
+            f"{result.kept} of {result.requests}" if result.requests else "–",
         )
     console.print(table)
     for result in results:

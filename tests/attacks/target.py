@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tests.attacks.case import check
-from tests.support import served
-from tests.support.served import ADMIN, READ, WRITE, Wire
+from tests.support import http_server
+from tests.support.http_server import ADMIN, READ, WRITE, Wire
 from tstore.server import Server
 
 __all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "changes", "files", "lay_out"]
@@ -25,7 +25,7 @@ class Target:
     """What attacks are run against."""
 
     def __init__(
-        self, server: Server | served.Process, place: Path, trusting: ssl.SSLContext | None = None
+        self, server: Server | http_server.Process, place: Path, trusting: ssl.SSLContext | None = None
     ) -> None:
         self.server = server
         self.place = place
@@ -34,14 +34,14 @@ class Target:
     @contextlib.asynccontextmanager
     async def wire(self, source: str | None = None) -> AsyncIterator[Wire]:
         """A connection to the server."""
-        async with served.wire(self.server, self.trusting, source) as raw:
+        async with http_server.wire(self.server, self.trusting, source) as raw:
             yield raw
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """Return the status and body of the answer to one request, 0 if the server closes instead."""
         async with self.wire() as raw:
             await raw.send(request)
-            return await raw.answer()
+            return await raw.response()
 
     def files(self) -> dict[str, bytes]:
         """Return the contents of the folder that is served."""
@@ -81,7 +81,7 @@ def lay_out(folder: Path) -> Path:
     (folder / "outside" / "pack-0").write_bytes(SECRET)
     place = folder / "store"
     (place / "txn" / "old").mkdir(parents=True)
-    (place / "tstore.json").write_bytes(served.MARKER)
+    (place / "tstore.json").write_bytes(http_server.MARKER)
     (place / "txn" / "old" / "pack-0").write_bytes(b"committed")
     (place / "txn" / "old" / ".0123456789abcdef.tmp").write_bytes(SECRET)
     return place

@@ -17,14 +17,14 @@ from tests.attacks import floods
 from tests.attacks.case import Case, check
 from tests.attacks.children import Children
 from tests.attacks.groups import NAMES, PRELOAD, groups
-from tests.attacks.judge import Group, Result, run, share, untried
-from tests.attacks.specimen import Specimen
-from tests.attacks.stage import Stage
+from tests.attacks.harness import Harness
+from tests.attacks.runner import Group, Result, run, share, untried
+from tests.attacks.sample_store import SampleStore
 from tests.attacks.table import show
 from tests.attacks.target import lay_out
 
 CHOSEN = {
-    "requests": ["path: /../secret", "line: TRACE", "token: ''", "seeded: 7"],
+    "requests": ["path: /../secret", "line: TRACE", "token: ''", "random requests: 7"],
     "scopes": [
         "scope: none, commits",
         "scope: read, pack",
@@ -43,10 +43,10 @@ CHOSEN = {
 
 
 @pytest.fixture(scope="module")
-def specimens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Specimen]:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, SampleStore]:
     bare, whole = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("whole")
     lay_out(bare)
-    return bare, whole, asyncio.run(Specimen.make(whole / "store"))
+    return bare, whole, asyncio.run(SampleStore.make(whole / "store"))
 
 
 @contextlib.contextmanager
@@ -56,10 +56,10 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-async def judged(group: Group, specimens: tuple[Path, Path, Specimen]) -> Result:
-    bare, whole, specimen = specimens
-    stage, result = Stage(bare if group.bare else whole, specimen, Children(PRELOAD), 0), Result(group.name)
-    await run(group, stage, 100, result, lambda case, message: None)
+async def judged(group: Group, samples: tuple[Path, Path, SampleStore]) -> Result:
+    bare, whole, sample = samples
+    harness, result = Harness(bare if group.bare else whole, sample, Children(PRELOAD), 0), Result(group.name)
+    await run(group, harness, 100, result, lambda case, message: None)
     return result
 
 
@@ -70,11 +70,11 @@ def chosen() -> list[Group]:
 
 @pytest.mark.parametrize("group", chosen(), ids=list(CHOSEN))
 async def test_some_of_each_group(
-    group: Group, specimens: tuple[Path, Path, Specimen], monkeypatch: pytest.MonkeyPatch
+    group: Group, samples: tuple[Path, Path, SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {case.name for case in group.cases} == set(CHOSEN[group.name])
     with shorter(monkeypatch):
-        result = await judged(group, specimens)
+        result = await judged(group, samples)
     assert (result.held, result.broken) == (len(CHOSEN[group.name]), [])
 
 
@@ -85,26 +85,26 @@ def test_the_names_of_cases_are_different() -> None:
     assert {group.name for group in groups(0)} == set(NAMES)
 
 
-async def test_a_case_that_breaks_is_told(specimens: tuple[Path, Path, Specimen]) -> None:
+async def test_a_case_that_breaks_is_told(samples: tuple[Path, Path, SampleStore]) -> None:
     """Something is lost below the server: the audit of honest clients finds it, and the next case begins anew."""
 
-    async def loses(stage: Stage) -> None:
-        next((stage.target.place / "txn").glob("*/pack-*")).unlink()
-        await stage.check_audit(None)
+    async def loses(harness: Harness) -> None:
+        next((harness.target.place / "txn").glob("*/pack-*")).unlink()
+        await harness.check_audit(None)
 
-    async def fails(stage: Stage) -> None:
+    async def fails(harness: Harness) -> None:
         raise ValueError("a case that can't go on")
 
-    async def grows(stage: Stage) -> None:
-        stage.meter.memory = 10 << 30
+    async def grows(harness: Harness) -> None:
+        harness.meter.memory = 10 << 30
 
     cases = [Case(f.__name__, "", "", f) for f in (loses, grows)]
-    cases[1:1] = [Case("holds", "", "", lambda stage: stage.check_audit(None))]
-    result = await judged(Group("scopes", cases, lambda stage: stage), specimens)
+    cases[1:1] = [Case("holds", "", "", lambda harness: harness.check_audit(None))]
+    result = await judged(Group("scopes", cases, lambda harness: harness), samples)
     assert result.held == 1
     told = {case.name: message for case, message in result.broken}
     away = [Case("fails", "", "", fails)]
-    result = await judged(Group("stores", away, lambda stage: stage, together=1), specimens)
+    result = await judged(Group("stores", away, lambda harness: harness, together=1), samples)
     told |= {case.name: message for case, message in result.broken}
     assert "gone" in told["loses"] or "no such object" in told["loses"]
     assert told["fails"] == "ValueError: a case that can't go on"

@@ -11,8 +11,8 @@ import textwrap
 
 import pytest
 
-from tests.support.answers import Request, ok, part, serving
-from tests.support.served import MARKER
+from tests.support.http_server import MARKER
+from tests.support.raw_http import Request, ok, part, serving
 
 CHUNK = b"10000\r\n" + bytes(0x10000) + b"\r\n"
 CHUNKED = "Transfer-Encoding: chunked"
@@ -116,7 +116,7 @@ async def hostile(request: Request) -> bytes | None:
         write(f"HTTP/1.1 500 No\r\nContent-Type: text/plain\r\n{CHUNKED}\r\n\r\n".encode())
         await endless(request)
     elif "gzip" in said:
-        if "Range" in request.fields:
+        if "Range" in request.headers:
             return part(BOMB[: 1 << 16], f"0-65535/{len(BOMB)}", "Content-Encoding: gzip")
         return ok(BOMB, "Content-Encoding: gzip", "Content-Type: application/json", "Server: tstore/1")
     elif "endless" not in said:

@@ -17,7 +17,7 @@ import pytest
 import trustme
 
 import tstore
-from tests.support.served import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
+from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
 from tstore.server import Certificate, Limits, Server
 from tstore.server.limits import Shares
 from tstore.server.responses import Refused
@@ -78,15 +78,15 @@ async def test_slow_packs_on_every_place_there_is_make_room(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=12)) as server:
         async with slow_uploads(server, 30, 16 << 20) as slow, asyncio.timeout(60):
             await save(server)
-            answers = await asyncio.gather(*[asyncio.wait_for(raw.answer(), 1) for raw in slow[:12]],
+            responses = await asyncio.gather(*[asyncio.wait_for(raw.response(), 1) for raw in slow[:12]],
                                            return_exceptions=True)  # fmt: skip
-            assert {a[0] for a in answers if isinstance(a, tuple)} == {503}
+            assert {a[0] for a in responses if isinstance(a, tuple)} == {503}
 
 
 async def test_who_may_do_nothing_ends_nothing(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=2)) as server:
         async with slow_uploads(server, 2, 16 << 20) as slow, client_of(server) as stranger:
-            ended = [asyncio.ensure_future(raw.answer()) for raw in slow]
+            ended = [asyncio.ensure_future(raw.response()) for raw in slow]
             await asyncio.wait(ended, timeout=2.5)  # by then one would make room
             for _ in range(5):
                 assert (await stranger("GET", "/latest")).status == 401
@@ -101,8 +101,8 @@ async def test_a_long_manifest_that_hardly_comes_stops_nobody(place: str) -> Non
     async with Server(place, access=everybody()) as server:
         async with slow_uploads(server, 8, 100 << 20, "manifest"), client_of(server, WRITE) as client:
             async with asyncio.timeout(60):
-                answer = await client.create("/txn/abc/manifest-0", b"x" * (3 << 20))
-                assert answer.status == 422
+                response = await client.create("/txn/abc/manifest-0", b"x" * (3 << 20))
+                assert response.status == 422
                 await save(server)
 
 
@@ -112,7 +112,7 @@ async def test_a_body_needs_an_average_pace(place: str) -> None:
     async with Server(place, access=everybody(), limits=limits) as server, asyncio.timeout(60):
         async with wire(server) as raw:
             await raw.send(put(PACK, 1 << 30) + b"x" * (1 << 20))
-            answering = asyncio.ensure_future(raw.answer())
+            answering = asyncio.ensure_future(raw.response())
             while not answering.done():
                 await raw.send(b"x" * (20 << 10))
                 await asyncio.sleep(0.05)
@@ -161,11 +161,11 @@ async def test_who_waits_for_memory_is_told_to_come_again(tmp_path: Path) -> Non
     """What is whole waits for memory only so long."""
     limits = Limits(wait=0.1)
     async with Server(tmp_path, access=everybody(), limits=limits) as server, client_of(server, WRITE) as client:
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *[client.create(f"/txn/abc/manifest-{i}", b"x" * (60 << 20)) for i in range(5)]
         )
-        assert {a.status for a in answers} <= {422, 413, 503}
-        assert all("Retry-After" in a.headers for a in answers if a.status == 503)
+        assert {a.status for a in responses} <= {422, 413, 503}
+        assert all("Retry-After" in a.headers for a in responses if a.status == 503)
 
 
 async def test_shares_go_to_who_has_least() -> None:
@@ -260,17 +260,17 @@ async def test_who_has_asked_stays_where_others_are_silent(tmp_path: Path) -> No
         stranger = await stack.enter_async_context(wire(server))
         for _ in range(3):
             await honest.send(b"GET /latest HTTP/1.1\r\n" + HEAD + b"\r\n")
-            assert (await honest.answer())[0] == 404
+            assert (await honest.response())[0] == 404
             await stranger.send(b"GET /latest HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await stranger.answer())[0] in (0, 401)
+            assert (await stranger.response())[0] in (0, 401)
             for _ in range(30):
                 await stack.enter_async_context(wire(server))
         for _ in range(10):  # who was refused goes before who was served
             raw = await stack.enter_async_context(wire(server))
             await raw.send(b"GET /latest HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await raw.answer())[0] == 401
+            assert (await raw.response())[0] == 401
         await honest.send(b"GET /latest HTTP/1.1\r\n" + HEAD + b"\r\n")
-        assert (await honest.answer())[0] == 404
+        assert (await honest.response())[0] == 404
 
 
 async def test_who_takes_no_answer_does_not_stay(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.support.served import (
+from tests.support.http_server import (
     ADMIN,
     MARKER,
     PACK,
@@ -63,8 +63,8 @@ async def test_a_page_of_another_name_gets_nothing_without_a_token(place: Path, 
         for host in ("127.0.0.1", "localhost:1", "[::1]:8080", "store.example:443", "STORE.EXAMPLE"):
             assert (await client("GET", "/tstore.json", Host=host)).status == 200
         for host in ("evil.example", "evil.example:80", "localhost.evil.example", "store.example.evil.example"):
-            answer = await client("GET", "/tstore.json", Host=host)
-            assert (answer.status, b"--hostname" in answer.body) == (403, True)
+            response = await client("GET", "/tstore.json", Host=host)
+            assert (response.status, b"--hostname" in response.body) == (403, True)
             assert (await client("GET", "/?list", Host=host)).status == 403
         named = await client.with_token(WRITE)("GET", "/tstore.json", Host="any.example")
         assert named.status == (200 if access.tokens else 401)
@@ -191,7 +191,7 @@ async def test_a_fifo_in_place_of_the_tokens_stops_nothing(place: Path) -> None:
             tokens.unlink()
             os.mkfifo(tokens, 0o600)
             served.process.send_signal(signal.SIGHUP)
-            while "the current tokens are kept" not in served.said():
+            while "the current tokens are kept" not in served.logged():
                 assert (await client("GET", "/tstore.json")).status == 200
 
 
@@ -230,7 +230,7 @@ async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
         async with aiohttp.ClientSession(served.url) as session, asyncio.timeout(60):
             writer.write(CHUNKED)
             sending = asyncio.ensure_future(_send(writer, chunk * count + b"0\r\nTrailer: x\r\n\r\n"))
-            answering = asyncio.ensure_future(Wire(reader, writer).answer())
+            answering = asyncio.ensure_future(Wire(reader, writer).response())
             while not answering.done():
                 assert (await Client(session, WRITE)("GET", "/tstore.json")).status == 200
             assert (await answering)[0] in (0, 400)  # 0: the end came before the answer was read
@@ -249,13 +249,13 @@ async def test_tiny_chunks_are_not_read_for_long(
     async with Server(place, access=everybody()) as server, wire(server) as raw:
         await raw.send(CHUNKED.replace(PACK.encode(), path.encode()))
         if status == 403:
-            assert (await raw.answer())[0] == 403
+            assert (await raw.response())[0] == 403
         async with asyncio.timeout(30):
             sending = asyncio.ensure_future(raw.send(b"1\r\nx\r\n" * 200_000))
-            answer = await raw.answer()
+            response = await raw.response()
             await sending
-        assert answer[0] in (0, 400 if status == 400 else 0)  # 0: the end came before the answer was read
-        assert not answer[0] or b"chunks of the body are too small" in answer[1]
+        assert response[0] in (0, 400 if status == 400 else 0)  # 0: the end came before the answer was read
+        assert not response[0] or b"chunks of the body are too small" in response[1]
     assert files(place) == ["tstore.json"]
 
 
@@ -267,7 +267,7 @@ async def test_chunks_of_honest_sizes_are_taken(place: Path, size: int, count: i
         body = chunk * count + b"0\r\n\r\n"
         for at in range(0, len(CHUNKED + body), 50_001):
             await raw.send((CHUNKED + body)[at : at + 50_001])
-        assert (await raw.answer())[0] == 201
+        assert (await raw.response())[0] == 201
     assert (place / PACK[1:]).stat().st_size == size * count
 
 
@@ -336,10 +336,10 @@ async def test_floods_of_small_requests(place: Path, method: str) -> None:
         async def flood(client: Client, number: int) -> None:
             for i in range(40):
                 if method == "PUT":
-                    answer = await client.create(f"/txn/f{number}/pack-{i}", b"x")
+                    response = await client.create(f"/txn/f{number}/pack-{i}", b"x")
                 else:
-                    answer = await client(method, PACK, Range=f"bytes={i * 100}-{i * 200}")
-                assert answer.status in (200, 201, 206, 503)
+                    response = await client(method, PACK, Range=f"bytes={i * 100}-{i * 200}")
+                assert response.status in (200, 201, 206, 503)
 
         connector = aiohttp.TCPConnector(limit=60)
         async with aiohttp.ClientSession(served.url, connector=connector) as many, asyncio.timeout(90):

@@ -21,7 +21,7 @@ import pytest
 import xxhash
 
 import tstore
-from tests.support.served import ADMIN, WRITE, Client, client_of, everybody
+from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, Inconsistent, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
@@ -304,11 +304,11 @@ async def test_a_record_that_the_log_does_not_bear_out_is_refused(place: Place) 
     wrong = []
     for scope, client in (("write", place.write), ("admin", place.admin)):
         for name, make in RECORDS.items():
-            answer = await client.create(f"/{commit_key(NEXT)}", make())
+            response = await client.create(f"/{commit_key(NEXT)}", make())
             expected = 422 if name not in ABSENT else 403 if scope == "write" else 201
-            if answer.status != expected:
-                wrong.append((scope, name, answer.status, answer.body))
-            if answer.status == 201:
+            if response.status != expected:
+                wrong.append((scope, name, response.status, response.body))
+            if response.status == 201:
                 (place.folder / commit_key(NEXT)).unlink()
     assert wrong == []
     assert files(place.folder) == before
@@ -323,15 +323,15 @@ async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> Non
         for name, change in COLLECTIONS.items():
             made = change(place.collection, record)
             data = made if isinstance(made, bytes) else framed(msgspec.structs.replace(record, collection=made))
-            answer = await client.create(f"/{commit_key(NEXT)}", data)
-            if answer.status not in (status, 422):
-                wrong.append((name, answer.status, answer.body))
+            response = await client.create(f"/{commit_key(NEXT)}", data)
+            if response.status not in (status, 422):
+                wrong.append((name, response.status, response.body))
         assert wrong == []
-    answer = await place.write.create(f"/{commit_key(NEXT)}", framed(record))
-    assert answer.status == 403
+    response = await place.write.create(f"/{commit_key(NEXT)}", framed(record))
+    assert response.status == 403
     assert (
         "also in a copy, needs a token of the scope admin, this request has write"
-        in json.loads(answer.body)["error"]
+        in json.loads(response.body)["error"]
     )
     assert files(place.folder) == before
     await goes_on(place)
@@ -346,8 +346,8 @@ async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place)
     for number, each in enumerate(made, NEXT + 1):
         transaction = "forged" if any(each.packs) else f"forged{number}"
         data = framed(commit(each, transaction=transaction, collected=NEXT, base=NEXT, tags=(f"t{number}",)))
-        answer = await place.write.create(f"/{commit_key(number)}", data)
-        assert answer.status == 201, answer
+        response = await place.write.create(f"/{commit_key(number)}", data)
+        assert response.status == 201, response
     store = await opened(place.server)
     assert (await store.verify()).ok
     array = await (await store.snapshot()).array("forged")
@@ -389,9 +389,9 @@ async def test_a_root_of_a_version_to_come_is_refused(place: Place) -> None:
     other = {**dict.fromkeys(("step/1", "step/2"), 1)}
     for root in (Root(ROOT_EVERY, bytes(16), other, manifest()), Root(ROOT_EVERY, bytes(16), {}, manifest())):
         for client in (place.write, place.admin):
-            answer = await client.create(key, framed(root))
-            assert answer.status == 422
-            assert "there is no version 64 yet" in json.loads(answer.body)["error"]
+            response = await client.create(key, framed(root))
+            assert response.status == 422
+            assert "there is no version 64 yet" in json.loads(response.body)["error"]
     await many(place.store, ROOT_EVERY)
     async with await opened(place.server) as store:
         assert await tstore.steps(store) == [1, 2, 3]
@@ -420,9 +420,9 @@ async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
         client = await stack.enter_async_context(client_of(server, WRITE))
         for other in forged:
             assert framed(other) != true
-            answer = await client.create(f"/{root_key(ROOT_EVERY)}", framed(other))
-            assert answer.status == 422
-            assert "differs from the records up to version 64" in json.loads(answer.body)["error"]
+            response = await client.create(f"/{root_key(ROOT_EVERY)}", framed(other))
+            assert response.status == 422
+            assert "differs from the records up to version 64" in json.loads(response.body)["error"]
         assert (await client.create(f"/{root_key(ROOT_EVERY)}", true)).status == 201
 
 
@@ -527,9 +527,9 @@ async def test_a_record_behind_a_version_that_can_not_be_read(
     record = framed(commit(base=NEXT, tags=("t",)))
     async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
         missing.unlink()
-        answer = await client.create(f"/{commit_key(NEXT + 1)}", record)
-        assert answer.status == 422
-        assert "version 5 can't be read on the server" in json.loads(answer.body)["error"]
+        response = await client.create(f"/{commit_key(NEXT + 1)}", record)
+        assert response.status == 422
+        assert "version 5 can't be read on the server" in json.loads(response.body)["error"]
         missing.write_bytes(data)
         assert (await client.create(f"/{commit_key(NEXT + 1)}", record)).status == 201
         async with await opened(server) as store:
@@ -693,9 +693,9 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
             right = framed(tree.root(check))
             assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
         forged = framed(commit(manifest("x", fresh=False), base=newest))  # the array of the voided version
-        answer = await client.create(f"/{commit_key(newest + 1)}", forged)
-        assert answer.status == 422
-        assert "which does not exist" in json.loads(answer.body)["error"]
+        response = await client.create(f"/{commit_key(newest + 1)}", forged)
+        assert response.status == 422
+        assert "which does not exist" in json.loads(response.body)["error"]
         async with await opened(server) as store:
             async with store.transaction(tag="own") as tx:
                 await (await tx.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
@@ -728,9 +728,9 @@ async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place,
         (msgspec.structs.replace(wide, inline=(CHUNK + other,)), "does not match its checksum"),
         (msgspec.structs.replace(wide, inline=(CHUNK + b"x",), offset=across), "overlaps"),
     ]:
-        answer = await client.create(f"/{commit_key(NEXT)}", of(wrong))
-        assert answer.status == 422
-        assert said in json.loads(answer.body)["error"]
+        response = await client.create(f"/{commit_key(NEXT)}", of(wrong))
+        assert response.status == 422
+        assert said in json.loads(response.body)["error"]
     right = msgspec.structs.replace(wide, inline=(CHUNK,), offset=same)  # both are the same bytes
     assert (await client.create(f"/{commit_key(NEXT)}", of(right))).status == 201
     assert (await place.store.verify()).ok

@@ -20,7 +20,7 @@ from tests.attacks import paths, requests
 from tests.attacks.case import Case
 from tests.attacks.requests import HEAD, put
 from tests.attacks.target import Target, files, lay_out
-from tests.support.served import (
+from tests.support.http_server import (
     ADMIN,
     MARKER,
     PACK,
@@ -119,7 +119,7 @@ async def test_a_body_that_stalls(place: Path) -> None:
     before = files(place)
     async with Server(place, access=everybody(), limits=Limits(stall=0.1)) as server, wire(server) as raw:
         await raw.send(put(1000) + b"x" * 999)
-        assert (await raw.answer())[0] == 408
+        assert (await raw.response())[0] == 408
         assert await raw.rest() == b""
         assert files(place) == before
 
@@ -160,7 +160,7 @@ async def test_more_requests_than_are_taken(place: Path) -> None:
             assert (busy.status, busy.headers["Retry-After"]) == (503, "1")
             assert (await client("GET", "/-/health")).status == 200
         await raw.send(b"x" * 10)
-        assert (await raw.answer())[0] == 201
+        assert (await raw.response())[0] == 201
         await still_well(server)
 
 
@@ -173,8 +173,8 @@ async def test_two_servers_of_one_store_race(place: Path) -> None:
         for i in range(20):
             path = f"/txn/race/pack-{i}"
             bodies = [b"%d" % n * 100 for n in range(8)]
-            answers = await asyncio.gather(*[clients[n % 2].create(path, body) for n, body in enumerate(bodies)])
-            [winner] = [n for n, answer in enumerate(answers) if answer.status == 201]
+            responses = await asyncio.gather(*[clients[n % 2].create(path, body) for n, body in enumerate(bodies)])
+            [winner] = [n for n, response in enumerate(responses) if response.status == 201]
             assert (place / path[1:]).read_bytes() == bodies[winner]
 
 
@@ -290,7 +290,7 @@ def test_fuzzed_requests(fuzzed: Fuzzed, sent: bytes) -> None:
                 pass
     with socket.create_connection(fuzzed.served.address, timeout=60) as raw:
         raw.sendall(b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n")
-        answer = b""
+        response = b""
         while data := raw.recv(1 << 16):
-            answer += data
-        assert answer.endswith(MARKER)
+            response += data
+        assert response.endswith(MARKER)

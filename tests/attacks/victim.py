@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import tstore
-from tests.attacks.specimen import digest_of
+from tests.attacks.sample_store import digest_of
 from tstore.errors import TStoreError
 from tstore.store import Store
 

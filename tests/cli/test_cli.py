@@ -71,9 +71,9 @@ def store(tmp_path: Path, file: Path, call: Call) -> Path:
     return tmp_path / "store"
 
 
-def failed(answer: tuple[int, str, str], *words: str, code: int = 1) -> str:
+def failed(result: tuple[int, str, str], *words: str, code: int = 1) -> str:
     """Checks that this is the answer of a failure, one sentence that has these words, and returns it."""
-    status, out, err = answer
+    status, out, err = result
     assert (status, out) == (code, ""), err
     assert err.startswith("tstore: ")
     assert err.count("\n") == 1

@@ -308,8 +308,8 @@ async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path, weights: s
         await job.ask("hold", weights=weights, mesh={"data": 4, "model": 1})
         for i in range(5):
             store = str(tmp_path / str(i))
-            answers = await job.ask("save", store=store, step=0, attempt="a", timeout=30)
-            assert [answer["version"] for answer in answers] == [1] * 4
+            replies = await job.ask("save", store=store, step=0, attempt="a", timeout=30)
+            assert [answer["version"] for answer in replies] == [1] * 4
 
 
 async def test_a_host_that_fails_says_why() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.liars import LATENCY, LastOneStays, LooksThenWrites, Overwrites
+from tests.support.broken_storage import LATENCY, LastOneStays, LooksThenWrites, Overwrites
 from tstore import conformance
 from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
 from tstore.storage.connect import connect

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import tstore
-from tests.support.liars import LastOneStays, LooksThenWrites, Overwrites
+from tests.support.broken_storage import LastOneStays, LooksThenWrites, Overwrites
 from tstore.cli import main
 from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unavailable

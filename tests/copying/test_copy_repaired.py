@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.served import ADMIN, WRITE, everybody
+from tests.support.http_server import ADMIN, WRITE, everybody
 from tstore import Keep
 from tstore.errors import Corrupt, Denied, InvalidArgument
 from tstore.format.encoding import encode

@@ -13,7 +13,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tests.support import served
+from tests.support import http_server
 from tstore.conformance.faults import Faults
 from tstore.store import Store
 
@@ -130,7 +130,7 @@ def test_a_thread_that_changes_the_arrays_all_the_time(tmp_path: Path, place: st
     with contextlib.ExitStack() as stack:
         url: Any = tmp_path / "s"
         if place == "served":
-            url = stack.enter_context(served.serving(url, "--anonymous", "write")).url
+            url = stack.enter_context(http_server.serving(url, "--anonymous", "write")).url
         store = stack.enter_context(blocking.open(url))
         with incremented(large, small):
             for step in range(4):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.emulated import (
+from tests.support.emulation import (
     DTYPES,
     EDGES,
     FORMATS,

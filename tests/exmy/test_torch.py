@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.emulated import (
+from tests.support.emulation import (
     DTYPES,
     EDGES,
     FORMATS,

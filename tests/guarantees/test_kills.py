@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as tstore
-from tests.support import forks, served
+from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
 RANDOM_KILLS = 200
@@ -310,13 +310,13 @@ def test_killed_clients_of_a_server(tmp_path: Path) -> None:
     """What the server has answered stays, the rest is not there by halves, and a gc cleans up."""
     rng, told = random.Random(0), 0
     with (
-        served.serving(tmp_path / "s", tokens=f"admin {served.ADMIN}") as server,
+        http_server.serving(tmp_path / "s", tokens=f"admin {http_server.ADMIN}") as server,
         forks.forks(CLIENT) as clients,
-        tstore.open(server.url, storage_options={"token": served.ADMIN}) as store,
+        tstore.open(server.url, storage_options={"token": http_server.ADMIN}) as store,
     ):
         for number in range(12):
             out = tmp_path / f"out-{number}"
-            client = clients.start(out, server.url, served.ADMIN, number)
+            client = clients.start(out, server.url, http_server.ADMIN, number)
             until = 1 + rng.randrange(3)
             while not (out.exists() and out.read_text().count("\n") >= until):
                 time.sleep(0.001)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tstore.sync as blocking
-from tests.support import processes, served
+from tests.support import http_server, processes
 
 BEGIN = """
     import atexit, contextlib, os, signal, sys, threading, time
@@ -95,7 +95,9 @@ def stored(folder: Path, place: str) -> Iterator[object]:
     blocking.save(folder, {"w": np.zeros(2)}, 0)
     with contextlib.ExitStack() as stack:
         yield (
-            folder if place == "local" else stack.enter_context(served.serving(folder, "--anonymous", "write")).url
+            folder
+            if place == "local"
+            else stack.enter_context(http_server.serving(folder, "--anonymous", "write")).url
         )
 
 

@@ -23,7 +23,7 @@ import trustme
 import xxhash
 
 import tstore
-from tests.support.served import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
+from tests.support.http_server import ADMIN, MARKER, PACK, READ, WRITE, Client, client_of, everybody, serving, wire
 from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.format.encoding import encode
@@ -92,13 +92,13 @@ async def test_an_object_is_created_once_and_read_in_parts(client: Client) -> No
         (f"bytes=-{len(body) + 9}", slice(0, None)),
         (f"bytes=7-{len(body) + 9}", slice(7, None)),
     ]:
-        answer = await client("GET", PACK, Range=asked)
-        assert (answer.status, answer.body) == (206, body[part])
+        response = await client("GET", PACK, Range=asked)
+        assert (response.status, response.body) == (206, body[part])
         start, stop, _ = part.indices(len(body))
-        assert answer.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(body)}"
+        assert response.headers["Content-Range"] == f"bytes {start}-{stop - 1}/{len(body)}"
     for asked in (f"bytes={len(body)}-", "bytes=9-3", "bytes=-0"):
-        answer = await client("GET", PACK, Range=asked)
-        assert (answer.status, answer.headers["Content-Range"]) == (416, f"bytes */{len(body)}")
+        response = await client("GET", PACK, Range=asked)
+        assert (response.status, response.headers["Content-Range"]) == (416, f"bytes */{len(body)}")
     for asked in ("bytes=0-1,5-6", "lines=0-1", "bytes=a-b", "bytes=-"):
         assert (await client("GET", PACK, Range=asked)).status == 200
 
@@ -127,9 +127,9 @@ async def test_only_a_hint_or_a_heartbeat_is_replaced(client: Client) -> None:
         etags = set()
         for body in bodies:
             assert (await client("PUT", path, body)).status == 204
-            answer = await client("GET", path)
-            assert answer.body == body
-            etags.add(answer.headers["ETag"])
+            response = await client("GET", path)
+            assert response.body == body
+            etags.add(response.headers["ETag"])
         assert len(etags) == 2
     for path in ("/tstore.json", PACK, commit(1)):
         assert (await client("PUT", path, MARKER)).status == 428
@@ -139,9 +139,9 @@ async def test_only_a_hint_or_a_heartbeat_is_replaced(client: Client) -> None:
 
 async def test_one_of_many_racing_creates_wins(client: Client) -> None:
     bodies = [b"%d" % i * 300_000 for i in range(20)]
-    answers = await asyncio.gather(*[client.create(PACK, body) for body in bodies])
-    [winner] = [body for body, answer in zip(bodies, answers, strict=True) if answer.status == 201]
-    assert sorted({answer.status for answer in answers}) == [201, 412]
+    responses = await asyncio.gather(*[client.create(PACK, body) for body in bodies])
+    [winner] = [body for body, response in zip(bodies, responses, strict=True) if response.status == 201]
+    assert sorted({response.status for response in responses}) == [201, 412]
     assert (await client("GET", PACK)).body == winner
 
 
@@ -166,7 +166,7 @@ async def test_a_refused_body_is_not_asked_for(server: Server, client: Client) -
             if status == 201:
                 assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
                 await raw.send(b"abc")
-            assert (await raw.answer())[0] == status
+            assert (await raw.response())[0] == status
 
 
 async def test_a_body_in_chunks(client: Client) -> None:
@@ -174,10 +174,10 @@ async def test_a_body_in_chunks(client: Client) -> None:
         for _ in range(5):
             yield b"x" * 100_000
 
-    answer = await client.create(PACK, body())
+    response = await client.create(PACK, body())
     chunked = {201: b"x" * 500_000, 411: None}  # in memory only what comes with its length can be received
-    assert answer.status in chunked
-    assert answer.status == 411 or (await client("GET", PACK)).body == chunked[201]
+    assert response.status in chunked
+    assert response.status == 411 or (await client("GET", PACK)).body == chunked[201]
 
 
 async def test_a_long_pack_for_a_storage_that_is_not_local() -> None:
@@ -203,9 +203,9 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),))),
         forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),))),
     ):
-        answer = await client.create(commit(1), body)
-        assert answer.status == 422, answer
-        assert json.loads(answer.body)["error"].startswith("commits/0000")
+        response = await client.create(commit(1), body)
+        assert response.status == 422, response
+        assert json.loads(response.body)["error"].startswith("commits/0000")
     assert (await client.create(commit(2), record())).status == 422  # there is no version 1
     assert (await client.create(commit(1), whole)).status == 201
     assert (await client.create(commit(1), record(message="other"))).status == 412
@@ -233,9 +233,9 @@ async def test_a_root_of_another_record_is_refused(client: Client) -> None:
         data = encode(Record(f"t{version}", 0, 1.0))
         assert (await client.create(commit(version), data)).status == 201
     key = "/roots/00000000000000000064"
-    answer = await client.create(key, encode(Root(64, bytes(16), {}, NO_CHUNKS)))
-    assert answer.status == 422
-    assert "the root of another record" in json.loads(answer.body)["error"]
+    response = await client.create(key, encode(Root(64, bytes(16), {}, NO_CHUNKS)))
+    assert response.status == 422
+    assert "the root of another record" in json.loads(response.body)["error"]
     assert (await client.create(key, encode(Root(64, data[-16:], {"t": 1}, NO_CHUNKS)))).status == 422
     assert (await client.create(key, encode(Root(64, data[-16:], {}, NO_CHUNKS)))).status == 201
 
@@ -373,14 +373,14 @@ async def test_scopes(server: Server, client: Client) -> None:
         (ADMIN, [200, 200, 204, 204]),
     ):
         asking = client.with_token(token)
-        answers = [
+        responses = [
             await asking("GET", PACK),
             await asking("GET", "/?list"),
             await asking("PUT", "/latest", b"1"),
             await asking("DELETE", "/txn/abc/pack-gone"),
         ]
-        assert [a.status for a in answers] == expected
-        assert all("WWW-Authenticate" in a.headers for a in answers if a.status in (401, 403))
+        assert [a.status for a in responses] == expected
+        assert all("WWW-Authenticate" in a.headers for a in responses if a.status in (401, 403))
         assert (await asking("GET", "/-/health")).status == 200
     basic = await client.with_token(None)("GET", PACK, Authorization=f"Basic {READ}")
     assert basic.status == 401
@@ -536,9 +536,9 @@ async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> Non
         ending = asyncio.ensure_future(server.__aexit__(None, None, None))
         await asyncio.sleep(0)
         await idle.send(b"GET /-/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert (await idle.answer())[0] == 503
+        assert (await idle.response())[0] == 503
         await raw.send(b"def")
-        assert (await raw.answer())[0] == 201
+        assert (await raw.response())[0] == 201
         await ending
         assert await idle.rest() == b""
     assert (tmp_path / PACK[1:]).read_bytes() == b"abcdef"
@@ -608,8 +608,8 @@ async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
         async with aiohttp.ClientSession(served.url) as session:
             client = Client(session, WRITE)
             for _ in range(20):
-                answers = await asyncio.gather(*[client("GET", f"/{'x' * 900}") for _ in range(20)])
-                assert {answer.status for answer in answers} == {404}
+                responses = await asyncio.gather(*[client("GET", f"/{'x' * 900}") for _ in range(20)])
+                assert {response.status for response in responses} == {404}
         served.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(served.process.wait, 60) == 0
     os.close(reading)
@@ -619,7 +619,7 @@ def test_ctrl_c_is_a_regular_end(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as served:
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(60) == 0
-        assert "Traceback" not in served.said()
+        assert "Traceback" not in served.logged()
 
 
 def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
@@ -657,7 +657,7 @@ async def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
             async def told(text: str) -> None:
                 served.process.send_signal(signal.SIGHUP)
                 async with asyncio.timeout(20):
-                    while text not in served.said():
+                    while text not in served.logged():
                         await status(READ)
 
             assert [await status(READ), await status(WRITE)] == [404, 401]

@@ -15,7 +15,7 @@ import pytest
 
 import tstore
 from tests.support.forging import forged, sealed
-from tests.support.served import ADMIN, WRITE, Answer, client_of, everybody
+from tests.support.http_server import ADMIN, WRITE, Response, client_of, everybody
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key
@@ -35,9 +35,9 @@ async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Pat
         data = encode(Manifest.from_nodes([]))
         assert (await client.create("/txn/other/manifest-1", data)).status == 201
         record = Record("forged", 1, 0.0, manifests=(reference("txn/other/manifest-1", data),))
-        answer = await client.create("/" + commit_key(2), forged(record))
-        assert answer.status == 422
-        assert b"another transaction" in answer.body
+        response = await client.create("/" + commit_key(2), forged(record))
+        assert response.status == 422
+        assert b"another transaction" in response.body
 
 
 @pytest.mark.parametrize("name", ["readme.sh", "roots/00000000000000000064", "txn/other/manifest-1"])
@@ -117,9 +117,9 @@ async def test_only_an_admin_says_what_a_repair_voided(tmp_path: Path, void: boo
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
         data = encode(Record("repair-1", 1, 1.0, void=void, metadata={} if void else {"voided": [1]}))
-        answer = await client.create("/" + commit_key(2), data)
-        assert answer.status == 403
-        assert b"repair-" in answer.body
+        response = await client.create("/" + commit_key(2), data)
+        assert response.status == 403
+        assert b"repair-" in response.body
         assert (await client.with_token(ADMIN).create("/" + commit_key(2), data)).status == 201
     assert await tstore.steps(url) == [0]
 
@@ -169,7 +169,7 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
 
-        async def create(version: int, **fields: Any) -> Answer:
+        async def create(version: int, **fields: Any) -> Response:
             record = Record(f"t{version}", version - 1, 1.0, **fields)
             return await client.create("/" + commit_key(version), encode(record))
 
@@ -177,9 +177,9 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
             count = 65_536 - (version == 5)  # with the tag of the checkpoint as many as there may be
             tags = tuple(f"a{version}-{i}" for i in range(count))
             assert (await create(version, tags=tags)).status == 201
-        answer = await create(6, tags=("more",))
-        assert answer.status == 422
-        assert b"262,145 tags" in answer.body
+        response = await create(6, tags=("more",))
+        assert response.status == 422
+        assert b"262,145 tags" in response.body
         store = await tstore.open(server.url, storage_options={"token": WRITE})
         with pytest.raises(InvalidArgument, match="at most 262,144; drop some"):
             await tstore.save(store, {"w": np.arange(10)}, step=1)
@@ -197,9 +197,9 @@ async def test_tags_count_as_memory_of_the_server(tmp_path: Path, monkeypatch: p
         for version, status in ((2, 201), (3, 422)):
             tags = tuple(f"{version}-{i}".ljust(900, "x") for i in range(800))
             record = Record(f"t{version}", version - 1, 1.0, tags=tags, replaces=True)
-            answer = await client.create("/" + commit_key(version), encode(record))
-            assert answer.status == status
-        assert b"all tags" in answer.body
+            response = await client.create("/" + commit_key(version), encode(record))
+            assert response.status == status
+        assert b"all tags" in response.body
 
 
 def test_many_tags_are_moved_from_one_version() -> None:

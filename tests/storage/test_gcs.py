@@ -194,12 +194,12 @@ async def test_where_google_says_that_an_object_is_missing_nothing_more_is_asked
     assert await faulty.head("k") is None
     with pytest.raises(NotFound):
         await faulty.get("k")
-    assert len(endpoint.asked) == 2
+    assert len(endpoint.requests) == 2
 
 
 async def test_who_may_not_list_is_told_that_the_object_is_missing(endpoint: Endpoint, faulty: GcsStorage) -> None:
-    answers = iter([Fault(Wrong.REFUSED, 404, reason="notFound"), Fault(Wrong.REFUSED, 403, reason="forbidden")])
-    endpoint.faults = lambda request: next(answers)
+    faults = iter([Fault(Wrong.REFUSED, 404, reason="notFound"), Fault(Wrong.REFUSED, 403, reason="forbidden")])
+    endpoint.faults = lambda request: next(faults)
     with pytest.raises(NotFound, match="k does not exist"):
         await faulty.get("k")
 
@@ -268,7 +268,7 @@ async def test_each_refusal_is_one_kind_of_error(
         assert type(raised.value) is error
         if isinstance(raised.value, Throttled):
             assert raised.value.retry_after == 7
-    assert len(endpoint.asked) == 5  # none is repeated here
+    assert len(endpoint.requests) == 5  # none is repeated here
 
 
 @pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT, Wrong.REFUSED_LATE])
@@ -450,7 +450,7 @@ async def test_a_service_account_renews_its_token(endpoint: Endpoint, tmp_path: 
     await objects.put("k", [b"x"], CREATE)
     endpoint.token = "second"  # the first is revoked
     assert await asyncio.gather(*[objects.get("k") for _ in range(5)]) == [b"x"] * 5
-    assert [asked for asked in endpoint.asked if asked == "POST /token"] == ["POST /token"] * 2
+    assert [asked for asked in endpoint.requests if asked == "POST /token"] == ["POST /token"] * 2
     await objects.close()
 
 

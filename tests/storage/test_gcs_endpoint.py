@@ -28,13 +28,17 @@ class Client:
 
     async def ask(self, method: str, path: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
         url = f"{self.url}/{path.replace('BUCKET', self.bucket)}"
-        fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self.session.request(method, url, data=data, headers=fields) as answer:
-            body = await answer.read()
-            if answer.status >= 400 or method == "DELETE":  # their words differ
-                return answer.status, None
-            shown: Any = essence(json.loads(body)) if answer.content_type == "application/json" else body
-            return answer.status, (shown, answer.headers.get("Content-Range"), answer.headers.get("X-Goog-Hash"))
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.request(method, url, data=data, headers=sent) as response:
+            body = await response.read()
+            if response.status >= 400 or method == "DELETE":  # their words differ
+                return response.status, None
+            shown: Any = essence(json.loads(body)) if response.content_type == "application/json" else body
+            return response.status, (
+                shown,
+                response.headers.get("Content-Range"),
+                response.headers.get("X-Goog-Hash"),
+            )
 
     async def upload(self, name: str, data: bytes, query: str = "", **metadata: object) -> tuple[int, Any]:
         given = json.dumps({"name": name, **metadata}).encode()

@@ -113,7 +113,7 @@ async def test_a_host_killed_in_the_middle_leaves_the_old_version(tmp_path: Path
     endpoint, stuck = Endpoint(), asyncio.Event()
 
     def second_pack_never_ends(request: web.Request) -> Fault | None:
-        if request.method != "POST" or not any(asked.startswith("POST") for asked in endpoint.asked[:-1]):
+        if request.method != "POST" or not any(asked.startswith("POST") for asked in endpoint.requests[:-1]):
             return None
         stuck.set()
         return Fault(Wrong.SILENT)
@@ -123,7 +123,7 @@ async def test_a_host_killed_in_the_middle_leaves_the_old_version(tmp_path: Path
         url, options = f"gs://{bucket}/job", {"endpoint_url": endpoint.url}
         store = await tstore.open(url, storage_options=options)
         await tstore.save(store, {"step": 1}, 1)
-        endpoint.asked.clear()
+        endpoint.requests.clear()
         endpoint.faults = second_pack_never_ends
         with forks.forks(MORTAL) as server:
             host = await asyncio.to_thread(server.start, tmp_path / "out", url, endpoint.url)

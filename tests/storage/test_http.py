@@ -326,8 +326,8 @@ async def test_a_server_behind_a_proxy_that_names_itself(tmp_path: Path) -> None
                     await tstore.save(store, {"w": W}, 1)
                 np.testing.assert_array_equal((await tstore.restore(store))["w"], W + 1)
                 assert (await store.verify()).ok
-            async with ClientSession() as client, client.get(f"{url}/models/-/health") as answer:
-                assert answer.headers["Server"].startswith("nginx")  # else this shows nothing
+            async with ClientSession() as client, client.get(f"{url}/models/-/health") as response:
+                assert response.headers["Server"].startswith("nginx")  # else this shows nothing
     assert await tstore.steps(tmp_path / "store") == [1]
 
 

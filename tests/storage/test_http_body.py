@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import trustme
 
-from tests.support.answers import Answer, Request, Server, close, hang, ok, part, reset, serving, then
+from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, reset, serving, then
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.storage import pace
 from tstore.storage.http.body import fill
@@ -67,8 +67,8 @@ class Places:
             self._trusted = trusting(folder / "ca.pem")
 
     @contextlib.asynccontextmanager
-    async def serving(self, *answers: Answer) -> AsyncIterator[Place]:
-        async with serving(*answers, tls=self._server) as server:
+    async def serving(self, *responses: RawResponse) -> AsyncIterator[Place]:
+        async with serving(*responses, tls=self._server) as server:
             store = HttpStorage(server.url, **self._options)
             try:
                 yield Place(server, store, self._trusted)
@@ -105,11 +105,11 @@ async def test_a_body_fills_its_buffers_and_its_connection_is_used_again(
 
 
 async def test_many_bodies_at_once_come_each_to_its_place(places: Places) -> None:
-    def answer(request: Request) -> bytes:
+    def respond(request: Request) -> bytes:
         number = int(request.path[2:])
         return part(BODY[number:] + BODY[:number], SPAN)
 
-    async with places.serving(answer) as place:
+    async with places.serving(respond) as place:
         rooms = [bytearray(SIZE) for _ in range(9)]
         await asyncio.gather(*[place.store.read(f"k{i}", 0, [room], SIZE) for i, room in enumerate(rooms)])
         assert [bytes(room) for room in rooms] == [BODY[i:] + BODY[:i] for i in range(9)]
@@ -121,7 +121,7 @@ def in_chunks(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kept"),
+    ("response", "kept"),
     [
         (WHOLE, True),
         (b"HTTP/1.1 103 Early Hints\r\nLink: </>; rel=preload\r\n\r\n" + WHOLE, True),
@@ -136,8 +136,8 @@ def in_chunks(body: bytes) -> bytes:
         (then(f"HTTP/1.1 206 OK\r\nContent-Range: bytes {SPAN}\r\n\r\n".encode() + BODY, close), False),
     ],
 )
-async def test_a_body_comes_in_any_way_that_http_has(places: Places, answer: Answer, kept: bool) -> None:
-    async with places.serving(answer) as place:
+async def test_a_body_comes_in_any_way_that_http_has(places: Places, response: RawResponse, kept: bool) -> None:
+    async with places.serving(response) as place:
         assert await place.read() == BODY
         assert await place.read() == BODY
         assert place.server.connections == (1 if kept else 2)
@@ -146,16 +146,16 @@ async def test_a_body_comes_in_any_way_that_http_has(places: Places, answer: Ans
 async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "IDLE_SECONDS", 0.8)
     size = 1 << 20
-    answer = part(BODY[:size], f"0-{size - 1}/{size}")
+    response = part(BODY[:size], f"0-{size - 1}/{size}")
 
     async def drip(request: Request) -> bytes:
-        step = len(answer) // 8
-        for at in range(0, len(answer), step):
-            request.writer.write(answer[at : at + step])
+        step = len(response) // 8
+        for at in range(0, len(response), step):
+            request.writer.write(response[at : at + step])
             await asyncio.sleep(0.12)
         return b""
 
-    async with places.serving(drip, answer) as place:
+    async with places.serving(drip, response) as place:
         assert await place.read(size) == BODY[:size]
         assert await place.read(size) == BODY[:size]
         assert place.server.connections == 1
@@ -297,7 +297,7 @@ async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: 
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         part(BODY[:-1], SPAN),  # another length than the range
         part(BODY + b"x", SPAN),
@@ -311,8 +311,8 @@ async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: 
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
-async def test_another_body_than_the_part_is_refused(places: Places, answer: bytes) -> None:
-    async with places.serving(answer) as place:
+async def test_another_body_than_the_part_is_refused(places: Places, response: bytes) -> None:
+    async with places.serving(response) as place:
         with pytest.raises(TStoreError) as caught:
             await place.read()
         assert type(caught.value) in (Corrupt, Unavailable)

@@ -14,7 +14,7 @@ import pytest
 from yarl import URL
 
 import tstore
-from tests.support.answers import Answer, Request, Server, ok, serving
+from tests.support.raw_http import RawResponse, Request, Server, ok, serving
 from tstore.errors import Denied, InvalidArgument, TStoreError
 from tstore.server import Access
 from tstore.server import Server as StoreServer
@@ -28,13 +28,13 @@ OTHER = "0ther-t0ken-0123456789"
 WANTS = ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")
 
 
-def asking(body: bytes = b"1") -> Answer:
+def asking(body: bytes = b"1") -> RawResponse:
     """A server that gives nothing away without a token, of whatever kind."""
-    return lambda request: ok(body) if "Authorization" in request.fields else WANTS
+    return lambda request: ok(body) if "Authorization" in request.headers else WANTS
 
 
 def shown(server: Server) -> list[str | None]:
-    return [r.fields.get("Authorization") for r in server.asked]
+    return [r.headers.get("Authorization") for r in server.requests]
 
 
 def port(server: Server) -> str:
@@ -79,7 +79,7 @@ async def test_a_variable_binds_a_token_to_a_host(with_port: bool, monkeypatch: 
             async with connected(url) as store:
                 if not with_port and url == stranger.url:  # a host without a port is all of its ports
                     assert await store.get("k") == b"1"
-                    stranger.asked.clear()
+                    stranger.requests.clear()
                     continue
                 with pytest.raises(Denied, match="wants a token"):
                     await store.get("k")
@@ -331,9 +331,9 @@ def assert_hidden(error: BaseException, *secrets: str) -> None:
         following += [link.__cause__, link.__context__]
 
 
-def echo(status: str, kind: str) -> Answer:
+def echo(status: str, kind: str) -> RawResponse:
     def said(request: Request) -> bytes:
-        token = request.fields.get("Authorization", "none")
+        token = request.headers.get("Authorization", "none")
         body = f'{{"error": "no {token}"}}' if "json" in kind else f"no {token}"
         return ok(
             body.encode(), f"Content-Type: {kind}", f"Server: tstore/{token}", f"ETag: {token}", status=status
@@ -357,13 +357,13 @@ async def test_no_error_log_or_repr_shows_a_token(
     given: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    answers = [echo(f"{s} X", k) for s in (400, 401, 403, 409, 500) for k in ("text/plain", "application/json")]
-    answers += BROKEN
+    responses = [echo(f"{s} X", k) for s in (400, 401, 403, 409, 500) for k in ("text/plain", "application/json")]
+    responses += BROKEN
     options = {"token": SECRET} if given == "option" else {}
     if given == "variable":
         monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", SECRET)
-    for answer in answers:
-        async with serving(ok(b"", "Server: tstore/1"), WANTS, answer) as server:
+    for response in responses:
+        async with serving(ok(b"", "Server: tstore/1"), WANTS, response) as server:
             async with connected(server.url, **options) as store:
                 await store.get("k")
                 with contextlib.suppress(TStoreError):

@@ -57,7 +57,7 @@ def _running(command: Sequence[str | Path], url: str, folder: Path) -> Iterator[
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             end = time.monotonic() + DEADLINE
-            while not _answers(url):
+            while not _responds(url):
                 assert server.poll() is None, (folder / "server.log").read_text()
                 assert time.monotonic() < end, f"{url} does not answer"
                 time.sleep(0.01)
@@ -67,7 +67,7 @@ def _running(command: Sequence[str | Path], url: str, folder: Path) -> Iterator[
             server.wait(DEADLINE)
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/storage/v1/b", timeout=DEADLINE).close()
     except OSError:

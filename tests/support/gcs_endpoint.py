@@ -30,17 +30,17 @@ from aiohttp import web
 class Wrong(enum.Enum):
     """What goes wrong with a request."""
 
-    REFUSED = "not done; another status is answered"
-    REFUSED_LATE = "done; another status is answered"
+    REFUSED = "not done; another status comes back"
+    REFUSED_LATE = "done; another status comes back"
     REQUEST_LOST = "not done; the connection closes"
     REPLY_LOST = "done; the connection closes"
     LATE = "the connection closes; it is done when `release` is called"
-    REPEATED = "done twice; the second answer comes"
-    CUT = "done; the connection closes in the middle of the answer"
-    FLIPPED = "done; the answer's last byte is another one"
+    REPEATED = "done twice; the second response comes"
+    CUT = "done; the connection closes in the middle of the response"
+    FLIPPED = "done; the last byte of the response is changed"
     DAMAGED = "the last byte that was sent arrives as another one"
     PAGE = "not done; a web page comes with status 200"
-    SILENT = "not done; no answer comes, and the connection stays"
+    SILENT = "not done; no response comes, and the connection stays open"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Stored:
     data: bytes
     generation: int
     created: float
-    given: dict[str, Any]
+    metadata: dict[str, Any]
 
     def resource(self, bucket: str, name: str) -> dict[str, Any]:
         crc32c, md5 = checks(self.data)
@@ -91,7 +91,7 @@ class Stored:
             "updated": _time(self.created),
             "crc32c": crc32c,
             "md5Hash": md5,
-            **{k: v for k, v in self.given.items() if k in ("metadata", "cacheControl")},
+            **{k: v for k, v in self.metadata.items() if k in ("metadata", "cacheControl")},
         }
 
 
@@ -106,7 +106,7 @@ def _time(seconds: float) -> str:
 
 
 class Refusal(Exception):
-    """A request that is answered with an error."""
+    """A request that fails with an error response."""
 
     def __init__(self, status: int, reason: str, message: str = "") -> None:
         self.status = status
@@ -119,11 +119,11 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.shown: list[str | None] = []
         self.faults: Faults = lambda request: None
         self.token: str | None = None
-        """The access token that is wanted, and that a service account is given at `POST /token`."""
+        """The access token that is wanted, and that a service account gets from `POST /token`."""
         self.lax = False
         """Whether checksums that came with an upload are ignored, as by fake-gcs-server."""
         self.stuck = False
@@ -182,34 +182,34 @@ class Endpoint:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        self.asked.append(f"{request.method} {unquote(request.rel_url.raw_path)}")
+        self.requests.append(f"{request.method} {unquote(request.rel_url.raw_path)}")
         self.shown.append(request.headers.get("Authorization"))
         fault = self.faults(request)
         if fault is None:
-            return self._answer(request, body)
+            return self._respond(request, body)
         match fault.wrong:
             case Wrong.REFUSED:
                 return _refused(Refusal(fault.status, fault.reason), fault.headers)
             case Wrong.REFUSED_LATE:
-                self._answer(request, body)
+                self._respond(request, body)
                 return _refused(Refusal(fault.status, fault.reason), fault.headers)
             case Wrong.REPLY_LOST:
-                self._answer(request, body)
+                self._respond(request, body)
             case Wrong.LATE:
-                self._late.append(lambda: self._answer(request, body))
+                self._late.append(lambda: self._respond(request, body))
             case Wrong.REPEATED:
-                self._answer(request, body)
-                return self._answer(request, body)
+                self._respond(request, body)
+                return self._respond(request, body)
             case Wrong.CUT:
-                await self._cut(request, self._answer(request, body))
+                await self._cut(request, self._respond(request, body))
             case Wrong.FLIPPED:
-                answer = self._answer(request, body)
-                data = bytes(answer.body)  # type: ignore[arg-type]
-                answer.body = data[:-1] + bytes([data[-1] ^ 1]) if data else b""
-                return answer
+                response = self._respond(request, body)
+                data = bytes(response.body)  # type: ignore[arg-type]
+                response.body = data[:-1] + bytes([data[-1] ^ 1]) if data else b""
+                return response
             case Wrong.DAMAGED:
                 end = body.rindex(b"\r\n--")
-                return self._answer(request, body[: end - 1] + bytes([body[end - 1] ^ 1]) + body[end:])
+                return self._respond(request, body[: end - 1] + bytes([body[end - 1] ^ 1]) + body[end:])
             case Wrong.PAGE:
                 return web.Response(text="<html>Log in</html>", content_type="text/html")
             case Wrong.SILENT:
@@ -220,14 +220,14 @@ class Endpoint:
             request.transport.abort()
         return web.Response()
 
-    async def _cut(self, request: web.Request, answer: web.Response) -> None:
-        data = bytes(answer.body) if answer.body else b"{}"  # type: ignore[arg-type]
-        part = web.StreamResponse(status=answer.status, headers=answer.headers)
+    async def _cut(self, request: web.Request, response: web.Response) -> None:
+        data = bytes(response.body) if response.body else b"{}"  # type: ignore[arg-type]
+        part = web.StreamResponse(status=response.status, headers=response.headers)
         part.content_length = len(data)
         await part.prepare(request)
         await part.write(data[: len(data) // 2])
 
-    def _answer(self, request: web.Request, body: bytes) -> web.Response:
+    def _respond(self, request: web.Request, body: bytes) -> web.Response:
         try:
             if request.path == "/token":
                 return web.json_response({"access_token": self.token, "expires_in": 3600})
@@ -261,8 +261,8 @@ class Endpoint:
             case ("upload", "POST", ["b", bucket, "o"]):
                 return self._upload(bucket, query, headers, body)
             case ("upload", "PUT", ["b", bucket, "o"]):
-                bucket, query, given = self._uploads.pop(query["upload_id"])
-                return self._store(bucket, given, body, query)
+                bucket, query, metadata = self._uploads.pop(query["upload_id"])
+                return self._store(bucket, metadata, body, query)
         raise Refusal(404, "notFound", "Not Found")
 
     def _objects(self, bucket: str) -> dict[str, Stored]:
@@ -279,16 +279,16 @@ class Endpoint:
             return web.json_response(stored.resource(bucket, name))
         size, data, status = len(stored.data), stored.data, 200
         crc32c, md5 = checks(data)
-        fields = {"X-Goog-Hash": f"crc32c={crc32c},md5={md5}", "X-Goog-Generation": str(stored.generation)}
-        if (asked := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))) is not None:
-            first, last = asked[1], asked[2]
+        sent = {"X-Goog-Hash": f"crc32c={crc32c},md5={md5}", "X-Goog-Generation": str(stored.generation)}
+        if (span := re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))) is not None:
+            first, last = span[1], span[2]
             start = int(first) if first else max(0, size - int(last))
             stop = min(size, int(last) + 1) if first and last else size
             if start >= size:
                 return web.Response(status=416, headers={"Content-Range": f"bytes */{size}"})
             status, data = 206, data[start:stop]
-            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        return web.Response(status=status, body=data, headers=fields, content_type="application/octet-stream")
+            sent["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        return web.Response(status=status, body=data, headers=sent, content_type="application/octet-stream")
 
     def _list(self, bucket: str, query: dict[str, str]) -> web.Response:
         objects, prefix, delimiter = self._objects(bucket), query.get("prefix", ""), query.get("delimiter", "")
@@ -318,33 +318,34 @@ class Endpoint:
                 boundary = re.search(r'boundary="?([^";]+)"?', headers.get("Content-Type", ""))
                 if boundary is None:
                     raise Refusal(400, "invalid", "the request has no boundary")
-                given, data = _parts(body, boundary[1].encode())
-                return self._store(bucket, given, data, query)
+                metadata, data = _parts(body, boundary[1].encode())
+                return self._store(bucket, metadata, data, query)
             case "media":
                 return self._store(bucket, {"name": query["name"]}, body, query)
             case "resumable":
                 upload = uuid.uuid4().hex
-                given = json.loads(body or b"{}")
-                self._uploads[upload] = (bucket, query, {"name": query.get("name"), **given})
-                where = f"{self.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload}"
-                return web.Response(headers={"Location": where})
+                metadata = json.loads(body or b"{}")
+                self._uploads[upload] = (bucket, query, {"name": query.get("name"), **metadata})
+                location = f"{self.url}/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload}"
+                return web.Response(headers={"Location": location})
         raise Refusal(400, "invalid", "unknown uploadType")
 
-    def _store(self, bucket: str, given: dict[str, Any], data: bytes, query: dict[str, str]) -> web.Response:
-        objects, name = self._objects(bucket), given["name"]
+    def _store(self, bucket: str, metadata: dict[str, Any], data: bytes, query: dict[str, str]) -> web.Response:
+        objects, name = self._objects(bucket), metadata["name"]
         _check(query, objects.get(name))
-        for told, real in zip(("crc32c", "md5Hash"), checks(data), strict=True):
-            if given.get(told, real) != real and not self.lax:
-                raise Refusal(400, "invalid", f"Provided {told} {given[told]} does not match calculated {real}.")
+        for checksum, real in zip(("crc32c", "md5Hash"), checks(data), strict=True):
+            given = metadata.get(checksum, real)
+            if given != real and not self.lax:
+                raise Refusal(400, "invalid", f"Provided {checksum} {given} does not match calculated {real}.")
         self._generation += 1
-        objects[name] = Stored(data, self._generation, time.time(), given)
+        objects[name] = Stored(data, self._generation, time.time(), metadata)
         return web.json_response(objects[name].resource(bucket, name))
 
 
 def _refused(refusal: Refusal, headers: dict[str, str]) -> web.Response:
     detail = {"domain": "global", "reason": refusal.reason, "message": refusal.message}
-    told = {"code": refusal.status, "message": refusal.message, "errors": [detail]}
-    return web.json_response({"error": told}, status=refusal.status, headers=headers)
+    error = {"code": refusal.status, "message": refusal.message, "errors": [detail]}
+    return web.json_response({"error": error}, status=refusal.status, headers=headers)
 
 
 def _check(query: dict[str, str], stored: Stored | None) -> None:

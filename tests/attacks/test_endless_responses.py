@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.support.answers import Answer, Request, hang, ok, serving
+from tests.support.raw_http import RawResponse, Request, hang, ok, serving
 from tstore.errors import Corrupt, InvalidArgument, TStoreError, Unavailable
 from tstore.format.bounds import COLLECTION_BYTES
 from tstore.log.reader import LogReader
@@ -63,8 +63,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def asking(kind: Callable[[str], Storage], *answers: Answer) -> AsyncIterator[Remote]:
-    async with serving(*answers) as server:
+async def asking(kind: Callable[[str], Storage], *responses: RawResponse) -> AsyncIterator[Remote]:
+    async with serving(*responses) as server:
         storage = Remote(kind(server.url))
         try:
             yield storage
@@ -80,14 +80,14 @@ async def writing(request: Request, piece: bytes, pause: float = 0.0) -> None:
             await asyncio.sleep(pause)
 
 
-def again(begin: bytes, piece: bytes, pause: float = 0.0) -> Answer:
+def again(begin: bytes, piece: bytes, pause: float = 0.0) -> RawResponse:
     """Says the one and then the other, for ever."""
 
-    async def answer(request: Request) -> None:
+    async def response(request: Request) -> None:
         request.writer.write(begin)
         await writing(request, piece, pause)
 
-    return answer
+    return response
 
 
 # ---- in time
@@ -184,7 +184,7 @@ def test_a_timeout_is_a_number_of_seconds(url: str, timeout: Any) -> None:
 # ---- in bytes
 
 
-def endless(kind: str) -> Answer:
+def endless(kind: str) -> RawResponse:
     """A body without end, of told length or not, also as a part."""
     fields = {
         "chunked": "Transfer-Encoding: chunked",
@@ -335,16 +335,16 @@ def asked_page(request: Request) -> str:
     return (query.get("after") or query.get("pageToken") or query.get("continuation-token") or [""])[0]
 
 
-def pages(dialect: Callable[[str], Storage], page: Callable[[int], list[str]]) -> Answer:
+def pages(dialect: Callable[[str], Storage], page: Callable[[int], list[str]]) -> RawResponse:
     """A list that always leads on."""
 
-    def answer(request: Request) -> bytes:
+    def response(request: Request) -> bytes:
         if "/-/health" in request.path:
             return ok(b"", OURS)
         number = int(asked_page(request).lstrip("p") or 0) + 1
         return page_of(dialect, page(number), f"p{number:09d}")
 
-    return answer
+    return response
 
 
 Listing = Callable[[Remote], Awaitable[object]]
@@ -416,14 +416,14 @@ async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str]
 async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Storage], body: bytes) -> None:
     chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n"
 
-    async def answer(request: Request) -> bytes | None:
+    async def response(request: Request) -> bytes | None:
         if "/-/health" in request.path:
             return ok(b"", OURS)
         request.writer.write(HEAD)
         await writing(request, chunk * 600)
         return None
 
-    async with asking(dialect, answer) as storage:
+    async with asking(dialect, response) as storage:
         with pytest.raises(Corrupt):
             await asyncio.wait_for(storage.list("p"), 60)
 

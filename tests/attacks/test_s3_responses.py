@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.answers import Answer, Server, close, hang, ok, part, serving, then
+from tests.support.raw_http import RawResponse, Server, close, hang, ok, part, serving, then
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -90,17 +90,17 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
-async def test_refusals(answer: bytes, error: type[TStoreError]) -> None:
-    async with serving(answer) as server, connected(server) as objects:  # to connect is what takes time
+@pytest.mark.parametrize(("response", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
+async def test_refusals(response: bytes, error: type[TStoreError]) -> None:
+    async with serving(response) as server, connected(server) as objects:  # to connect is what takes time
         for call, arguments in CALLS:
-            server.asked.clear()
+            server.requests.clear()
             with pytest.raises(error, match="s3://bucket/x") as raised:
                 await on_io(calling(objects, call, *arguments))
-            if isinstance(raised.value, Throttled) and b"Retry-After" in answer:
+            if isinstance(raised.value, Throttled) and b"Retry-After" in response:
                 assert raised.value.retry_after == 7
             assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r}"
-            assert len(server.asked) == 1, "a request is made once; repeating is not decided here"
+            assert len(server.requests) == 1, "a request is made once; repeating is not decided here"
 
 
 async def test_a_create_that_fails_its_condition() -> None:
@@ -108,13 +108,13 @@ async def test_a_create_that_fails_its_condition() -> None:
     async with serving(taken, ok(b"", "x-amz-meta-tstore-put: anothers", length=3)) as server:
         with pytest.raises(AlreadyExists, match="k"):
             await asked(server, "put", "k", [b"x"], PutMode.CREATE)
-        assert server.asked[0].fields["If-None-Match"] == "*"
+        assert server.requests[0].headers["If-None-Match"] == "*"
     async with serving(taken, ok(b"", status="404 Not Found")) as server:
         with pytest.raises(Unavailable, match="first existed, then did not"):
             await asked(server, "put", "k", [b"x"], PutMode.CREATE)
 
 
-READS: list[tuple[Answer, type[TStoreError]]] = [
+READS: list[tuple[RawResponse, type[TStoreError]]] = [
     (part(b"abc", "0-2/9"), Corrupt),  # shorter than was asked for, and says so
     (part(b"abcde", "1-5/9"), Corrupt),  # other bytes
     (ok(b"abcdefghi"), Corrupt),  # ranges are ignored
@@ -129,9 +129,9 @@ READS: list[tuple[Answer, type[TStoreError]]] = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "error"), READS)
-async def test_reads(answer: Answer, error: type[TStoreError]) -> None:
-    async with serving(answer) as server:
+@pytest.mark.parametrize(("response", "error"), READS)
+async def test_reads(response: RawResponse, error: type[TStoreError]) -> None:
+    async with serving(response) as server:
         with pytest.raises(error, match="s3://bucket/x"):
             await asyncio.wait_for(asked(server, "read", "k", 0, [bytearray(5)], 5), 30)
 
@@ -153,11 +153,11 @@ GIVEN_UP: dict[str, tuple[str, tuple[object, ...], bytes]] = {
 }
 
 
-@pytest.mark.parametrize(("call", "arguments", "answer"), GIVEN_UP.values(), ids=GIVEN_UP)
+@pytest.mark.parametrize(("call", "arguments", "response"), GIVEN_UP.values(), ids=GIVEN_UP)
 async def test_an_answer_that_was_not_read_to_its_end_leaves_no_connection_open(
-    call: str, arguments: tuple[object, ...], answer: bytes
+    call: str, arguments: tuple[object, ...], response: bytes
 ) -> None:
-    async with serving(answer) as server, connected(server) as objects:
+    async with serving(response) as server, connected(server) as objects:
         with pytest.raises(TStoreError) as raised:
             await on_io(calling(objects, call, *arguments))
         async with asyncio.timeout(10):  # while the error is kept, and with it all that its traceback has

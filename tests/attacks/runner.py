@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.attacks.case import Broken, Case
-from tests.attacks.stage import Stage
+from tests.attacks.harness import Harness
 
 __all__ = ["Group", "Result", "run", "share", "untried"]
 
@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
     name: str
     cases: Sequence[Case]
-    subject: Callable[[Stage], Any]
+    subject: Callable[[Harness], Any]
     """What its cases take."""
     bare: bool = False
     """Whether it needs a small folder that `lay_out` makes in place of a whole store."""
@@ -59,7 +59,7 @@ class Result:
     server_memory: int = 0
     server_files: int = 0
     client_memory: int = 0
-    asked: int = 0
+    requests: int = 0
     kept: int = 0
 
     @property
@@ -79,7 +79,7 @@ class Result:
             "server_peak_bytes": self.server_memory,
             "server_peak_files": self.server_files,
             "client_peak_bytes": self.client_memory,
-            "honest_requests": self.asked,
+            "honest_requests": self.requests,
             "honest_requests_kept": self.kept,
         }
 
@@ -91,11 +91,11 @@ def untried(results: Sequence[Result], seconds: float) -> str:
 
 
 async def run(
-    group: Group, stage: Stage, seconds: float, result: Result, tell: Callable[[Case, str], None]
+    group: Group, harness: Harness, seconds: float, result: Result, tell: Callable[[Case, str], None]
 ) -> None:
     """Run the cases of a group for at most so long, each until it ends; `tell` hears of those that break."""
     began = time.monotonic()
-    stage.children.memory = 0
+    harness.children.memory = 0
     try:
         turns = asyncio.Semaphore(max(1, group.together))
 
@@ -103,7 +103,7 @@ async def run(
             async with turns:
                 if time.monotonic() - began > seconds:
                     result.untried += 1
-                elif error := await _error_of(case, group, stage):
+                elif error := await _error_of(case, group, harness):
                     result.broken.append((case, error))
                     tell(case, error)
                 else:
@@ -113,33 +113,33 @@ async def run(
             for case in group.cases:
                 tasks.create_task(judge(case))
     finally:
-        stage.close()
+        harness.close()
         result.seconds += time.monotonic() - began
-        result.server_memory = max(result.server_memory, stage.memory)
-        result.server_files = max(result.server_files, stage.files)
-        result.client_memory = max(result.client_memory, stage.children.memory)
-        result.asked += stage.asked
-        result.kept += stage.kept
+        result.server_memory = max(result.server_memory, harness.memory)
+        result.server_files = max(result.server_files, harness.files)
+        result.client_memory = max(result.client_memory, harness.children.memory)
+        result.requests += harness.requests
+        result.kept += harness.kept
 
 
-async def _error_of(case: Case, group: Group, stage: Stage) -> str:
+async def _error_of(case: Case, group: Group, harness: Harness) -> str:
     """What a case broke, "" if nothing."""
     try:
         async with asyncio.timeout(LONGEST):
             if group.together:
-                await case.run(group.subject(stage))
+                await case.run(group.subject(harness))
                 return ""
-            if stage.worn:
-                stage.fresh()
-            async with stage.watched():
-                await case.run(group.subject(stage))
-            stage.check_log()
+            if harness.worn:
+                harness.fresh()
+            async with harness.watched():
+                await case.run(group.subject(harness))
+            harness.check_log()
         return ""
     except Broken as broken:
-        stage.worn = True
+        harness.worn = True
         if group.together:
             return str(broken)
-        return f"{broken} [server: {stage.meter.memory >> 20} MiB, {stage.meter.files} files]"
+        return f"{broken} [server: {harness.meter.memory >> 20} MiB, {harness.meter.files} files]"
     except Exception as error:  # a case that can't go on has not held
-        stage.worn = True
+        harness.worn = True
         return f"{type(error).__name__}: {error}"

@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 import tstore
-from tests.support.answers import Answer, Request, Server, close, hang, ok, part, serving, then
-from tests.support.served import MARKER
+from tests.support.http_server import MARKER
+from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, serving, then
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -84,10 +84,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def fails(
-    kind: type[TStoreError], call: Call, *answers: Answer, match: str | None = None, **options: Any
+    kind: type[TStoreError], call: Call, *responses: RawResponse, match: str | None = None, **options: Any
 ) -> str:
     """The text of the error; it names the place, and is of that very kind."""
-    async with serving(*answers) as server, objects(server, **options) as store:
+    async with serving(*responses) as server, objects(server, **options) as store:
         with pytest.raises(kind, match=match) as caught:
             await call(store)
         text = str(caught.value)
@@ -206,7 +206,7 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "match"),
+    ("response", "match"),
     [
         (part(DATA[0:20], "0-19/200"), "bytes 10 to 30 were requested.*0 to 20"),
         (part(DATA[10:29], "10-28/200"), "10 to 29"),
@@ -237,8 +237,8 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
     ],
 )
 @pytest.mark.parametrize("call", [read])
-async def test_another_answer_than_the_part_is_corrupt(call: Call, answer: bytes, match: str) -> None:
-    await fails(Corrupt, call, answer, match=match)
+async def test_another_answer_than_the_part_is_corrupt(call: Call, response: bytes, match: str) -> None:
+    await fails(Corrupt, call, response, match=match)
 
 
 async def test_a_part_of_no_told_length_is_counted() -> None:
@@ -250,7 +250,7 @@ async def test_a_part_of_no_told_length_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         part(DATA[10:25], "10-24/25"),
         ok(b"", "Content-Range: bytes */8", status="416 Range Not Satisfiable"),
@@ -259,9 +259,9 @@ async def test_a_part_of_no_told_length_is_counted() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ignores Range")
-async def test_an_object_that_ends_before_is_corrupt(answer: bytes) -> None:
+async def test_an_object_that_ends_before_is_corrupt(response: bytes) -> None:
     def closing(request: Request) -> None:
-        request.writer.write(answer)
+        request.writer.write(response)
 
     await fails(Corrupt, read, closing, match="bytes 10 to 30 expected, the object (is shorter|has only 25)")
 
@@ -321,13 +321,13 @@ async def test_a_weak_etag_is_the_same_object() -> None:
 
 
 @contextlib.asynccontextmanager
-async def ignoring_ranges(answer: Answer) -> AsyncIterator[tuple[HttpStorage, Server]]:
+async def ignoring_ranges(response: RawResponse) -> AsyncIterator[tuple[HttpStorage, Server]]:
     """Objects of a server that gives its answer whatever is asked, of which that is known."""
-    async with serving(ok(DATA), ok(DATA), answer) as server, objects(server) as store:
+    async with serving(ok(DATA), ok(DATA), response) as server, objects(server) as store:
         with pytest.warns(RuntimeWarning, match="ignores Range"):
             await store.read("other", 5, [buffer := bytearray(4)], 4)
         assert buffer == DATA[5:9]
-        server.asked.clear()
+        server.requests.clear()
         yield store, server
 
 
@@ -335,7 +335,7 @@ async def test_one_pass_over_an_object_serves_many_reads() -> None:
     buffers = {(i, n): bytearray(n) for i in range(0, 190, 3) for n in (1, 10)}
     async with ignoring_ranges(ok(DATA)) as (store, server):
         await asyncio.gather(*[store.read("k", i, [buffer], n) for (i, n), buffer in buffers.items()])
-        assert [(r.method, r.path, r.fields.get("Range")) for r in server.asked] == [("GET", "/k", None)]
+        assert [(r.method, r.path, r.headers.get("Range")) for r in server.requests] == [("GET", "/k", None)]
     assert all(buffer == DATA[i : i + n] for (i, n), buffer in buffers.items())
 
 
@@ -357,7 +357,7 @@ async def test_a_read_behind_a_pass_waits_for_the_next_one() -> None:
         await asyncio.sleep(0)
         ahead.set()
         await asyncio.gather(*reads)
-        assert len(server.asked) == 2
+        assert len(server.requests) == 2
     assert [first, second, late, joining] == [DATA[0:20], DATA[150:170], DATA[10:30], DATA[180:200]]
 
 
@@ -400,7 +400,7 @@ async def test_a_pass_ends_where_nobody_wants_more_of_the_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("response", "kind"),
     [
         (then(ok(DATA[:100], length=200), close), Unavailable),
         (ok(DATA[:100]), Corrupt),
@@ -409,8 +409,8 @@ async def test_a_pass_ends_where_nobody_wants_more_of_the_object() -> None:
         (PAGE, Corrupt),
     ],
 )
-async def test_a_pass_that_fails_fails_all_its_reads(answer: Answer, kind: type[TStoreError]) -> None:
-    async with ignoring_ranges(answer) as (store, server):
+async def test_a_pass_that_fails_fails_all_its_reads(response: RawResponse, kind: type[TStoreError]) -> None:
+    async with ignoring_ranges(response) as (store, server):
         reads = [store.read("k", at, [bytearray(20)], 20) for at in (0, 95, 150)]
         results = await asyncio.gather(*reads, return_exceptions=True)
         assert results[0] is None or type(results[0]) is kind
@@ -451,8 +451,8 @@ async def test_closing_ends_a_pass() -> None:
 )
 @pytest.mark.parametrize("call", ALL)
 async def test_each_status_has_its_error(call: Call, status: int, kind: type[TStoreError]) -> None:
-    answer = ok(b"", OURS, status=f"{status} What")
-    await fails(kind, call, *([] if call in READS else [ok(b"", OURS)]), answer)
+    response = ok(b"", OURS, status=f"{status} What")
+    await fails(kind, call, *([] if call in READS else [ok(b"", OURS)]), response)
 
 
 @pytest.mark.parametrize("call", [read, get])
@@ -473,8 +473,8 @@ async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
     ],
 )
 async def test_a_throttling_server_says_when_to_come_back(fields: list[str], seconds: float | None) -> None:
-    answer = ok(b"", *fields, status="429 Too Many Requests")
-    async with serving(answer) as server, objects(server) as store:
+    response = ok(b"", *fields, status="429 Too Many Requests")
+    async with serving(response) as server, objects(server) as store:
         with pytest.raises(Throttled) as caught:
             await store.get("k")
     assert caught.value.retry_after == seconds
@@ -482,8 +482,8 @@ async def test_a_throttling_server_says_when_to_come_back(fields: list[str], sec
 
 async def test_what_a_server_says_is_told_without_the_token_and_without_control_characters() -> None:
     def echo(request: Request) -> bytes:
-        said = f"bad\x1b[31m request:\r\n{request.fields['Authorization']} {'y' * 1000}"
-        return ok(said.encode(), "Content-Type: text/plain", status="400 Bad")
+        text = f"bad\x1b[31m request:\r\n{request.headers['Authorization']} {'y' * 1000}"
+        return ok(text.encode(), "Content-Type: text/plain", status="400 Bad")
 
     text = await fails(InvalidArgument, get, echo, token=SECRET)
     assert "bad [31m request: Bearer … yyy" in text
@@ -507,25 +507,25 @@ async def test_a_read_follows_to_another_origin_without_the_token(call: Call, st
             async with objects(server, token=SECRET) as store:
                 await call(store)
                 assert not store.capabilities.listing
-        assert [r.path for r in other.asked] == ["/elsewhere?signed=1"]
-        assert "Authorization" not in other.asked[0].fields
-        assert other.asked[0].fields.get("Range") == server.asked[0].fields.get("Range")
-        assert server.asked[0].fields["Authorization"] == f"Bearer {SECRET}"
+        assert [r.path for r in other.requests] == ["/elsewhere?signed=1"]
+        assert "Authorization" not in other.requests[0].headers
+        assert other.requests[0].headers.get("Range") == server.requests[0].headers.get("Range")
+        assert server.requests[0].headers["Authorization"] == f"Bearer {SECRET}"
 
 
 async def test_another_port_of_the_same_host_is_another_origin_and_no_way_back_has_the_token() -> None:
     async with serving(b"") as other, serving(b"", ok(DATA)) as server, objects(server, token=SECRET) as store:
-        server.answers[0] = to(f"{other.url}/a")
-        other.answers[0] = to(f"{server.url}/b")
+        server.responses[0] = to(f"{other.url}/a")
+        other.responses[0] = to(f"{server.url}/b")
         assert await store.get("k") == DATA
-        assert ["Authorization" in r.fields for r in server.asked] == [True, False]
+        assert ["Authorization" in r.headers for r in server.requests] == [True, False]
 
 
 async def test_a_redirect_within_the_origin_keeps_the_token() -> None:
     async with serving(to("/other/place"), ok(DATA)) as server, objects(server, token=SECRET) as store:
         assert await store.get("k") == DATA
-        assert [r.path for r in server.asked] == ["/k", "/other/place"]
-        assert [r.fields["Authorization"] for r in server.asked] == [f"Bearer {SECRET}"] * 2
+        assert [r.path for r in server.requests] == ["/k", "/other/place"]
+        assert [r.headers["Authorization"] for r in server.requests] == [f"Bearer {SECRET}"] * 2
 
 
 async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -> None:
@@ -533,7 +533,7 @@ async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -
         assert await store.get("k") == DATA
         with pytest.raises(Denied, match="is not tstore's"):
             await create(store)
-        assert {r.method for r in other.asked} == {"GET"}
+        assert {r.method for r in other.requests} == {"GET"}
 
 
 @pytest.mark.parametrize("call", WRITES)
@@ -541,7 +541,7 @@ async def test_a_write_is_never_led_elsewhere(call: Call) -> None:
     async with serving(ok(b"")) as other:
         text = await fails(Denied, call, ok(b"", OURS), to(f"{other.url}/x?sig={SECRET}", 307), match="a write")
         assert f"{other.url}/x," in text
-        assert other.asked == []
+        assert other.requests == []
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ async def test_a_redirect_to_nowhere_is_refused(place: str, kind: type[TStoreErr
     async with serving(to(place)) as server, objects(server) as store:
         with pytest.raises(kind, match=match):
             await store.get("k")
-        assert len(server.asked) <= 6
+        assert len(server.requests) <= 6
 
 
 async def test_the_password_of_a_redirect_is_not_sent() -> None:
@@ -566,7 +566,7 @@ async def test_the_password_of_a_redirect_is_not_sent() -> None:
         place = other.url.replace("http://", f"http://user:{SECRET}@")
         async with serving(to(f"{place}/x")) as server, objects(server) as store:
             assert await store.get("k") == DATA
-        assert "Authorization" not in other.asked[0].fields
+        assert "Authorization" not in other.requests[0].headers
 
 
 # ---- writes
@@ -578,16 +578,16 @@ async def test_a_create_that_the_library_would_send_twice_has_an_unknown_outcome
             await store.put("one", [b"x"], PutMode.CREATE)
             with pytest.raises(Unavailable):  # the kept connection was closed: it may have landed
                 await store.put("k", [b"x" * 100], PutMode.CREATE)
-        assert [r.path for r in server.asked].count("/k") == 1
+        assert [r.path for r in server.requests].count("/k") == 1
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3 << 20])
 async def test_a_body_goes_with_its_checksum(size: int) -> None:
     async with serving(ok(b"", OURS)) as server, objects(server) as store:
         await store.put("k", [bytes(size // 2), bytes(size - size // 2)], PutMode.CREATE)
-        sent = server.asked[-1]
+        sent = server.requests[-1]
         assert len(sent.body) == size
-        assert sent.fields["X-TStore-XXH3"] == xxhash.xxh3_128_hexdigest(sent.body)
+        assert sent.headers["X-TStore-XXH3"] == xxhash.xxh3_128_hexdigest(sent.body)
 
 
 async def test_a_server_that_was_once_ours_stays_ours() -> None:
@@ -596,7 +596,7 @@ async def test_a_server_that_was_once_ours_stays_ours() -> None:
             await store.get("k")
             await store.get("k")
             await create(store)
-        assert [r.method for r in server.asked] == ["GET", "GET", "PUT"]
+        assert [r.method for r in server.requests] == ["GET", "GET", "PUT"]
 
 
 async def test_a_taken_key_exists_already() -> None:
@@ -610,7 +610,7 @@ async def test_nothing_is_written_to_or_listed_from_another_server(call: Call, n
     async with serving(ok(b"", name)) as server, objects(server) as store:
         with pytest.raises(Denied, match=re.escape("tstore serve")):
             await call(store)
-        assert [r.method for r in server.asked] == ["GET"]
+        assert [r.method for r in server.requests] == ["GET"]
 
 
 @pytest.mark.parametrize(
@@ -643,8 +643,8 @@ async def test_nothing_of_the_environment_leads_requests_elsewhere_or_adds_a_pas
     async with serving(ok(b"")) as proxy, serving(ok(DATA)) as server, objects(server) as store:
         monkeypatch.setenv("http_proxy", proxy.url)
         assert await store.get("k") == DATA
-        assert proxy.asked == []
-        assert "Authorization" not in server.asked[0].fields
+        assert proxy.requests == []
+        assert "Authorization" not in server.requests[0].headers
 
 
 @pytest.mark.parametrize(
@@ -678,8 +678,8 @@ def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: s
 
 
 async def test_a_refused_token_is_not_told() -> None:
-    answer = ok(b"", status="401 Unauthorized")
-    text = await fails(Denied, get, answer, match="refused the token", token=SECRET)
+    response = ok(b"", status="401 Unauthorized")
+    text = await fails(Denied, get, response, match="refused the token", token=SECRET)
     assert SECRET not in text
     store = HttpStorage("http://host", token=SECRET)
     assert SECRET not in repr(store) + str(vars(store)) + repr(vars(store)["_session"])
@@ -689,7 +689,7 @@ async def test_a_refused_token_is_not_told() -> None:
 
 
 async def test_a_server_that_has_everything_is_no_endless_log() -> None:
-    async def everything(request: Request) -> Answer:
+    async def everything(request: Request) -> RawResponse:
         return ok(MARKER if request.path.endswith("tstore.json") else b"")
 
     async with serving(everything) as server, await tstore.open(server.url, "r") as store:

@@ -1,7 +1,7 @@
 """A fuzzer of HTTP answers: status, headers, framing, bodies and timing at random, for each protocol of a server.
 
 Whatever a server says, a call returns what was asked for or raises an error of tstore, in bounded time, which is
-short and shows no token. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_answers.py` runs each for
+short and shows no token. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_responses.py` runs each for
 ten minutes; `TSTORE_FUZZ_SEED=7` repeats one case.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers import Request, ok, part, serving
+from tests.support.raw_http import Request, ok, part, serving
 from tstore.errors import TStoreError
 from tstore.runtime.event_loops import on_io
 from tstore.storage import listing, pace
@@ -198,13 +198,13 @@ def body_of(chance: random.Random, request: Request) -> bytes:
         case 3:
             return xml_of(chance)
         case 4:
-            return b"[" * chance.choice([10, 5000]) + b'"' + request.fields.get("Authorization", "").encode()
+            return b"[" * chance.choice([10, 5000]) + b'"' + request.headers.get("Authorization", "").encode()
         case 5:
             return gzip.compress(bytes(1 << 20))
         case 6:
             return bytes(chance.choice([MOST, MOST + 1, 100_000]))
         case _:
-            return b"<html>" + repr(request.fields).encode()
+            return b"<html>" + repr(request.headers).encode()
 
 
 def framed(chance: random.Random, body: bytes) -> tuple[list[str], bytes]:
@@ -237,7 +237,7 @@ DATA = bytes(range(200))
 
 def right(request: Request) -> bytes:
     """What a server of any of the three would say."""
-    path, span = request.path, re.fullmatch(r"bytes=(-?\d+)(?:-(\d+))?", request.fields.get("Range", ""))
+    path, span = request.path, re.fullmatch(r"bytes=(-?\d+)(?:-(\d+))?", request.headers.get("Range", ""))
     if request.method in ("PUT", "DELETE"):
         return ok(b"", "Server: tstore/1", status="200 OK" if request.method == "PUT" else "204 No Content")
     if request.method == "POST":
@@ -256,9 +256,9 @@ def right(request: Request) -> bytes:
     return part(DATA[start:stop], f"{start}-{stop - 1}/{len(DATA)}", "Server: tstore/1")
 
 
-def changed(chance: random.Random, said: bytes) -> bytes:
+def changed(chance: random.Random, response_bytes: bytes) -> bytes:
     """The same with a header more, a line less, or another byte; or as it is."""
-    head, _, body = said.partition(b"\r\n\r\n")
+    head, _, body = response_bytes.partition(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     match chance.randrange(5):
         case 0:
@@ -268,14 +268,14 @@ def changed(chance: random.Random, said: bytes) -> bytes:
         case 2:
             lines[0] = f"HTTP/1.1 {chance.choice(STATUSES)}".encode()
         case 3:
-            at = chance.randrange(len(said))
-            return said[:at] + chance.randbytes(1) + said[at + 1 :]
+            at = chance.randrange(len(response_bytes))
+            return response_bytes[:at] + chance.randbytes(1) + response_bytes[at + 1 :]
         case _:
             pass
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def answer(chance: random.Random, request: Request) -> bytes:
+def response(chance: random.Random, request: Request) -> bytes:
     if chance.random() < 0.5:
         return changed(chance, right(request))
     if chance.random() < 0.02:
@@ -290,20 +290,20 @@ def answer(chance: random.Random, request: Request) -> bytes:
 
 async def played(chance: random.Random, request: Request) -> None:
     """Say it at once, in pieces, in part, or never to an end."""
-    said, writer = answer(chance, request), request.writer
+    data, writer = response(chance, request), request.writer
     if chance.random() < 0.03:
-        said = b"HTTP/1.1 100 Continue\r\n\r\n" * chance.choice([1, 3, 5000]) + said
+        data = b"HTTP/1.1 100 Continue\r\n\r\n" * chance.choice([1, 3, 5000]) + data
     manner = chance.choice(["whole"] * 12 + ["pieces", "cut", "hang", "reset", "behind"])
     if manner == "pieces":
-        for at in range(0, min(len(said), 3000), 300):
-            writer.write(said[at : at + 300])
+        for at in range(0, min(len(data), 3000), 300):
+            writer.write(data[at : at + 300])
             await asyncio.sleep(0)
-        said = said[3000:]
+        data = data[3000:]
     if manner in ("cut", "hang", "reset"):
-        said = said[: chance.randrange(len(said) + 1)]
+        data = data[: chance.randrange(len(data) + 1)]
     if manner == "behind":
-        said += answer(chance, request)
-    writer.write(said)
+        data += response(chance, request)
+    writer.write(data)
     if manner == "reset":
         writer.transport.abort()
     elif manner == "hang":
@@ -393,7 +393,7 @@ async def test_whatever_a_server_answers(kind: Callable[[str], Storage], monkeyp
             chance = random.Random(f"{kind.__name__} {case}")
             playing[:] = [chance]
             call = chance.choice(CALLS)
-            outcome = "answered"
+            outcome = "returned"
             try:
                 await asyncio.wait_for(on_io(call(objects)), SLOWEST_CASE)
             except BaseException as error:
@@ -406,4 +406,4 @@ async def test_whatever_a_server_answers(kind: Callable[[str], Storage], monkeyp
                 objects = kind(server.url)  # what one has learned of the server, another has not
         await on_io(objects.close())
     print(f"{kind.__name__} answers: {sum(outcomes.values())} cases, {dict(outcomes)}")
-    assert seed or (outcomes["answered"] and outcomes["Corrupt"] and outcomes["Unavailable"])
+    assert seed or (outcomes["returned"] and outcomes["Corrupt"] and outcomes["Unavailable"])

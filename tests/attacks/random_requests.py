@@ -9,9 +9,9 @@ import random
 from tests.attacks.case import check
 from tests.attacks.requests import ASKED, CREATE, HEAD
 from tests.attacks.target import Target
-from tests.support.served import MARKER, READ
+from tests.support.http_server import MARKER, READ
 
-__all__ = ["fuzzed"]
+__all__ = ["send"]
 
 _WORDS = [
     b"Range", b"If-Range", b"If-Match", b"If-None-Match", b"If-Modified-Since", b"Content-Length", b"Host",
@@ -25,7 +25,7 @@ _WORDS = [
 ]  # fmt: skip
 
 
-async def fuzzed(target: Target, seed: int) -> None:
+async def send(target: Target, seed: int) -> None:
     """Send requests of which parts were swapped, doubled and left out."""
     choice = random.Random(seed)
     good = b"PUT /txn/fuzz/pack-%d HTTP/1.1\r\n" % seed + CREATE + b"Content-Length: 5\r\n\r\nabcde"
@@ -37,8 +37,8 @@ async def fuzzed(target: Target, seed: int) -> None:
         await raw.send(bytes(sent))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):  # it may wait for the rest of what is no whole request
-                answer = await raw.rest()
-                check(b"HTTP/1.1 500" not in answer, f"seed {seed}: a 500 for {bytes(sent)!r}")
+                response = await raw.rest()
+                check(b"HTTP/1.1 500" not in response, f"seed {seed}: a 500 for {bytes(sent)!r}")
     head = f"GET /tstore.json HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
     said = await target.ask(head.encode())
     check(said == (200, MARKER), f"seed {seed}: an honest GET after {bytes(sent)!r} is answered {said}")

@@ -18,11 +18,11 @@ from tests.attacks.case import Broken, check
 from tests.attacks.children import Children
 from tests.attacks.honest import Site, audit
 from tests.attacks.meter import Meter
-from tests.attacks.specimen import Specimen
+from tests.attacks.sample_store import SampleStore
 from tests.attacks.target import TOKENS, Target
-from tests.support import served
+from tests.support import http_server
 
-__all__ = ["MEMORY", "Certificate", "Stage"]
+__all__ = ["MEMORY", "Certificate", "Harness"]
 
 MEMORY = 640 << 20
 """The most that a server may have resident, whatever is sent to it: its budget of bodies, and itself."""
@@ -48,16 +48,16 @@ class Certificate:
         self.options = ("--tls-cert", self.cert, "--tls-key", self.key)
 
 
-class Stage:
+class Harness:
     """A server of a copy of a store; `fresh` begins again with another copy."""
 
-    def __init__(self, template: Path, specimen: Specimen | None, children: Children, seed: int) -> None:
-        self.specimen = specimen
+    def __init__(self, template: Path, sample: SampleStore | None, children: Children, seed: int) -> None:
+        self.sample = sample
         self.children = children
         self.random = random.Random(seed)
         self.certificate: Certificate | None = None
         self.options: tuple[str, ...] = ()
-        self.memory = self.files = self.asked = self.kept = 0
+        self.memory = self.files = self.requests = self.kept = 0
         self.usual = 0.0
         """Seconds that an honest save takes while nobody attacks; 0 while that is not known."""
         self.worn = True
@@ -88,9 +88,9 @@ class Stage:
         self.worn = False
 
     @contextlib.contextmanager
-    def _served(self, place: Path, options: tuple[str, ...]) -> Iterator[tuple[served.Process, Target]]:
+    def _served(self, place: Path, options: tuple[str, ...]) -> Iterator[tuple[http_server.Process, Target]]:
         tls = () if self.certificate is None else self.certificate.options
-        with served.serving(place, *tls, *options, tokens=TOKENS) as process:
+        with http_server.serving(place, *tls, *options, tokens=TOKENS) as process:
             trusting = None if self.certificate is None else self.certificate.trusting
             yield process, Target(process, place, trusting)
 
@@ -130,18 +130,18 @@ class Stage:
 
     async def check_audit(self, step: int | None) -> None:
         """Check that honest clients find everything as it was, and can go on; see `audit`."""
-        assert self.specimen is not None
+        assert self.sample is not None
         ended = await self.children.run(
-            audit, self.site, self.specimen.values, self.specimen.commits, step, seconds=AUDIT
+            audit, self.site, self.sample.values, self.sample.commits, step, seconds=AUDIT
         )
         check(not ended.error, f"the audit of honest clients failed: {ended.error}")
         check(not ended.result, "; ".join(ended.result or ()))
 
     def check_log(self) -> None:
         """Check that the server has logged no fault of its own, and no token."""
-        text = self.process.said_after(self._logged)
+        text = self.process.logged_after(self._logged)
         self._logged += len(text)
-        for token in (served.READ, served.WRITE, served.ADMIN):
+        for token in (http_server.READ, http_server.WRITE, http_server.ADMIN):
             check(token.encode() not in text, "the log shows a token")
         for line in text.splitlines():
             if b'"level": "error"' in line or b"Traceback" in line or b'"status": 500' in line:

@@ -13,7 +13,7 @@ import tstore
 from tstore import Keep
 from tstore.errors import TStoreError
 
-__all__ = ["NEXT_ROOT", "Specimen", "digest_of", "tree_of"]
+__all__ = ["NEXT_ROOT", "SampleStore", "digest_of", "tree_of"]
 
 NEXT_ROOT = 64
 _NEWEST = NEXT_ROOT - 3
@@ -39,7 +39,7 @@ def _parts(tree: Any) -> list[bytes]:
     return [f"{values.dtype}{values.shape}".encode(), values.tobytes()]
 
 
-class Specimen(NamedTuple):
+class SampleStore(NamedTuple):
     """A store in a folder, and what every reader must find in it."""
 
     folder: Path
@@ -52,7 +52,7 @@ class Specimen(NamedTuple):
     """The transactions of versions that a gc has expired."""
 
     @staticmethod
-    async def make(folder: Path) -> Specimen:
+    async def make(folder: Path) -> SampleStore:
         """Make a store with saves, a gc, many small commits, and a transaction of which one host is missing."""
         async with await tstore.open(folder) as store:
             for step in range(4):
@@ -75,4 +75,4 @@ class Specimen(NamedTuple):
             for version in (2, 3, 4, 6, _NEWEST):
                 values[version] = digest_of(await tstore.restore(store, at=version))
             commits = {c.version: (c.tag, c.message) async for c in store.history()}
-        return Specimen(folder, _NEWEST, values, commits, expired)
+        return SampleStore(folder, _NEWEST, values, commits, expired)

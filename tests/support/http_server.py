@@ -1,4 +1,4 @@
-"""A client of a server: requests by aiohttp, and bytes on a raw socket."""
+"""Test `tstore serve`: a server process, an HTTP client, and a raw connection."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tstore.server import Access, Server
 MARKER = b'{"format": 1, "uuid": "00000000-0000-4000-8000-000000000000"}'
 PACK = "/txn/abc/pack-0-0"
 LONGEST = 1800
-"""Seconds after which a process of `serving` ends by itself."""
+"""The seconds after which a process of `serving` ends by itself."""
 
 READ, WRITE, ADMIN = "reader-0123456789", "writer-0123456789", "admin-0123456789"
 
 
 def everybody() -> Access:
-    """One token of each scope."""
+    """Return an access table with one token per scope."""
     return Access({READ: "read", WRITE: "write", ADMIN: "admin"})
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     status: int
     body: bytes
     headers: Any
 
 
 class Client:
-    """Requests with a token, or without."""
+    """An HTTP client that sends requests with a token, or without one."""
 
     def __init__(self, session: aiohttp.ClientSession, token: str | None = None) -> None:
         self.session = session
@@ -49,15 +49,15 @@ class Client:
     def with_token(self, token: str | None) -> Client:
         return Client(self.session, token)
 
-    async def __call__(self, method: str, path: str, data: Any = None, **headers: str) -> Answer:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async def __call__(self, method: str, path: str, data: Any = None, **headers: str) -> Response:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token is not None:
-            named["Authorization"] = f"Bearer {self.token}"
+            sent["Authorization"] = f"Bearer {self.token}"
         data = io.BytesIO(data) if isinstance(data, bytes) else data
-        async with self.session.request(method, path, data=data, headers=named) as response:
-            return Answer(response.status, await response.read(), response.headers)
+        async with self.session.request(method, path, data=data, headers=sent) as response:
+            return Response(response.status, await response.read(), response.headers)
 
-    async def create(self, path: str, data: Any, **headers: str) -> Answer:
+    async def create(self, path: str, data: Any, **headers: str) -> Response:
         return await self("PUT", path, data, If_None_Match="*", **headers)
 
 
@@ -68,32 +68,32 @@ async def client_of(server: Server, token: str | None = None, **options: Any) ->
 
 
 class Wire:
-    """A raw connection."""
+    """A raw TCP or TLS connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Sends what the server will take."""
+        """Send as much as the server accepts."""
         with contextlib.suppress(ConnectionError):
             self.writer.write(data)
             await self.writer.drain()
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Return everything received until the server closes the connection."""
         received = b""
         with contextlib.suppress(ConnectionError):
             while data := await self.reader.read(1 << 16):
                 received += data
         return received
 
-    async def answer(self) -> tuple[int, bytes]:
-        """The status and body of the next answer; 0 where the connection was closed instead."""
+    async def response(self) -> tuple[int, bytes]:
+        """Return the status and body of the next response, or status 0 if the server closed the connection."""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
-            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
-            body = await self.reader.readexactly(int(fields.get(b"content-length", 0)))
+            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+            body = await self.reader.readexactly(int(headers.get(b"content-length", 0)))
         except (ConnectionError, asyncio.IncompleteReadError):
             return 0, b""
         return int(head.split()[1]), body
@@ -103,7 +103,7 @@ class Wire:
 async def wire(
     server: Server | Process, trusting: ssl.SSLContext | None = None, source: str | None = None
 ) -> AsyncIterator[Wire]:
-    """A connection to the server, over TLS to one of https; from the address `source` of this machine."""
+    """Connect to the server, with TLS if its URL is https, and from the local address `source` if given."""
     to = urlsplit(server.url)
     local = None if source is None else (source, 0)
     reader, writer = await asyncio.open_connection(to.hostname, to.port, ssl=trusting, local_addr=local)
@@ -127,16 +127,16 @@ class Process(NamedTuple):
         to = urlsplit(self.url)
         return to.hostname or "", to.port or 0
 
-    def said(self) -> str:
-        """What it has logged so far."""
+    def logged(self) -> str:
+        """Return the log so far."""
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
 
-    def said_after(self, offset: int) -> bytes:
-        """What it has logged behind so many bytes, up to the last whole line."""
+    def logged_after(self, offset: int) -> bytes:
+        """Return the log after this many bytes, up to the last complete line."""
         return os.pread(self.log.fileno(), 16 << 20, offset).rpartition(b"\n")[0] + b"\n"
 
     def end(self) -> list[dict[str, Any]]:
-        """Ends it as a service manager does; what it logged."""
+        """Stop the process as a service manager does, and return its log entries."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.communicate(timeout=60)[0] == b""
         assert self.process.returncode == 0
@@ -148,14 +148,14 @@ class Process(NamedTuple):
 def serving(
     store: object, *options: str, tokens: str = f"write {WRITE}", stderr: int | None = None, **limits: int
 ) -> Iterator[Process]:
-    """A process that serves a store, with `limits` of the system, as NOFILE=64; it logs to a file, or `stderr`."""
-    # the alarm ends it should the tests be killed before they can
+    """Run a process that serves a store, with resource limits such as NOFILE=64; it logs to a file, or `stderr`."""
+    # the alarm ends the process if the tests are killed before they can do so
     code = f"import resource, signal, sys; signal.alarm({LONGEST}); from tstore import cli\n"
     for name, value in limits.items():
         code += f"resource.setrlimit(resource.RLIMIT_{name}, ({value}, {value}))\n"
     command = [sys.executable, "-c", f"{code}sys.exit(cli.main())", "serve", str(store), "--create", *options]
     environment = {**os.environ, "TSTORE_SERVER_TOKENS": tokens}
-    with tempfile.TemporaryFile() as log:  # no pipe: nobody reads it meanwhile
+    with tempfile.TemporaryFile() as log:  # not a pipe, which nobody would read meanwhile
         with subprocess.Popen(
             [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=stderr or log, env=environment
         ) as process:
