@@ -27,7 +27,7 @@ import safetensors.numpy
 
 import tstore
 import tstore.sync as blocking
-from tests.support.weights import lie, real_weights
+from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main
 from tstore.cli.columns import wrap
 from tstore.cli.text import counted, plain, ranges, shortened, sized
@@ -565,7 +565,7 @@ def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call
 def test_files_that_can_not_be_imported(tmp_path: Path, call: Call) -> None:
     failed(call("import", tmp_path / "none", tmp_path / "store", "--step", 0), str(tmp_path / "none"))
     failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path))
-    lying = lie(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
+    lying = write_file(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
     failed(call("import", lying, tmp_path / "store", "--step", 0), str(lying), "expected", "found")
     assert os.listdir(tmp_path) == ["lying"]
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tstore
-from tests.support.weights import example, lie, raw, real_weights
+from tests.support.weights import example, raw, real_weights, write_file
 from tstore.convert import checkpoint
 from tstore.convert.checkpoint import export_safetensors, import_safetensors
 from tstore.convert.safetensors import Writer, open_tensors
@@ -252,7 +252,7 @@ async def test_nothing_is_overwritten(tmp_path: Path) -> None:
 async def test_bad_input_makes_no_store_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="missing"):
         await import_safetensors(tmp_path / "missing", tmp_path / "store", 0)
-    lying = lie(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
+    lying = write_file(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
     with pytest.raises(Corrupt, match="'x'"):
         await import_safetensors(lying, tmp_path / "store", 0)
     with pytest.raises(NotAStore):

@@ -17,7 +17,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.weights import example, lie, raw, real_weights
+from tests.support.weights import example, raw, real_weights, write_file
 from tstore.convert.safetensors import Writer, open_tensors, read_header
 from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import (
@@ -91,7 +91,7 @@ def test_every_dtype_there_and_back(tmp_path: Path, name: str, shape: tuple[int,
 
 def test_every_dtype_of_the_package_is_known_or_refused(tmp_path: Path) -> None:
     with pytest.raises(safetensors.SafetensorError) as error:
-        safetensors.deserialize(lie(tmp_path / "a", {"x": entry("?")}, b"1234").read_bytes())
+        safetensors.deserialize(write_file(tmp_path / "a", {"x": entry("?")}, b"1234").read_bytes())
     names = set(str(error.value).split("expected one of")[1].split("`")[1::2])
     assert names - set(DTYPES) == {"F4", "F6_E2M3", "F6_E3M2"}
 
@@ -146,7 +146,7 @@ def test_arrays_are_views_of_the_file_and_outlive_it(tmp_path: Path) -> None:
 def test_unaligned_tensors_come_aligned(tmp_path: Path) -> None:
     values = np.arange(3, dtype="<f8")
     header = {"flag": entry("BOOL", [1], [0, 1]), "x": entry("F64", [3], [1, 25])}
-    tensors, _ = open_tensors(lie(tmp_path / "a", header, b"\x01" + values.tobytes()))
+    tensors, _ = open_tensors(write_file(tmp_path / "a", header, b"\x01" + values.tobytes()))
     assert tensors["flag"].tolist() == [True]
     assert tensors["x"].tolist() == [0, 1, 2]
     assert tensors["x"].flags.aligned
@@ -155,7 +155,7 @@ def test_unaligned_tensors_come_aligned(tmp_path: Path) -> None:
 
 def test_header_order_need_not_be_data_order(tmp_path: Path) -> None:
     header = {"b": entry(offsets=[4, 8]), "a": entry(offsets=[0, 4]), "e": entry(shape=[0], offsets=[4, 4])}
-    path = lie(tmp_path / "a", header, np.array([1, 2], "<f4").tobytes())
+    path = write_file(tmp_path / "a", header, np.array([1, 2], "<f4").tobytes())
     tensors, _ = open_tensors(path)
     assert {name: a.tolist() for name, a in tensors.items()} == {"a": [1], "e": [], "b": [2]}
     assert list(tensors) == ["a", "e", "b"]
@@ -230,7 +230,7 @@ LIES: dict[str, tuple[object, bytes, list[str]]] = {
 @pytest.mark.parametrize("case", LIES)
 def test_lying_headers_are_corrupt(tmp_path: Path, case: str) -> None:
     header, data, words = LIES[case]
-    path = lie(tmp_path / "liar.safetensors", header, data)
+    path = write_file(tmp_path / "liar.safetensors", header, data)
     with pytest.raises(Corrupt) as error:
         open_tensors(path)
     assert type(error.value) is Corrupt
@@ -267,7 +267,7 @@ def test_lying_header_lengths_are_corrupt(tmp_path: Path, data: bytes, words: li
     ],
 )
 def test_what_we_can_not_hold_is_unsupported(tmp_path: Path, header: object, word: str) -> None:
-    path = lie(tmp_path / "a", header, b"1234")
+    path = write_file(tmp_path / "a", header, b"1234")
     with pytest.raises(UnsupportedFormat) as error:
         read_header(path)
     assert str(path) in str(error.value)
@@ -302,7 +302,7 @@ def try_open(path: Path) -> None:
 
 @given(st.binary(max_size=300), st.binary(max_size=20))
 def test_random_bytes_as_header(scratch: Path, header: bytes, data: bytes) -> None:
-    try_open(lie(scratch, header, data))
+    try_open(write_file(scratch, header, data))
 
 
 @given(st.binary(max_size=300))
@@ -328,7 +328,7 @@ FIELD = st.fixed_dictionaries(
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), FIELD | JSON, max_size=4), st.binary())
 def test_random_json_as_header(scratch: Path, header: dict[str, Any], data: bytes) -> None:
-    try_open(lie(scratch, header, data))
+    try_open(write_file(scratch, header, data))
 
 
 @given(st.integers(0, 400), st.integers(0, 255))

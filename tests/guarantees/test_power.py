@@ -100,7 +100,7 @@ async def replay(recorder: power.Recorder, place: Path, version: int) -> set[tup
     met, known = set(), set()
     for until in range(len(recorder.acts) + 1):
         acknowledged = until == len(recorder.acts)
-        for files in recorder.left(until, rng, DRAWN):
+        for files in recorder.states(until, rng, DRAWN):
             state = hash((acknowledged, *sorted(files.items())))
             if state not in known:
                 known.add(state)

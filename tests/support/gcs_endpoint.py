@@ -1,7 +1,7 @@
-"""An endpoint that speaks Google Cloud Storage's JSON API, honours every precondition, and errs as it is told to.
+"""A Google Cloud Storage endpoint that honours every precondition and can inject faults.
 
-Objects lie in memory. It answers as fake-gcs-server does (`tests/storage/test_gcs_endpoint.py`), except where that
-one is laxer than Google: it looks at preconditions and checksums in all kinds of requests.
+Objects are kept in memory. It responds like fake-gcs-server (`tests/storage/test_gcs_endpoint.py`), except where
+that is laxer than Google: this endpoint checks preconditions and checksums in all kinds of requests.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from aiohttp import web
 
 
 class Wrong(enum.Enum):
-    """What goes wrong with a request."""
+    """A kind of fault."""
 
     REFUSED = "not done; another status comes back"
     REFUSED_LATE = "done; another status comes back"
     REQUEST_LOST = "not done; the connection closes"
     REPLY_LOST = "done; the connection closes"
-    LATE = "the connection closes; it is done when `release` is called"
+    LATE = "the connection closes; done when `release` is called"
     REPEATED = "done twice; the second response comes"
     CUT = "done; the connection closes in the middle of the response"
     FLIPPED = "done; the last byte of the response is changed"
-    DAMAGED = "the last byte that was sent arrives as another one"
-    PAGE = "not done; a web page comes with status 200"
+    DAMAGED = "the last byte of the request body arrives changed"
+    PAGE = "not done; a web page comes back with status 200"
     SILENT = "not done; no response comes, and the connection stays open"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """A fault of one request."""
 
     wrong: Wrong
     status: int = 503
@@ -57,7 +57,7 @@ Faults = Callable[[web.Request], Fault | None]
 
 
 def at(fault: Fault, method: str, times: int = 1, below: str = "") -> Faults:
-    """The fault for the first requests with that method, and with that text in their path."""
+    """Inject the fault into the first `times` requests with the method and with `below` in their path."""
     left = [times]
 
     def draw(request: web.Request) -> Fault | None:
@@ -71,7 +71,7 @@ def at(fault: Fault, method: str, times: int = 1, below: str = "") -> Faults:
 
 @dataclass
 class Stored:
-    """One object."""
+    """A stored object."""
 
     data: bytes
     generation: int
@@ -96,7 +96,7 @@ class Stored:
 
 
 def checks(data: bytes) -> tuple[str, str]:
-    """The CRC32C and the MD5 of the bytes, as the API writes them."""
+    """Return the CRC32C and the MD5 of the bytes in the API's format."""
     crc32c = base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()
     return crc32c, base64.b64encode(hashlib.md5(data).digest()).decode()
 
@@ -115,7 +115,7 @@ class Refusal(Exception):
 
 
 class Endpoint:
-    """The server: its buckets, what it was asked, and what it does wrong."""
+    """The server, with its buckets, the requests it received, and the faults to inject."""
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {}
@@ -123,11 +123,11 @@ class Endpoint:
         self.shown: list[str | None] = []
         self.faults: Faults = lambda request: None
         self.token: str | None = None
-        """The access token that is wanted, and that a service account gets from `POST /token`."""
+        """The required access token, which a service account gets from `POST /token`."""
         self.lax = False
-        """Whether checksums that came with an upload are ignored, as by fake-gcs-server."""
+        """Whether the checksums of uploads are ignored, as by fake-gcs-server."""
         self.stuck = False
-        """Whether every page of a listing is the first, and another is promised."""
+        """Whether every page of a listing is the first one and announces another."""
         self.url = ""
         self._generation = time.time_ns() // 1000
         self._late: list[Callable[[], object]] = []
@@ -135,7 +135,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def running(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[Endpoint]:
-        """Serves on a port of its own while inside."""
+        """Serve on a free port for the duration of the block."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", r"/{rest:[\s\S]*}", self._handle)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -149,13 +149,13 @@ class Endpoint:
             await runner.cleanup()
 
     def new_bucket(self) -> str:
-        """The name of a bucket that was just made."""
+        """Create a bucket and return its name."""
         name = f"b-{uuid.uuid4().hex}"
         self.buckets[name] = {}
         return name
 
     def chaos(self, seed: int, share: float) -> Faults:
-        """All that a client must get along with, in that share of the requests, at random."""
+        """Inject every fault that a client must tolerate, at random, into a share of the requests."""
         rng = random.Random(seed)
         kinds = [
             *(Fault(Wrong.REFUSED, status) for status in (408, 429, 500, 502, 503)),
@@ -172,7 +172,7 @@ class Endpoint:
         return draw
 
     def release(self) -> None:
-        """Does what was asked for and is late."""
+        """Execute the late requests."""
         late, self._late = self._late, []
         for call in late:
             with contextlib.suppress(Refusal):
@@ -292,7 +292,7 @@ class Endpoint:
 
     def _list(self, bucket: str, query: dict[str, str]) -> web.Response:
         objects, prefix, delimiter = self._objects(bucket), query.get("prefix", ""), query.get("delimiter", "")
-        names: dict[str, bool] = {}  # whether it is a prefix, in the order of the names
+        names: dict[str, bool] = {}  # name to whether it is a prefix, in order
         for name in sorted(objects, key=str.encode):
             if name.startswith(prefix):
                 head, separator, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
@@ -349,7 +349,7 @@ def _refused(refusal: Refusal, headers: dict[str, str]) -> web.Response:
 
 
 def _check(query: dict[str, str], stored: Stored | None) -> None:
-    """Raises `Refusal` where a precondition does not hold."""
+    """Raise `Refusal` if a precondition does not hold."""
     for name, value in (("Generation", stored.generation if stored else 0), ("Metageneration", int(bool(stored)))):
         if int(query.get(f"if{name}Match", value)) != value:
             raise Refusal(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
@@ -358,12 +358,12 @@ def _check(query: dict[str, str], stored: Stored | None) -> None:
 
 
 def _parts(body: bytes, boundary: bytes) -> tuple[dict[str, Any], bytes]:
-    """The metadata and the bytes of a multipart upload."""
+    """Return the metadata and the bytes of a multipart upload."""
     mark = re.escape(b"--" + boundary)
     head = re.match(rb"\s*" + mark + rb"\r?\n.*?\r?\n\r?\n(.*?)\r?\n" + mark + rb"\r?\n.*?\r?\n\r?\n", body, re.S)
     end = re.search(rb"\r?\n" + mark + rb"--\s*\Z", body[max(0, len(body) - 500) :])
     if head is None or end is None:
-        raise Refusal(400, "invalid", "the request is no multipart upload")
+        raise Refusal(400, "invalid", "the request is not a multipart upload")
     return json.loads(head[1]), body[head.end() : max(0, len(body) - 500) + end.start()]
 
 

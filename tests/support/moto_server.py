@@ -1,4 +1,4 @@
-"""A server of S3 for tests: moto, in a process of its own, on a port that the system chose.
+"""An S3 server for tests: moto in a separate process.
 
 moto looks for an object and stores the new one in separate steps, so two simultaneous PUTs with `If-None-Match: *`
 could both succeed. S3 admits one, and so does this server: it handles one PUT of an object at a time.
@@ -15,7 +15,7 @@ from tests.support import processes
 
 BUCKET = "checkpoints"
 FULL = "full"
-"""The prefix below which 1005 objects lie, `txn/1/pack-0000` and so on."""
+"""The prefix of 1005 objects, `txn/1/pack-0000` and so on."""
 
 _SERVE = """
     import sys, warnings
@@ -37,7 +37,7 @@ _SERVE = """
     sys.stdin.readline()
     from moto.s3.models import s3_backends
     from moto.core import DEFAULT_ACCOUNT_ID
-    for number in range(1005):  # a request for each would take seconds
+    for number in range(1005):  # one request per object would take seconds
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket, f"{folder}/txn/1/pack-{number:04d}", b"x")
     print("ready", flush=True)
     sys.stdin.read()
@@ -45,7 +45,7 @@ _SERVE = """
 
 
 class S3Server(NamedTuple):
-    """Where it listens; it has one bucket, `BUCKET`."""
+    """The address of the server, which has one bucket, `BUCKET`."""
 
     host: str
     port: int
@@ -56,12 +56,12 @@ class S3Server(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The storage_options of `s3://…` there; the server believes any credentials."""
+        """The storage_options for `s3://…` URLs; the server accepts any credentials."""
         return options(self.endpoint)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as environment variables."""
+        """The same options as environment variables."""
         names = {"endpoint_url": "AWS_ENDPOINT_URL", "key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY"}
         return {names[option]: value for option, value in self.options.items()}
 

@@ -1,9 +1,9 @@
-"""What a power failure may leave of a folder: a recording of all that was asked of the file system, replayed.
+"""A model of power failures: file-system calls are recorded, and every state they may leave is rebuilt.
 
-Nothing counts as kept unless it was forced: the bytes of a file by an fsync of the file, a name (of a file, a
-link, a folder, or its removal) by an fsync of the folder it stands in, all by a sync. Whatever was not forced may
-be there or not, each for itself and whatever came later; a write may be there in part. That is weaker than what
-any journaling file system gives.
+A change survives for certain only once it was synced: the bytes of a file by an fsync of the file, a name (of a
+file, link or folder, or its removal) by an fsync of its folder, everything by a sync. Each change that was not
+synced may survive or not, independently of all others, and a write may survive in part. Journaling file systems
+guarantee more than that.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import pytest
 
 
 class Act(NamedTuple):
-    """One thing asked of the file system. `path` is of the name or folder, `file` the number of a file."""
+    """A recorded call. `path` is the path of the name or folder, `file` the number of the file."""
 
     what: str  # mkdir, name (create, link), unlink, write, size; fsync, fsyncdir, sync
     path: str = ""
     file: int = 0
     offset: int = 0
     data: bytes = b""
-    known: int = 0  # of what forces: what was asked before it began
+    known: int = 0  # for syncs: the number of calls made before it began
 
 
 class Recorder:
-    """All that is asked below `top` from now on; what is there already is kept."""
+    """Records all changes below `top` from now on; existing files count as durable."""
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.top = str(top)
@@ -156,22 +156,24 @@ class Recorder:
 
         return forced
 
-    def left(self, until: int, rng: random.Random, more: int) -> Iterator[dict[str, bytes]]:
-        """Contents by path that a power failure after `until` acts may leave: the extremes, each act that was
-        not forced alone and each missing alone, and `more` that are drawn."""
-        loose = self._loose(until)
-        yield self._built(until, loose, {})
-        yield self._built(until, set(), {})
+    def states(self, until: int, rng: random.Random, more: int) -> Iterator[dict[str, bytes]]:
+        """Yield states (contents by path) that a power failure after `until` calls may leave.
+
+        These are the two extremes, each unsynced change alone, each missing alone, and `more` random ones.
+        """
+        loose = self._unsynced(until)
+        yield self._rebuilt(until, loose, {})
+        yield self._rebuilt(until, set(), {})
         for act in loose:
-            yield self._built(until, loose - {act}, {})
-            yield self._built(until, {act}, {})
+            yield self._rebuilt(until, loose - {act}, {})
+            yield self._rebuilt(until, {act}, {})
         for _ in range(more if loose else 0):
             lost = {i for i in loose if rng.random() < 0.5}
             torn = {i: rng.randrange(3) for i in loose - lost if self.acts[i].what == "write"}
-            yield self._built(until, lost, torn)
+            yield self._rebuilt(until, lost, torn)
 
-    def _loose(self, until: int) -> set[int]:
-        """What was asked and not forced."""
+    def _unsynced(self, until: int) -> set[int]:
+        """Return the calls that were not synced."""
         loose = set()
         for i, act in enumerate(self.acts[:until]):
             match act.what:
@@ -191,7 +193,7 @@ class Recorder:
     def _folder_of(self, i: int) -> str:
         return "" if self.acts[i].what in ("write", "size") else os.path.dirname(self.acts[i].path)
 
-    def _built(self, until: int, lost: set[int], torn: dict[int, int]) -> dict[str, bytes]:
+    def _rebuilt(self, until: int, lost: set[int], torn: dict[int, int]) -> dict[str, bytes]:
         folders, names, contents = set(self.folders), dict(self.names), dict(self.contents)
         for i, act in enumerate(self.acts[:until]):
             if i in lost:

@@ -1,4 +1,4 @@
-"""Python processes for tests: started, waited for, and ended with the test."""
+"""Python processes for tests: start them, wait for them, and end them with the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEADLINE = 60
 
 
 def start(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-    """A process that runs the code; its output is text, in pipes."""
+    """Start a process that runs the code, with its output as text in pipes."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -27,7 +27,7 @@ def start(code: str, *arguments: object, **options: object) -> subprocess.Popen[
 
 @contextlib.contextmanager
 def running(*processes: subprocess.Popen[str]) -> Iterator[None]:
-    """Ends the processes with the block, whatever happens in it."""
+    """End the processes at the end of the block, even after an exception."""
     try:
         yield
     finally:
@@ -37,21 +37,21 @@ def running(*processes: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def result(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What the process printed, once it has ended; its exit status must be `code`."""
+    """Wait for the process to end with exit status `code`, and return its output."""
     out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == code, f"exit status {process.returncode}\n{out}\n{err}"
     return out
 
 
 def python(code: str, *arguments: object, **options: object) -> str:
-    """What the code prints, run in a process of its own."""
+    """Run the code in a new process and return its output."""
     process = start(code, *arguments, **options)
     with running(process):
         return result(process)
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """The next line that the process prints."""
+    """Return the next line of the process's output."""
     assert process.stdout is not None
     text = process.stdout.readline()
     assert text, process.communicate(timeout=DEADLINE)[1]

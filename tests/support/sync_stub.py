@@ -1,8 +1,7 @@
-"""Writes `tstore/sync.pyi`, the types of the blocking names, from the signatures of the awaited ones.
+"""Write `tstore/sync.pyi`, the types of the blocking names, from the signatures of the async ones.
 
 Run `python -m tests.support.sync_stub` after a change of a signature or docstring; test_sync fails until then.
-The stub has the members of the module at run time: each is followed to the function that it wraps, for its
-parameters.
+The stub has the members that the module has at run time, with the parameters of the functions they wrap.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def sync_stub() -> str:
 
 
 def _class(cls: type, origins: dict[str, ast.stmt]) -> ast.ClassDef:
-    """Return the class with its public members, and the special methods that it defines itself."""
+    """Return the class with its public members and the special methods that it defines."""
     body: list[ast.stmt] = [ast.Expr(ast.Constant(inspect.getdoc(cls)))]
     for name, member in vars(cls).items():
         if isinstance(member, property):
@@ -58,7 +57,7 @@ def _class(cls: type, origins: dict[str, ast.stmt]) -> ast.ClassDef:
 
 
 def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.FunctionDef:
-    """Return the head and docstring of a function under its blocking name; `origins` gets what its types need."""
+    """Return the signature and docstring of a function by its blocking name; add imports it needs to `origins`."""
     original: Callable[..., Any] = inspect.unwrap(function)
     [head] = ast.parse(textwrap.dedent(inspect.getsource(original))).body
     assert isinstance(head, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -80,7 +79,7 @@ def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.Fun
 
 
 def _origins(file: str) -> dict[str, ast.stmt]:
-    """Return, for each name at the top of a module, the statement that imports it from where it is defined."""
+    """Return, for each top-level name of a module, a statement that imports it from its defining module."""
     path = Path(file)
     module = ".".join(("tstore", *path.relative_to(STUB.parent).with_suffix("").parts))
     origins: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
