@@ -76,7 +76,7 @@ async def _bfloat16() -> np.dtype[Any]:
 
 
 @pytest.mark.parametrize("codecs", CHAINS[:1] + CHAINS[3:])
-async def test_a_value_that_would_wipe_out_the_others_is_refused(codecs: Any) -> None:
+async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
     """One value of 10,000 among 127 of a thousandth would make these zero."""
     store = await made(small((256,)), (128,), codecs)
     before = await stored(store)

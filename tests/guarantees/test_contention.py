@@ -1,4 +1,4 @@
-"""Many independent writers: every one gets through, and is told what came in its way."""
+"""Many independent writers: each one commits, and can list the conflicts on its way."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ async def values(url: str) -> list[int]:
     return [int(v) for v in await (await snapshot.array("w")).read()]
 
 
-async def test_the_slowest_of_many_processes_gets_through(url: str) -> None:
-    """Each loses at most once to each of the others: a try fails only where another succeeded."""
+async def test_the_slowest_of_many_processes_commits(url: str) -> None:
+    """A writer loses at most once to each of the others, as an attempt fails only when another one succeeds."""
     await make(url, WRITERS)
     ready = [await set_cell(await tstore.open(url), i) for i in range(WRITERS)]
     versions = await asyncio.gather(*[tx.commit() for tx in ready])
@@ -72,15 +72,15 @@ async def created(tx: tstore.Transaction, path: str, size: int = 4) -> tstore.Tr
 
 
 async def waiting(store: tstore.Store, commits: int) -> None:
-    """Returns once so many commits wait while another is in flight."""
-    while len(store.log._queues[asyncio.get_running_loop()].waiting) < commits:  # noqa: ASYNC110 - nothing is told when one has come
+    """Return once this many commits are queued behind one in flight."""
+    while len(store.log._queues[asyncio.get_running_loop()].waiting) < commits:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 async def together(
     url: str, store: tstore.Store, ready: list[tstore.Transaction], between: tstore.Transaction | None = None
 ) -> list[int | BaseException]:
-    """What becomes of transactions that are committed while the create of another is held back."""
+    """Commit transactions while the create of another is held back, and return their outcomes."""
     faults = store.log.storage
     assert isinstance(faults, Faults)
     first = await created(store.transaction("first"), "first")
@@ -89,14 +89,14 @@ async def together(
     await gate.reached()
     for number, tx in enumerate(ready, 1):
         tasks.append(asyncio.create_task(tx.commit()))
-        await waiting(store, number)  # so that they come in this order
+        await waiting(store, number)  # so that they queue in this order
     if between is not None:
         await between.commit()
     gate.release()
     return (await asyncio.gather(*tasks, return_exceptions=True))[1:]
 
 
-async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
+async def test_queued_commits_share_one_record(url: str) -> None:
     await make(url, 4)
     async with (await tstore.open(url)).transaction() as tx:
         await created(tx, "old")
@@ -126,7 +126,7 @@ async def test_commits_that_wait_go_out_as_one_record(url: str) -> None:
     assert (await other.verify()).ok
 
 
-async def test_what_meets_waits_for_the_next_record(url: str) -> None:
+async def test_conflicting_commits_do_not_share_a_record(url: str) -> None:
     await make(url, 8, chunk=4)
     store, _faults = await open_faulty(url)
     ready = [store.transaction(tag=tag) for tag in (None, None, "x", "x", None)]
@@ -142,8 +142,8 @@ async def test_what_meets_waits_for_the_next_record(url: str) -> None:
     assert await values(url) == [0, 1, *[-1] * 6]
 
 
-async def test_what_goes_alone(url: str) -> None:
-    """Big ones, serializable ones, and those that replace the whole tree."""
+async def test_some_transactions_never_share_a_record(url: str) -> None:
+    """Large and serializable transactions, and those that replace the whole tree."""
     await make(url, 4)
     store, _faults = await open_faulty(url)
     ready = [store.transaction(), store.transaction(), store.transaction(isolation="serializable")]
@@ -162,7 +162,7 @@ async def test_what_goes_alone(url: str) -> None:
     assert (await (await tstore.open(url, "r")).snapshot()).paths() == []
 
 
-async def test_tags_that_are_dropped_go_alone(url: str) -> None:
+async def test_dropped_tags_never_share_a_record(url: str) -> None:
     await make(url, 4)
     store, _faults = await open_faulty(url)
     async with store.transaction(tag="old"):
@@ -174,7 +174,7 @@ async def test_tags_that_are_dropped_go_alone(url: str) -> None:
     assert [c.dropped async for c in store.history() if c.version >= 4] == [("old",), (), ()]
 
 
-async def test_a_tag_that_another_moves_meanwhile_is_not_dropped(url: str) -> None:
+async def test_a_tag_moved_concurrently_is_not_dropped(url: str) -> None:
     await make(url, 4)
     store, _faults = await open_faulty(url)
     async with store.transaction(tag="old"):
@@ -199,10 +199,8 @@ async def test_a_tag_that_another_moves_meanwhile_is_not_dropped(url: str) -> No
         (tstore.Keep(best=(1, "loss", "max")), {"step/2", "step/10"}),
     ],
 )
-async def test_retention_sees_each_step_that_was_committed_with_others(
-    url: str, keep: tstore.Keep, kept: set[str]
-) -> None:
-    """Steps in any order, some with metrics, wait for each other; afterwards the rules find all of them."""
+async def test_retention_sees_every_step_of_a_group_commit(url: str, keep: tstore.Keep, kept: set[str]) -> None:
+    """Steps in any order, some with metrics, are queued together; afterwards the rules find all of them."""
     await make(url, 4)
     store, _faults = await open_faulty(url)
     losses = {1: 0.1, 10: None, 2: 0.3, 3: 0.2}
@@ -222,8 +220,8 @@ async def test_retention_sees_each_step_that_was_committed_with_others(
     assert set((await store.collect(keep)).tags) == {f"step/{s}" for s in losses} - kept
 
 
-async def test_retention_sees_each_of_several_steps_of_one_version(url: str) -> None:
-    """However the tags came to name it: set and moved by one transaction, or by several that went together."""
+async def test_retention_sees_every_step_tag_of_one_version(url: str) -> None:
+    """The tags may be set and moved by one transaction, or by several in a group commit."""
     await make(url, 4)
     store, _faults = await open_faulty(url)
     async with store.transaction(tag="step/20"):
@@ -240,8 +238,8 @@ async def test_retention_sees_each_of_several_steps_of_one_version(url: str) -> 
     assert (await store.collect(tstore.Keep(every=4), dry_run=True)).tags == []
 
 
-async def test_commits_of_different_bases_that_go_together_meet_only_what_is_newer(url: str) -> None:
-    """One of them writes into an array that was created after the base of the other."""
+async def test_grouped_commits_validate_only_against_versions_above_their_own_base(url: str) -> None:
+    """One commit writes into an array that was created after the base of the other."""
     store, _ = await open_faulty(url)
     older = await created(store.transaction(), "older")
     async with store.transaction() as tx:
@@ -252,8 +250,8 @@ async def test_commits_of_different_bases_that_go_together_meet_only_what_is_new
     assert (await (await (await store.snapshot()).array("new")).read()).tolist() == [1, 7, 7, 7]
 
 
-async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) -> None:
-    """It can't be encoded, or its validation breaks; the log itself is called, as transactions check before."""
+async def test_a_failing_commit_does_not_fail_the_others_of_its_group(url: str) -> None:
+    """It can't be encoded, or its validation raises. The test calls the log, since transactions check earlier."""
     await make(url, 4)
     store, faults = await open_faulty(url)
     base = await store.log.reader.newest()
@@ -286,8 +284,8 @@ async def test_of_commits_that_go_together_one_that_fails_fails_alone(url: str) 
     assert await store.tags() == {"fine": 3}
 
 
-async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url: str) -> None:
-    """It is to be written again over a chunk that is gone; the other has nothing to do with that."""
+async def test_a_commit_over_a_lost_pack_fails_alone(url: str) -> None:
+    """Its patch must be reapplied to a chunk that is gone; the other commit does not touch that chunk."""
     async with (await tstore.open(url)).transaction() as tx:
         await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
     store, _faults = await open_faulty(url)
@@ -305,13 +303,13 @@ async def test_of_commits_that_go_together_one_over_a_lost_pack_fails_alone(url:
     assert await store.outcome(ready[1].id) == 4
 
 
-async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alone(url: str) -> None:
-    """It can't be validated against the version that lost it; the other is based on that version."""
+async def test_a_commit_based_before_a_lost_manifest_fails_alone(url: str) -> None:
+    """It can't be validated against the version with the lost manifest, on which the other commit is based."""
     await make(url, 4)
     store, _faults = await open_faulty(url)
     old = await created(store.transaction(), "old")
     async with store.transaction() as tx:
-        for i in range(400):  # a manifest that is an object of its own
+        for i in range(400):  # enough for a separate manifest object
             await created(tx, f"many/{i}", 1)
     young = await created(store.transaction(), "young")
     [manifest] = await store.log.storage.list(f"txn/{tx.id}/manifest")
@@ -321,7 +319,7 @@ async def test_of_commits_that_go_together_one_before_a_lost_manifest_fails_alon
     assert outcomes[1] == 4
 
 
-async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> None:
+async def test_a_conflicting_commit_leaves_its_group_and_the_others_commit(url: str) -> None:
     await make(url, 4)
     store, _faults = await open_faulty(url)
     ready = [await set_cell(store, i) for i in range(3)]
@@ -334,12 +332,12 @@ async def test_one_that_conflicts_drops_out_and_the_others_go_on(url: str) -> No
     assert await values(url) == [0, 1, 2, -1]
 
 
-async def test_of_several_that_go_together_a_condemned_one_drops_out(url: str) -> None:
+async def test_a_condemned_transaction_leaves_its_group(url: str) -> None:
     await make(url, 4)
     store, faults = await open_faulty(url)
     first = await created(store.transaction(), "first")
     ready = [await created(store.transaction(), "a"), store.transaction(), await created(store.transaction(), "b")]
-    await created(ready[1], "big", 1 << 15)  # a pack, by which a gc may take it for abandoned
+    await created(ready[1], "big", 1 << 15)  # writes a pack, so that a gc may consider it abandoned
     await ready[1].delete("big")
     await created(ready[1], "small")
     gate = faults.hold("create", "commits/*")
@@ -357,7 +355,7 @@ async def test_of_several_that_go_together_a_condemned_one_drops_out(url: str) -
     assert "abandoned" in str(outcomes[2])
 
 
-async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> None:
+async def test_a_commit_that_grew_when_reapplied_gets_its_own_record(url: str) -> None:
     async with (await tstore.open(url)).transaction() as tx:
         await (await tx.create_array("w", (3000,), "uint8", (3000,))).write(0)
         await created(tx, "old")
@@ -371,7 +369,7 @@ async def test_one_that_grew_when_it_was_written_again_goes_alone(url: str) -> N
     assert (await (await tstore.open(url)).verify()).ok
 
 
-async def test_others_meet_every_part_of_a_common_record(url: str) -> None:
+async def test_later_commits_validate_against_every_part_of_a_shared_record(url: str) -> None:
     await make(url, 4)
     store, _ = await open_faulty(url)
     late = [await set_cell(await tstore.open(url), i) for i in range(3)]
@@ -384,7 +382,7 @@ async def test_others_meet_every_part_of_a_common_record(url: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["lose_reply", "fail"])
-async def test_a_common_record_without_an_answer(url: str, fault: str) -> None:
+async def test_a_shared_record_whose_response_is_lost(url: str, fault: str) -> None:
     await make(url, 4)
     store, faults = await open_faulty(url)
     ready = [await set_cell(store, i) for i in range(3)]
@@ -397,7 +395,7 @@ async def test_a_common_record_without_an_answer(url: str, fault: str) -> None:
         assert [r.version for r in tx.retries][-1:] == [3]
 
 
-async def test_of_a_common_record_whose_outcome_is_unknown_each_learns_its_own_id(url: str) -> None:
+async def test_an_unknown_outcome_of_a_shared_record_names_each_transaction(url: str) -> None:
     await make(url, 4)
     store, faults = await open_faulty(url)
     ready = [await set_cell(store, i) for i in range(3)]
@@ -448,7 +446,7 @@ async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
 
 
 async def lost_race(url: str) -> tuple[tstore.Transaction, tstore.Transaction]:
-    """A transaction that lost the first create to another, and that other one; both are committed."""
+    """Commit two transactions so that the first loses a create to the second, and return both."""
     await make(url, 4)
     store, faults = await open_faulty(url)
     tx = await set_cell(store, 0)
@@ -462,7 +460,7 @@ async def lost_race(url: str) -> tuple[tstore.Transaction, tstore.Transaction]:
     return tx, other
 
 
-async def test_a_lost_race_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lost_race_is_listed_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tstore")
     tx, other = await lost_race(url)
     assert tx.retries == [tstore.Retry(2, "another transaction became this version first")]
@@ -474,7 +472,7 @@ async def test_a_lost_race_is_told(url: str, caplog: pytest.LogCaptureFixture) -
     assert line == f"retrying transaction {tx.id} after version 2: another transaction became this version first"
 
 
-def test_the_log_shows_what_commits_were_based_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_shows_the_base_of_each_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(make(str(tmp_path), 4))
     assert cli.main(["log", str(tmp_path)]) == 0
     assert "base" not in capsys.readouterr().out
@@ -485,7 +483,7 @@ def test_the_log_shows_what_commits_were_based_on(tmp_path: Path, capsys: pytest
     assert [row[at : at + len("base")].strip() for row in rows] == ["1", "1", "0"]
 
 
-async def test_a_create_without_an_answer_is_told(url: str) -> None:
+async def test_a_create_without_a_response_is_listed(url: str) -> None:
     await make(url, 4)
     store, faults = await open_faulty(url)
     tx = await set_cell(store, 0)
@@ -496,7 +494,7 @@ async def test_a_create_without_an_answer_is_told(url: str) -> None:
     assert "no response" in retry.reason
 
 
-async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> None:
+async def test_reapplied_patches_are_listed(url: str) -> None:
     await make(url, 4, chunk=4)
     store = await tstore.open(url)
     tx, other = await set_cell(store, 0), await set_cell(store, 1)
@@ -505,11 +503,11 @@ async def test_parts_of_chunks_that_were_written_again_are_told(url: str) -> Non
     [retry] = tx.retries
     assert retry.version == 2
     assert retry.reason.endswith("w")
-    assert (await anext(store.history())).metadata == {}  # the record was created at the first try
+    assert (await anext(store.history())).metadata == {}  # the first attempt created the record
     assert await values(url) == [0, 1, -1, -1]
 
 
-def test_a_store_serves_one_event_loop_after_the_other(url: str) -> None:
+def test_a_store_serves_several_event_loops_in_turn(url: str) -> None:
     asyncio.run(make(url, 8))
     store = asyncio.run(tstore.open(url))
 
@@ -522,7 +520,7 @@ def test_a_store_serves_one_event_loop_after_the_other(url: str) -> None:
     assert asyncio.run(values(url)) == list(range(8))
 
 
-def test_blocking_transactions_tell_their_retries() -> None:
+def test_blocking_transactions_list_their_retries() -> None:
     store = blocking.open(f"memory://{uuid.uuid4()}")
     with store.transaction() as tx:
         tx.create_array("w", (4,), "int64", (4,)).write(0)

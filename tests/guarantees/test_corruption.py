@@ -1,4 +1,4 @@
-"""A flipped bit, a cut or a lost object is an error that says where, never a wrong number."""
+"""A flipped bit, a truncated or a lost object is an error that names the place, never a wrong value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def objects(storage: Storage) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def good() -> dict[str, bytes]:
-    """All objects of a small store with a pack, inline chunks, a root and the hint."""
+    """The objects of a small store with a pack, inline chunks, a root and the hint."""
 
     async def make() -> dict[str, bytes]:
         url = f"memory://{uuid.uuid4()}"
@@ -77,7 +77,7 @@ EXPECTED: dict[int, dict[str, Any]] = {}
 
 
 async def outcome(url: str) -> tuple[int, list[str]]:
-    """How many steps are restored, rightly, and what verify finds; a wrong number fails the test."""
+    """Return the number of steps restored and the faults that verify finds; wrong values fail the test."""
     restored = 0
     faults = []
     for step, saved in TREES.items():
@@ -85,7 +85,7 @@ async def outcome(url: str) -> tuple[int, list[str]]:
             tree = await tstore.restore(url, step)
         except TStoreError:
             continue
-        except MemoryError as error:  # a length that was believed
+        except MemoryError as error:  # a corrupt length was trusted
             raise AssertionError(f"step {step}") from error
         assert set(tree) == set(saved)
         for name, values in tree.items():
@@ -123,7 +123,7 @@ def kinds(good: dict[str, bytes]) -> dict[str, list[str]]:
 
 
 def short(good: dict[str, bytes]) -> dict[str, bytes]:
-    """The store as of its second version: `verify` looks at each, a thousand times."""
+    """The store as of its second version, which keeps a thousand runs of `verify` short."""
     later = sorted(k for k in good if k.startswith("commits/"))[2:]
     return {k: data for k, data in good.items() if k not in later and not k.startswith(("roots/", "latest"))}
 
@@ -134,7 +134,7 @@ async def read_all(arrays: list[tstore.Array]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pack", "records", "empty record", "root"])
-async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kind: str) -> None:
+async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], kind: str) -> None:
     keys = kinds(good)[kind]
     assert keys
     await put(url, short(good) if kind == "pack" else good)
@@ -165,7 +165,7 @@ async def test_every_flipped_byte_is_found(url: str, good: dict[str, bytes], kin
 
 
 @pytest.mark.parametrize("key", ["latest", "tstore.json"])
-async def test_flipped_bytes_of_the_hint_and_the_marker_give_no_wrong_numbers(
+async def test_flipped_bytes_of_the_hint_and_the_marker_never_give_wrong_values(
     url: str, good: dict[str, bytes], key: str
 ) -> None:
     await put(url, good)
@@ -188,7 +188,7 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_give_no_wrong_numbers(
 
 
 @pytest.mark.parametrize("kind", ["pack", "records", "empty record", "root"])
-async def test_every_truncation_is_found(url: str, good: dict[str, bytes], kind: str) -> None:
+async def test_every_truncation_is_detected(url: str, good: dict[str, bytes], kind: str) -> None:
     await put(url, good)
     storage = connect(url)
     for key in kinds(good)[kind]:
@@ -213,7 +213,7 @@ async def test_a_missing_object_is_named(url: str, good: dict[str, bytes], kind:
         assert any(key in fault for fault in faults), faults
 
 
-async def test_one_object_in_the_place_of_another_is_found(url: str, good: dict[str, bytes]) -> None:
+async def test_an_object_in_place_of_another_is_detected(url: str, good: dict[str, bytes]) -> None:
     packs = kinds(good)["pack"]
     await put(url, good)
     await tstore.save(
@@ -231,7 +231,7 @@ async def test_one_object_in_the_place_of_another_is_found(url: str, good: dict[
 
 
 async def test_a_missing_or_changed_manifest_is_named(url: str) -> None:
-    """A manifest too long for its record is an object of its own."""
+    """A manifest too long for its record is a separate object."""
     tree = {f"p{i}": np.arange(3) + i for i in range(600)}
     await tstore.save(url, tree, 0)
     storage = connect(url)
@@ -247,8 +247,8 @@ async def test_a_missing_or_changed_manifest_is_named(url: str) -> None:
         assert any(key in fault for fault in report.faults)
 
 
-async def test_a_manifest_in_the_place_of_another_is_found(url: str) -> None:
-    """It is whole, but not the one that the record refers to."""
+async def test_a_manifest_in_place_of_another_is_detected(url: str) -> None:
+    """The manifest is intact, but not the one that the record refers to."""
     for step in range(2):
         await tstore.save(url, {f"p{i}": np.arange(3) + i + step for i in range(600)}, step)
     storage = connect(url)
@@ -331,7 +331,7 @@ async def test_a_marker_that_does_not_parse_is_corrupt(url: str, good: dict[str,
             await tstore.open(url, mode)  # type: ignore[arg-type]
 
 
-async def test_a_marker_of_before_there_was_a_checksum(url: str, good: dict[str, bytes]) -> None:
+async def test_a_marker_without_a_checksum_is_accepted(url: str, good: dict[str, bytes]) -> None:
     fields = json.loads(good["tstore.json"])
     del fields["checksum"]
     await put(url, {**good, "tstore.json": json.dumps(fields).encode()})
@@ -344,14 +344,14 @@ async def test_a_marker_of_before_there_was_a_checksum(url: str, good: dict[str,
         await tstore.copy(store, f"{url}-copy", at=1)
 
 
-async def test_a_store_without_its_marker_is_not_made_a_new_one(url: str, good: dict[str, bytes]) -> None:
+async def test_a_store_without_its_marker_is_not_recreated(url: str, good: dict[str, bytes]) -> None:
     await put(url, {k: v for k, v in good.items() if k != "tstore.json"})
     for mode in ("r", "a", "x"):
         with pytest.raises(NotAStore):
             await tstore.open(url, mode)  # type: ignore[arg-type]
 
 
-async def test_damage_of_one_array_leaves_the_others_readable(tmp_path: Path) -> None:
+async def test_damage_to_one_array_leaves_the_others_readable(tmp_path: Path) -> None:
     tree = {f"w{i}": np.random.default_rng(i).random(20_000) for i in range(4)}
     await tstore.save(tmp_path / "s", tree, 0)
     packs = sorted((tmp_path / "s" / "txn").rglob("pack-*"))
@@ -369,8 +369,8 @@ async def test_damage_of_one_array_leaves_the_others_readable(tmp_path: Path) ->
         assert i == bad or (results[i][f"w{i}"] == values).all()  # type: ignore[index]
 
 
-async def test_records_are_as_durable_as_their_word(url: str) -> None:
-    """A commit is refused to vanish: its number is never used again."""
+async def test_a_committed_record_cannot_be_created_again(url: str) -> None:
+    """The number of a version is used only once."""
     await tstore.save(url, {"x": np.zeros(1)}, 0)
     storage = connect(url)
     with pytest.raises(tstore.errors.AlreadyExists):
@@ -378,14 +378,14 @@ async def test_records_are_as_durable_as_their_word(url: str) -> None:
 
 
 @pytest.mark.parametrize("codecs", [None, "e4m3"])
-async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: str, codecs: str | None) -> None:
+async def test_every_byte_of_small_chunks_is_checked_by_every_read(url: str, codecs: str | None) -> None:
     values = np.random.default_rng(0).normal(size=(32, 64)).astype("f4")
     store = await tstore.open(url)
     async with store.transaction() as tx:
         w = await tx.create_array("w", values.shape, "f4", (4, 8), codecs=codecs)
         await w[:16].write(values[:16])
         await w[16:].write(values[16:])
-        await (await tx.create_array("pad", (3000,), "f8", (3000,))).write(1)  # more than travels inline
+        await (await tx.create_array("pad", (3000,), "f8", (3000,))).write(1)  # too long to be inline
     w = await (await store.snapshot()).array("w")
     expected = await w.read()
     reads = {
@@ -421,12 +421,12 @@ async def test_every_byte_of_small_chunks_is_checked_however_they_are_read(url: 
 # ---- files of other programs
 
 
-async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
-    """As `zarr.open` leaves one in the folder it is given; no name of tstore's own is among them."""
+async def test_verify_lists_files_of_other_programs(tmp_path: Path) -> None:
+    """For example the `zarr.json` that `zarr.open` leaves in a folder; tstore's own names are never listed."""
     store = await tstore.open(tmp_path)
     part = tstore.Shards((4, 3000), "f8", [((slice(0, 2), slice(0, 3000)), np.ones((2, 3000)))])
-    wide = {str(i): np.full(2, i) for i in range(400)}  # its manifest is an object
-    for _ in range(70):  # with a root
+    wide = {str(i): np.full(2, i) for i in range(400)}  # enough for a separate manifest object
+    for _ in range(70):  # enough for a root
         async with store.transaction():
             pass
     await tstore.save(store, wide, 0)
@@ -435,7 +435,7 @@ async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
     transaction = (await store.pending())[0].transaction
     for key in ("alive-00000-of-00002", "merging-1-00000-of-00200", "merge-1-00000-of-00200"):
         await store.log.storage.hint(f"txn/{transaction}/{key}", b"")
-    (tmp_path / "commits/.0123.tmp").touch()  # of a create that was killed
+    (tmp_path / "commits/.0123.tmp").touch()  # left by a killed create
     (tmp_path / ".DS_Store").touch()
     report = await store.verify()
     assert (report.ok, report.foreign) == (True, [])
@@ -460,5 +460,5 @@ async def test_files_of_other_programs_are_told(tmp_path: Path) -> None:
     assert report.ok
     assert report.foreign == sorted([*foreign[:-1], "late\\udcff"])
     async with fileservers.aiohttp_files(tmp_path) as url, await tstore.open(url, "r") as reader:
-        report = await reader.verify()  # from a server that lists nothing
+        report = await reader.verify()  # the server lists nothing
         assert (report.ok, report.foreign) == (True, [])

@@ -1,4 +1,4 @@
-"""What test_corruption finds on one machine is found through servers too, and named by URL, key and chunk."""
+"""Corruption is also detected through servers, and the errors name URL, key and chunk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Put = Callable[[str, bytes], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """All objects of a store with packs, manifests, a root, the hint, and a group that lacks a host."""
+    """The objects of a store with packs, manifests, a root, the hint, and a pending cooperative transaction."""
     folder = tmp_path_factory.mktemp("good") / "store"
 
     async def make() -> None:
@@ -52,7 +52,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @contextlib.asynccontextmanager
 async def damageable(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, Any], Put]]:
-    """What opens a store on a server of that kind, and what puts anything in the place of its objects."""
+    """Yield the arguments that open a store on a kind of server, and a function that replaces its objects."""
     async with contextlib.AsyncExitStack() as stack:
         if kind in ("http", "cache"):
             server = await stack.enter_async_context(Server(folder / "store"))
@@ -79,7 +79,7 @@ def damaged(data: bytes) -> list[bytes]:
 
 
 async def outcome(arguments: dict[str, Any]) -> tuple[list[TStoreError], list[str]]:
-    """The errors of restoring each step, whose values fail the test if they are wrong; what verify finds."""
+    """Return the errors of restoring each step, and the faults that verify finds; wrong values fail the test."""
     errors = []
     async with await tstore.open(mode="r", **arguments) as store:
         for step, tree in TREES.items():
@@ -115,7 +115,7 @@ async def test_damage_is_named(kind: str, good: dict[str, bytes], tmp_path: Path
         assert await outcome(arguments) == ([], [])
 
 
-async def test_a_damaged_fragment_is_told_to_who_needs_it(good: dict[str, bytes]) -> None:
+async def test_a_damaged_fragment_is_reported_to_those_who_need_it(good: dict[str, bytes]) -> None:
     url = f"memory://{uuid.uuid4()}"
     storage = connect(url)
     [fragment] = [key for key in good if "/part-" in key]

@@ -15,7 +15,7 @@ from tests.support import forks, processes
 
 KILLS = 20
 SIZE = 40_000
-"""Values of an array: several chunks of a pack, at 8 bytes each."""
+"""The number of values of an array: enough for several chunks in a pack."""
 
 WRITER = """
 import itertools, os
@@ -37,7 +37,7 @@ for step in itertools.count(first):
 
 
 def check(url: Path, acknowledged: int) -> int:
-    """The newest step, which is whole and not older than what was acknowledged."""
+    """Check that the newest step is complete and was not acknowledged before `acknowledged`; return it."""
     store = blocking.open(url, "r")
     newest = (blocking.steps(store) or [0])[-1]
     assert newest in (acknowledged, acknowledged + 1)
@@ -51,7 +51,7 @@ def check(url: Path, acknowledged: int) -> int:
 
 
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
-    """Each writer goes on where the one before was killed, and a reader looks all the time."""
+    """Each writer continues where the previous one was killed, while a reader checks all the time."""
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     url = tmp_path / "s"
     blocking.open(url)
@@ -81,7 +81,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
             for number in range(KILLS):
                 out = tmp_path / f"out-{number}"
                 os.mkfifo(out)
-                # the kill falls between one acknowledgement and the next, wherever in the save that is
+                # the kill happens between two acknowledgements, at any point of the save
                 ready, told = threading.Event(), threading.Event()
                 lines: list[int] = []
 
@@ -122,7 +122,7 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     report = blocking.open(url).verify()
     assert report.ok, report.faults
     tree = {"x": np.zeros(SIZE), "step": acknowledged + 1}
-    blocking.save(url, tree, acknowledged + 1)  # the next writer proceeds
+    blocking.save(url, tree, acknowledged + 1)  # the next writer needs no repair
     assert not blocking.restore(url)["x"].any()
 
 
@@ -189,7 +189,7 @@ def test_a_writer_killed_at_each_step_of_the_commit(tmp_path: Path) -> None:
     assert landed == {stage: stage == "created:commits" for stage in stages}
 
 
-def test_a_reader_of_a_killed_writers_leftovers_is_not_disturbed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_do_not_disturb_readers(tmp_path: Path) -> None:
     blocking.save(tmp_path / "s", {"x": np.arange(3)}, 0)
     for name in (".0123.tmp", "commits/.0123456789abcdef.tmp", "txn/.x.tmp"):
         path = tmp_path / "s" / name

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, and whether it finds what is wrong."""
+"""A short run of the fuzzer finds nothing; with a fault in the product, it finds that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_short_run_finds_nothing(storage: str, capsys: pytest.CaptureFixture[s
     assert "operations: begin" in told
 
 
-def test_processes_of_which_some_are_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_killed_processes_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--seconds",
         "1",
@@ -59,7 +59,7 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "seed 0, episode" in capsys.readouterr().out
 
 
-def test_a_run_of_one_worker_is_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_one_worker_is_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for _ in range(2):
         fuzz.main(["--episode", "3", "--seed", "5", "--storage", "memory", "--tasks", "1", "--rounds", "2"])
@@ -67,7 +67,7 @@ def test_a_run_of_one_worker_is_the_same_again(capsys: pytest.CaptureFixture[str
     assert told[0] == told[1]
 
 
-async def test_the_model_tells_what_differs(tmp_path: Path) -> None:
+async def test_the_model_names_the_difference(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "store") as store:
         async with store.transaction("m1") as tx:
             await (await tx.create_array("a", (4,), "int64", (4,))).write(np.arange(4))

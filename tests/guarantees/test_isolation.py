@@ -1,4 +1,4 @@
-"""Serializable transactions: what they have read still holds in the version on which they commit."""
+"""Serializable transactions: what they read is unchanged in the version before their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE = np.arange(64, dtype="i4").reshape(8, 8)
 
 @pytest.fixture
 async def store() -> tstore.Store:
-    """Version 1 has "w" (8×8, chunks 4×4, 0…63), "x" and "y" (one 1 each), "g/v", and the group "g"."""
+    """Return a store whose version 1 has "w" (8×8, chunks 4×4, 0…63), "x" and "y" (1 each), "g/v" and "g"."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await (await tx.create_array("w", (8, 8), "int32", (4, 4))).write(BASE)
@@ -110,7 +110,7 @@ def both(*steps: Step) -> Step:
 
 CHUNK = np.s_[0:4, 0:4]
 
-# what one transaction reads (it then writes "y"), what another commits meanwhile, and what was lost of the reads
+# the reads of a transaction (which then writes "y"), the concurrent commit of another, and the invalidated reads
 STALE: dict[str, tuple[Step, Step, list[str]]] = {
     "a value": (reads("x"), writes("x", 5), ["x, chunk (0,)"]),
     "an element, against another of its chunk": (
@@ -150,7 +150,7 @@ HOLDS: dict[str, tuple[Step, Step]] = {
 async def committed(
     store: tstore.Store, isolation: Literal["snapshot", "serializable"], first: Step, meanwhile: Step
 ) -> int:
-    """The version of a transaction that does `first` and creates "out", while another commits `meanwhile`."""
+    """Commit a transaction that does `first` and creates "out", while another commits `meanwhile`."""
     tx = store.transaction(isolation=isolation)
     await first(tx)
     await creates("out")(tx)
@@ -160,7 +160,7 @@ async def committed(
 
 
 @pytest.mark.parametrize("name", STALE)
-async def test_what_was_read_and_has_changed_is_a_conflict_that_names_it(store: tstore.Store, name: str) -> None:
+async def test_a_changed_read_is_a_conflict_that_names_it(store: tstore.Store, name: str) -> None:
     first, meanwhile, lost = STALE[name]
     with pytest.raises(Conflict, match="version 2") as caught:
         await committed(store, "serializable", first, meanwhile)
@@ -170,18 +170,18 @@ async def test_what_was_read_and_has_changed_is_a_conflict_that_names_it(store: 
 
 
 @pytest.mark.parametrize("name", [name for name in STALE if "all replaced" not in name])
-async def test_snapshot_isolation_lets_it_pass(store: tstore.Store, name: str) -> None:
+async def test_snapshot_isolation_allows_it(store: tstore.Store, name: str) -> None:
     first, meanwhile, _ = STALE[name]
     assert await committed(store, "snapshot", first, meanwhile) == 3
 
 
 @pytest.mark.parametrize("name", HOLDS)
-async def test_what_was_read_and_still_holds_is_no_conflict(store: tstore.Store, name: str) -> None:
+async def test_an_unchanged_read_is_no_conflict(store: tstore.Store, name: str) -> None:
     assert await committed(store, "serializable", *HOLDS[name]) == 3
 
 
-async def test_of_two_transactions_that_would_skew_one_is_refused(store: tstore.Store) -> None:
-    """Each takes 1 where x + y ≥ 2: after both the sum would be 0."""
+async def test_write_skew_is_refused(store: tstore.Store) -> None:
+    """Each takes 1 if x + y ≥ 2, so that both together would make the sum 0."""
 
     async def take(isolation: Literal["snapshot", "serializable"], path: str) -> tstore.Transaction:
         tx = store.transaction(isolation=isolation)
@@ -199,10 +199,10 @@ async def test_of_two_transactions_that_would_skew_one_is_refused(store: tstore.
         await (await tx.array("x")).write(1)
     first, second = await take("snapshot", "x"), await take("snapshot", "y")
     await first.commit()
-    await second.commit()  # the skew that snapshot isolation allows
+    await second.commit()  # snapshot isolation allows this skew
 
 
-async def test_a_serializable_transaction_reads_what_it_wrote_itself(store: tstore.Store) -> None:
+async def test_a_serializable_transaction_reads_its_own_writes(store: tstore.Store) -> None:
     async with store.transaction(isolation="serializable") as tx:
         a = await tx.create_array("a", (4,), "int32", (2,))
         await a.write([1, 2, 3, 4])
@@ -226,7 +226,7 @@ async def test_reads_are_validated_against_each_newer_version(store: tstore.Stor
 
 
 TAGS = [
-    # what it does, what newer ones do one after the other, and the tags that it would not find so now
+    # the tag edits of the transaction, those of newer ones in order, and the tags whose lookups changed
     ({"drop_tag": "t"}, [{"drop_tag": "t"}], ["tag t"]),
     ({"drop_tag": "t"}, [{"drop_tag": "u"}, {"tag": "v"}], []),
     ({"tag": "v"}, [{"tag": "w"}, {"drop_tag": "w"}], []),
@@ -235,7 +235,7 @@ TAGS = [
 
 
 @pytest.mark.parametrize(("mine", "newer", "lost"), TAGS)
-async def test_a_tag_that_was_found_counts_as_read(
+async def test_a_tag_lookup_counts_as_a_read(
     store: tstore.Store, mine: dict[str, str], newer: list[dict[str, str]], lost: list[str]
 ) -> None:
     for tag in "tu":
@@ -254,7 +254,7 @@ async def test_a_tag_that_was_found_counts_as_read(
     assert caught.value.paths == lost
 
 
-async def test_a_tag_that_a_gc_took_counts_as_changed(store: tstore.Store) -> None:
+async def test_a_tag_removed_by_a_gc_counts_as_changed(store: tstore.Store) -> None:
     async with store.transaction(tag="t"):
         pass
     async with store.transaction() as other:
@@ -304,7 +304,7 @@ def test_committed_transactions_are_serial_in_their_order(actions: list[Any], ch
 
 
 async def serial(actions: list[Any], chunk: int) -> None:
-    """Each step sets one cell to 1 + the sum of others; the outcome is that of the commits one after the other."""
+    """Each transaction sets a cell to 1 + the sum of others; the result is that of a serial execution."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await (await tx.create_array("w", (6,), "int64", (chunk,))).write(0)

@@ -1,7 +1,7 @@
 """SIGKILL at every system call of the protocol, and at random moments while others write and read.
 
-After each: nothing acknowledged is lost, nothing is there by halves, verification finds nothing, and the next
-writer proceeds without repair. The processes are real; they are forked from one that has imported tstore.
+After each kill nothing acknowledged is lost, nothing is half visible, verification finds nothing, and the next
+writer needs no repair. The processes are real; they are forked from one that has imported tstore.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RANDOM_KILLS = 200
 SLOTS = 3
 HOSTS = 3
 
-# A process that dies before its n-th call that changes the file system, or half way through its n-th write (a torn
-# one). To die after a call leaves what dying before the next one leaves.
+# A process that dies before its n-th call that changes the file system, or in the middle of its n-th write (a torn
+# write). Dying after a call is the same as dying before the next one.
 MORTAL = """
 import os, signal, threading
 url, job, nth, when = arguments
@@ -77,11 +77,11 @@ os.write(out, b"done\\n")
 
 
 def empty(url: Path) -> None:
-    """No store at all: the killed process is the first to write."""
+    """Leave no store: the killed process is the first to write."""
 
 
 def zeros(url: Path) -> None:
-    """A store at version 63, so that the next commit also writes the whole tree and the hint."""
+    """Make a store at version 63, so that the next commit also writes a root and the hint."""
     with tstore.open(url) as store:
         tstore.save(store, {"x": np.zeros(4)}, 0, durability="none")
         for _ in range(62):
@@ -90,7 +90,7 @@ def zeros(url: Path) -> None:
 
 
 def all_but_one(url: Path) -> None:
-    """Two of three hosts have delivered and gone."""
+    """Make a store where two of three hosts have delivered their fragments and exited."""
     for host in range(HOSTS - 1):
         rows = slice(host, host + 1)
         w = tstore.Shards((HOSTS, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), host))])
@@ -129,7 +129,7 @@ def check_group(url: Path) -> bool:
     landed = tstore.steps(store) == [1]
     if not landed:
         [state] = store.pending()
-        if state.absent:  # it had not delivered: the job starts again, with another attempt
+        if state.absent:  # no fragment was delivered: the job restarts with another attempt
             assert state.absent == (2,)
             w = np.repeat(np.arange(HOSTS), 2000).reshape(HOSTS, 2000)
             tstore.save(store, {"w": w}, 1)
@@ -174,13 +174,13 @@ def test_killed_at_each_system_call(tmp_path: Path, mortals: forks.Forks, job: s
             kills[when] += 1
             nth += 1
     assert (tmp_path / "out").read_text() == "done\n" * 2
-    assert landed[True] > 2, landed  # also some that died after the commit: two did not die
+    assert landed[True] > 2, landed  # some died after the commit; two did not die at all
     assert landed[False] > 3, landed
     assert kills["before"] > 10
     assert kills["half"] > 0
 
 
-# A writer that counts: each commit sets its own arrays, and its place in one shared by all, to the next number.
+# A writer that counts: each commit sets the writer's arrays, and its cell of a shared one, to the next number.
 COUNTER = """
 import itertools, os
 import numpy as np
@@ -249,7 +249,7 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) ->
     for slot in range(SLOTS):
         numbers = {int(c.message.split()[1]): c.version for c in history if c.message.startswith(f"{slot} ")}
         counts = [int(c.message.split()[1]) for c in history if c.message.startswith(f"{slot} ")]
-        assert sorted(counts) == list(range(1, len(counts) + 1))  # each number once, none skipped
+        assert sorted(counts) == list(range(1, len(counts) + 1))  # each number once, without gaps
         assert acknowledged[slot].items() <= numbers.items()  # nothing acknowledged is lost
         assert len(acknowledged[slot]) > RANDOM_KILLS // (4 * SLOTS)
     report = store.verify()
@@ -266,10 +266,10 @@ def until_written(out: Path) -> None:
 
 
 def took(out: Path, acknowledged: dict[int, int], last: list[int], slot: int) -> None:
-    """Notes what a writer acknowledged, and that it began behind all that was acknowledged before it."""
+    """Record what a writer acknowledged, and check that it started after all earlier acknowledged numbers."""
     began, *lines = (out.read_text() if out.exists() else "").splitlines() or [f"began {last[slot] + 1}"]
     first = int(began.split()[1])
-    assert first in (last[slot] + 1, last[slot] + 2)  # the one before may have died with its commit unheard
+    assert first in (last[slot] + 1, last[slot] + 2)  # one may have died before it reported
     last[slot] = first - 1
     for text in lines:
         number, version = map(int, text.split())
@@ -278,7 +278,7 @@ def took(out: Path, acknowledged: dict[int, int], last: list[int], slot: int) ->
 
 
 def consistent(store: tstore.Store) -> int:
-    """The version of a snapshot, in which everything of a writer must be of one commit."""
+    """Check that the arrays of each writer in the newest snapshot are from one commit; return its version."""
     snapshot = store.snapshot()
     shared = snapshot.array("shared").read()
     for slot in range(SLOTS):
@@ -306,8 +306,8 @@ for turn in range(10_000):
 """
 
 
-def test_killed_clients_of_a_server(tmp_path: Path) -> None:
-    """What the server has answered stays, the rest is not there by halves, and a gc cleans up."""
+def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path) -> None:
+    """What the server acknowledged stays, nothing else is half visible, and a gc cleans up."""
     rng, told = random.Random(0), 0
     with (
         http_server.serving(tmp_path / "s", tokens=f"admin {http_server.ADMIN}") as server,
@@ -340,9 +340,7 @@ def test_killed_clients_of_a_server(tmp_path: Path) -> None:
         alive = {c.transaction for c in store.history()}
         folder = tmp_path / "s" / "txn"
         assert {p.parent.name for p in folder.glob("*/*")} <= alive
-        tstore.open(tmp_path / "s").collect(
-            abandoned=timedelta(0)
-        )  # removes also folders of uploads that were cut
+        tstore.open(tmp_path / "s").collect(abandoned=timedelta(0))  # also removes folders of aborted uploads
         assert {p.name for p in folder.iterdir()} <= alive
         assert report.versions == []
         assert store.verify().ok

@@ -1,36 +1,36 @@
-"""Faults put into the protocol on purpose that a test finds where the simulation does not (`test_simulation.py`).
+"""Faults put into the protocol on purpose that the simulation (`test_simulation.py`) detects seldom or never.
 
-    fault                                        is found by
+    fault                                        detected by
     ------------------------------------------   --------------------------------------------------------------
     no fsync before the link                     test_power.py: a power failure at any moment
     no fsync of the folder after the link        test_power.py: a power failure at any moment
-    a commit on one that is not durable          test_durability.py: what it is built on is made durable
-    gc deletes before its record stands          test_collect.py: nothing is deleted before the record stands
-    condemned packs are re-used                  test_collect.py: what was condemned is refused
-    a version that expired is opened             test_collect.py: an expired version says so
-    what a resize cut off comes back             test_transaction.py: what a resize cut off
-    a dropped tag meets none that is set         test_transaction.py: dropped tags conflict
-    checksums are not compared                   test_corruption.py: a flipped bit
-    a chunk of no host passes                    test_group.py: a chunk of no host is refused
-    a chunk of two hosts passes                  test_group.py: a chunk of two hosts is refused
-    a second fragment of one host passes         test_group.py: the same host twice is refused
-    only the first host's deletions count        test_group.py: what any host deletes is gone
-    a fragment delivered again may be lost       test_durability.py: a fragment that is delivered again
-    a host that waits trusts the record's name   test_durability.py: a host that waits makes it durable
-    finish trusts the name of a record           test_durability.py: a commit that exists is durable
-    a repeated save trusts the record's name     test_durability.py: a commit that exists is durable
-    dropped tags go out in a group commit        test_contention.py: tags that are dropped go alone
-    metrics go out in a group commit             test_contention.py: retention sees each step
-    retention sees the first step tag alone      test_contention.py: retention sees each of several steps
-    an expired version in between is skipped     test_reapply.py: an expired version in between loses no update
-    what is patched again is not made durable    test_reapply.py: what was patched again is there
-    hosts that delete and write are not compared test_group.py: hosts that stand in each other's way
-    save re-uses again after SourceCondemned     test_collect.py: a save that writes anew re-uses nothing
-    a commit waits for no operation              test_operations.py: a commit waits for the writes under way
-    handles from before a change pass            test_operations.py: a handle from before a resize is misuse
-    a part may change what it does not name      test_lossy_parts.py: a value that would wipe out the others
+    a commit does not sync what it is based on   test_durability.py: a durable commit syncs the data it references
+    gc deletes before its record exists          test_collect.py: nothing is deleted before the record exists
+    condemned packs are reused                   test_collect.py: a commit that reuses condemned packs is refused
+    an expired version can be opened             test_collect.py: an expired version is reported as expired
+    values cut off by a resize come back         test_transaction.py: values cut off by a resize do not come back
+    dropping and setting a tag do not conflict   test_transaction.py: dropped tags conflict
+    checksums are not compared                   test_corruption.py: every flipped byte is detected
+    a chunk that no host wrote passes            test_group.py: a chunk that no host wrote is refused
+    a chunk that two hosts wrote passes          test_group.py: a chunk that two hosts wrote is refused
+    a second fragment of a host passes           test_group.py: a second different fragment of a host is refused
+    only the first host's deletions apply        test_group.py: deletions of every host are applied
+    a redelivered fragment is not synced         test_durability.py: a redelivered fragment is made durable
+    a waiting host does not sync the record      test_durability.py: a waiting host syncs the name of the record
+    finish does not sync an existing record      test_durability.py: an existing commit is synced before its report
+    a repeated save does not sync the record     test_durability.py: an existing commit is synced before its report
+    dropped tags join a group commit             test_contention.py: dropped tags never share a record
+    metrics join a group commit                  test_contention.py: retention sees every step of a group commit
+    retention sees only the first step tag       test_contention.py: retention sees every step tag of one version
+    an expired intermediate version is skipped   test_reapply.py: an expired intermediate version loses no update
+    reapplied chunks are not synced              test_reapply.py: reapplied chunks are durable once the commit is
+    deletions and writes of hosts not compared   test_group.py: conflicting changes of two hosts are refused
+    save reuses again after SourceCondemned      test_collect.py: a save that rewrites chunks reuses no others
+    a commit does not wait for operations        test_operations.py: a commit waits for pending writes
+    handles from before a change are accepted    test_operations.py: a handle from before a resize is misuse
+    a partial write may change other values      test_lossy_parts.py: a value that would erase others is refused
 
-Each is put in for one run of its test, which must fail.
+Each fault is applied for one run of its test, which must fail.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COOPERATIVE, STAGING = (
 )
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
-FOUND: dict[str, tuple[str, Edit]] = {
+MUTATIONS: dict[str, tuple[str, Edit]] = {
     "no fsync before the link": (
         POWER,
         Edit(NEWFILE + "force", "os.fsync(self.fd)", "pass"),
@@ -60,140 +60,140 @@ FOUND: dict[str, tuple[str, Edit]] = {
         POWER,
         Edit(NEWFILE + "publish", "fsync_folder(os.path.dirname(os.path.abspath(path)))", "pass"),
     ),
-    "a commit on one that is not durable": (
-        "guarantees/test_durability.py::test_a_durable_commit_makes_durable_what_it_is_built_on",
+    "a commit does not sync what it is based on": (
+        "guarantees/test_durability.py::test_a_durable_commit_syncs_the_data_it_references",
         Edit(APPEND + "_create", "await self._log.storage.sync()", "pass"),
     ),
-    "gc deletes before its record stands": (
-        "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_stands",
+    "gc deletes before its record exists": (
+        "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
         Edit(
             "tstore.maintenance.gc:collect",
             "version = await uncancelled(_append(log, plan, transaction))",
             "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan, transaction))",
         ),
     ),
-    "condemned packs are re-used": (
-        "maintenance/test_collect.py::test_a_commit_that_re_uses_what_was_condemned_is_refused",
+    "condemned packs are reused": (
+        "maintenance/test_collect.py::test_a_commit_that_reuses_condemned_packs_is_refused",
         Edit("tstore.format.retention:check_condemned", "if removed:", "if False:"),
     ),
-    "a version that expired is opened": (
-        "maintenance/test_collect.py::test_an_expired_version_says_so",
+    "an expired version can be opened": (
+        "maintenance/test_collect.py::test_an_expired_version_is_reported_as_expired",
         Edit("tstore.log.expiry:check_alive", "state not in alive", "False"),
     ),
-    "what a resize cut off comes back": (
-        "transactions/test_transaction.py::test_what_a_resize_cut_off_does_not_come_back",
+    "values cut off by a resize come back": (
+        "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
         Edit("tstore.transactions.staged_array:StagedArray.reshape", "if n < had and n % chunk:", "if False:"),
     ),
-    "a dropped tag meets none that is set": (
+    "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",
         Edit(TREE + "overlap", "for t in self.dropped if t in other.tags", "for t in ()"),
     ),
     "checksums are not compared": (
-        "guarantees/test_corruption.py::test_every_flipped_byte_is_found",
+        "guarantees/test_corruption.py::test_every_flipped_byte_is_detected",
         Edit("tstore.data.pieces:ChunkPiece.deliver", "if block_checks(data.data) != self.checks:", "if False:"),
     ),
-    "a chunk of no host passes": (
-        "transactions/test_group.py::test_a_chunk_of_no_host_is_refused",
+    "a chunk that no host wrote passes": (
+        "transactions/test_group.py::test_a_chunk_that_no_host_wrote_is_refused",
         Edit("tstore.transactions.fragments:check_complete", "if incomplete:", "if False:"),
     ),
-    "a chunk of two hosts passes": (
-        "transactions/test_group.py::test_a_chunk_of_two_hosts_is_refused",
+    "a chunk that two hosts wrote passes": (
+        "transactions/test_group.py::test_a_chunk_that_two_hosts_wrote_is_refused",
         Edit("tstore.transactions.fragments:_check_once", "if twice:", "if False:"),
     ),
-    "a second fragment of one host passes": (
-        "transactions/test_group.py::test_the_same_host_twice_is_refused_unless_it_says_the_same",
+    "a second fragment of a host passes": (
+        "transactions/test_group.py::test_a_second_different_fragment_of_a_host_is_refused",
         Edit(COOPERATIVE + "_deliver", "await self._storage.get(key) == data", "True"),
     ),
-    "only the first host's deletions count": (
-        "transactions/test_group.py::test_what_any_host_deletes_is_gone",
+    "only the first host's deletions apply": (
+        "transactions/test_group.py::test_deletions_of_every_host_are_applied",
         Edit(
             "tstore.transactions.fragments:merged",
             "deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
             "deleted=first.deleted",
         ),
     ),
-    "a fragment delivered again may be lost": (
-        "guarantees/test_durability.py::test_a_fragment_that_is_delivered_again_is_made_durable",
+    "a redelivered fragment is not synced": (
+        "guarantees/test_durability.py::test_a_redelivered_fragment_is_made_durable",
         Edit(
             COOPERATIVE + "_deliver",
             "await self._storage.flush(self.member.folder, self.durability)",
             "pass",
         ),
     ),
-    "a host that waits trusts the record's name": (
-        "guarantees/test_durability.py::test_a_host_that_waits_makes_the_name_of_the_record_durable",
+    "a waiting host does not sync the record": (
+        "guarantees/test_durability.py::test_a_waiting_host_syncs_the_name_of_the_record",
         Edit(
             "tstore.transactions.cooperative:_Waiter.wait",
             "await self._commit.log.make_durable(version, self._commit.durability)",
             "pass",
         ),
     ),
-    "finish trusts the name of a record": (
-        "guarantees/test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
+    "finish does not sync an existing record": (
+        "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
         Edit(
             COOPERATIVE + "finish",
             "await self.log.make_durable(version, Durability.FSYNC if fragment.durable else Durability.NONE)",
             "pass",
         ),
     ),
-    "a repeated save trusts the record's name": (
-        "guarantees/test_durability.py::test_a_commit_that_exists_is_durable_before_it_is_told_again",
+    "a repeated save does not sync the record": (
+        "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
         Edit("tstore.checkpoint.save:_saved_already", "await store.log.make_durable(version, durability)", "pass"),
     ),
-    "dropped tags go out in a group commit": (
-        "guarantees/test_contention.py::test_tags_that_are_dropped_go_alone",
+    "dropped tags join a group commit": (
+        "guarantees/test_contention.py::test_dropped_tags_never_share_a_record",
         Edit(QUEUE + "__init__", "or changes.dropped", ""),
     ),
-    "metrics go out in a group commit": (
-        "guarantees/test_contention.py::test_retention_sees_each_step_that_was_committed_with_others",
+    "metrics join a group commit": (
+        "guarantees/test_contention.py::test_retention_sees_every_step_of_a_group_commit",
         Edit(QUEUE + "__init__", 'or "metrics" in record.metadata', ""),
     ),
-    "retention sees the first step tag alone": (
-        "guarantees/test_contention.py::test_retention_sees_each_of_several_steps_of_one_version",
+    "retention sees only the first step tag": (
+        "guarantees/test_contention.py::test_retention_sees_every_step_tag_of_one_version",
         Edit(
             "tstore.format.retention:Keep.chosen", "for tag in a.tags if (step", "for tag in a.tags[:1] if (step"
         ),
     ),
-    "an expired version in between is skipped": (
-        "transactions/test_reapply.py::test_an_expired_version_in_between_loses_no_update",
+    "an expired intermediate version is skipped": (
+        "transactions/test_reapply.py::test_an_expired_intermediate_version_loses_no_update",
         Edit(
             STAGING + "validate",
             "version = newer[-1][0]",
             "version = newer[0][0]",
         ),
     ),
-    "what is patched again is not made durable": (
-        "transactions/test_reapply.py::test_what_was_patched_again_is_there_once_the_commit_is",
+    "reapplied chunks are not synced": (
+        "transactions/test_reapply.py::test_reapplied_chunks_are_durable_once_the_commit_is",
         Edit(STAGING + "validate", "await self._packs.flush()", "pass"),
     ),
-    "hosts that delete and write are not compared": (
-        "transactions/test_group.py::test_hosts_that_stand_in_each_others_way_are_refused",
+    "deletions and writes of hosts not compared": (
+        "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",
         Edit("tstore.transactions.fragments:_check_paths", "if colliding:", "if False:"),
     ),
-    "save re-uses again after SourceCondemned": (
-        "maintenance/test_collect.py::test_a_save_that_writes_anew_re_uses_nothing_again",
+    "save reuses again after SourceCondemned": (
+        "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
         Edit("tstore.checkpoint.save:save", "_nothing)", "_newest_step)"),
     ),
-    "a commit waits for no operation": (
-        "transactions/test_operations.py::test_a_commit_waits_for_the_writes_under_way",
+    "a commit does not wait for operations": (
+        "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",
         Edit("tstore.transactions.lifecycle:Lifecycle.idle", "while self._under_way:", "while False:"),
     ),
-    "handles from before a change pass": (
+    "handles from before a change are accepted": (
         "transactions/test_operations.py::test_a_handle_from_before_a_resize_is_misuse",
         Edit("tstore.transactions.staged_tree:StagedTree.check_handle", "if now is not meta and", "if False and"),
     ),
-    "a part may change what it does not name": (
-        "data/test_lossy_parts.py::test_a_value_that_would_wipe_out_the_others_is_refused",
+    "a partial write may change other values": (
+        "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
         Edit("tstore.transactions.staged_array:StagedArray._check_kept", "if count:", "if False:"),
     ),
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_fault_is_found_by_its_test(
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_fault_is_detected_by_its_test(
     name: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node, fault = FOUND[name]
+    node, fault = MUTATIONS[name]
     fault.apply(monkeypatch)
     options = ["-x", "-q", "--no-header", "--rootdir", str(pytestconfig.rootpath), "-o", "timeout=0"]
     code = pytest.main([*options, str(pytestconfig.rootpath / "tests" / node)])
@@ -203,4 +203,4 @@ def test_a_fault_is_found_by_its_test(
 def test_the_table_above_lists_the_faults() -> None:
     assert __doc__ is not None
     rows = [line[4:48].strip() for line in __doc__.splitlines() if line.startswith("    ")]
-    assert rows[2:] == list(FOUND)
+    assert rows[2:] == list(MUTATIONS)

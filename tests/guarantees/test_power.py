@@ -1,4 +1,4 @@
-"""A power failure at any moment of a commit leaves the old version or the new; the new, once acknowledged."""
+"""A power failure during a commit leaves the old version or the new one; once acknowledged, the new one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support import power
 from tstore.errors import NotAStore, NotFound
 
 WIDE = 400
-"""Arrays of a checkpoint, enough that its manifest is an object of its own."""
+"""The number of arrays of a checkpoint, enough for a separate manifest object."""
 DRAWN = 10
-"""States drawn at each moment, beside the extremes."""
+"""The number of random states per moment, besides the extremes."""
 
 Work = Callable[[Path], Awaitable[object]]
 
@@ -48,7 +48,7 @@ async def group(url: Path) -> None:
     assert len(set(await asyncio.gather(host(0), host(1)))) == 1
 
 
-WORKS: dict[str, tuple[Work, int, int]] = {  # what is done, how many arrays step 0 has, the version it makes
+WORKS: dict[str, tuple[Work, int, int]] = {  # operation, arrays of step 0, version committed
     "save": (save, WIDE, 2),
     "first save": (save, 0, 1),
     "small": (small, 1, 2),
@@ -58,7 +58,7 @@ WORKS: dict[str, tuple[Work, int, int]] = {  # what is done, how many arrays ste
 
 
 async def value_of(url: Path, version: int) -> int:
-    """0 or 1: whose values everything has, whole; of no store or an empty one, 0."""
+    """Return 0 or 1, the value that all arrays have; 0 if there is no store or an empty one."""
     try:
         store = await tstore.open(url, "r")
     except (NotAStore, NotFound):
@@ -95,7 +95,7 @@ def lay_out(files: dict[str, bytes], folder: Path) -> None:
 
 
 async def replay(recorder: power.Recorder, place: Path, version: int) -> set[tuple[bool, int]]:
-    """Checks every state that a failure may leave, each once; the (acknowledged, value) that were met."""
+    """Check each state that a failure may leave, and return the pairs (acknowledged, value) that occurred."""
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     met, known = set(), set()
     for until in range(len(recorder.acts) + 1):
@@ -120,11 +120,11 @@ async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest
     if before:
         await tstore.save(url, tree(0, before), 0)
         store = await tstore.open(url)
-        for number in range(version - 2):  # what comes before is durable, else the commit would begin with a sync
+        for number in range(version - 2):  # durable, otherwise the commit would begin with a sync
             async with store.transaction(durability="none" if number < version - 3 else "fsync"):
                 pass
     with monkeypatch.context() as patch:
-        patch.setattr("tstore.storage.local.pack._EXTENT", 1 << 16)  # else each state has 64 MiB of zeros
+        patch.setattr("tstore.storage.local.pack._EXTENT", 1 << 16)  # otherwise each state has 64 MiB of zeros
         recorder = power.Recorder(url.parent, patch)
         await act(url)
     met = await replay(recorder, tmp_path / "left", version)

@@ -1,7 +1,7 @@
-"""The protocol in a simulation where everything goes wrong that may, and that simulation itself under test.
+"""The protocol in a simulation with every kind of fault, and tests of the simulation itself.
 
-Each of these faults, put into the protocol on purpose, is found within a few hundred runs (`MUTATIONS` holds
-the edits); those that it would not meet, or seldom, are in `test_mutations.py`:
+Each of these faults, put into the protocol on purpose, is detected within a few hundred runs (`MUTATIONS` has the
+edits). `test_mutations.py` has the faults that the simulation detects seldom or never.
 
     fault                                        what it would break
     ------------------------------------------   ------------------------------------------------------------
@@ -9,44 +9,44 @@ the edits); those that it would not meet, or seldom, are in `test_mutations.py`:
     chunks written by both pass                  lost updates
     nodes created by both pass                   one array in place of another
     writes below a deletion pass                 chunks of an array that is gone
-    tags set by both pass                        a step that is saved twice
+    tags set by both pass                        a step saved twice
     writes over a replaced tree pass             parts of an old tree in a new checkpoint
-    own lost reply taken for another's commit    one transaction committed twice
-    another's record taken for the own           an acknowledged commit that is not there
-    no answer taken for a failure                a failed commit that is there
-    void record left out                         a failed commit that lands late
+    own commit not recognised after a lost reply one transaction committed twice
+    another's record taken for one's own         an acknowledged commit that does not exist
+    lost response taken for a failure            a commit that exists but was reported as failed
+    no void record                               a commit that lands after it was reported as failed
     next number without a void record            a hole, or one transaction committed twice
-    outcome unknown told as a failure            a failed commit that is there
+    unknown outcome reported as a failure        a commit that exists but was reported as failed
     create that overwrites                       acknowledged commits lost
     the hint is trusted                          readers that miss acknowledged commits
-    the hint need not exist                      readers of versions that are not there
-    patches not applied again                    updates of parts of a chunk lost
-    patches applied again on the old version     updates of parts of a chunk lost
+    the hint need not exist                      readers of versions that do not exist
+    patches not reapplied                        lost updates of parts of a chunk
+    patches reapplied to the old version         lost updates of parts of a chunk
     packs not finished before the record         commits that refer to data that never appears
-    fragment check off by one                    a checkpoint without the part of one host
+    fragment check off by one                    a checkpoint that lacks the part of one host
     finisher does not scan from the base         one transaction committed twice
     finisher scans from the highest base         lost updates
-    the attempt is not in the id                 two starts of a job mixed in one checkpoint
+    the attempt is not in the id                 two attempts mixed in one checkpoint
     a condemned transaction commits              commits whose data is deleted
-    what was read is not compared                write skew
+    reads are not validated                      write skew
     values do not count as read                  write skew
     lists of paths do not count as read          phantoms
-    commits that meet go out together            lost updates
+    conflicting commits share a record           lost updates
     one conflict of several commits passes       lost updates
-    a resize is no change of metadata            chunks in the place of others
-    a tag that is taken is set                   a step that is saved twice
-    gc does not spare what came meanwhile        commits whose data is deleted
+    a resize does not change metadata            chunks in place of others
+    a tag that is taken is set again             a step saved twice
+    gc does not spare newer references           commits whose data is deleted
     gc forgets what the next version needs       commits whose data is deleted
-    gc lets the newest version expire            nothing left to read
-    a tag keeps nothing                          a version that a rule names expires
-    the best by a metric are the second best     a step that a rule keeps expires
-    dropped tags go out in a group commit        a tag that was dropped still names its version
-    deletions of the first host only             an array that a host of a group has deleted
-    a waiting host forces no folder              an acknowledged commit that a power failure takes away
-    a redelivered fragment is not forced         a group that can't be finished after a power failure
-    an own commit met again is not forced        an acknowledged commit that a power failure takes away
-    the commit below is not forced               an acknowledged commit behind a hole, after a power failure
-    packs are not forced                         commits whose data a power failure takes away
+    gc lets the newest version expire            no version left to read
+    a tag keeps no version                       a version that a rule names expires
+    the best by a metric are off by one          a step that a rule keeps expires
+    dropped tags share a record                  a dropped tag that still names its version
+    deletions of the first host only             an array that a host deleted still exists
+    a waiting host syncs no folder               an acknowledged commit lost in a power failure
+    a redelivered fragment is not synced         a group that can't be finished after a power failure
+    an own commit found again is not synced      an acknowledged commit lost in a power failure
+    the commit below is not synced               a gap below an acknowledged commit after a power failure
+    packs are not synced                         commits whose data is lost in a power failure
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 
 MOST = 600
-"""Runs within which a mutation must be found."""
+"""The number of runs within which a mutation must be detected."""
 RUNS = MOST
 PART = 120
 
@@ -99,18 +99,18 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
-    "own lost reply taken for another's commit": [
+    "own commit not recognised after a lost reply": [
         Edit(APPEND + "_catch_up", "if other.transaction == self._record.transaction:", "if False:")
     ],
-    "another's record taken for the own": [
+    "another's record taken for one's own": [
         Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._appended(self._requested)")
     ],
-    "no answer taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
-    "void record left out": [
+    "lost response taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
+    "no void record": [
         Edit(APPEND + "_create", DECIDE, "if not await self._was_created(): raise"),
     ],
     "next number without a void record": [Edit(APPEND + "_create", DECIDE, "self._seen += 1")],
-    "outcome unknown told as a failure": [
+    "unknown outcome reported as a failure": [
         Edit(APPEND + "_newer", "if self._seen < self._requested:", "if False:")
     ],
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
@@ -122,8 +122,8 @@ MUTATIONS: dict[str, list[Edit]] = {
         ),
     ],
     "the hint need not exist": [Edit(READER + "_gallop_from_hint", "sure=False", "sure=True")],
-    "patches not applied again": [Edit(STAGING + "validate", "if not chunks:", "if True:")],
-    "patches applied again on the old version": [
+    "patches not reapplied": [Edit(STAGING + "validate", "if not chunks:", "if True:")],
+    "patches reapplied to the old version": [
         Edit(STAGING + "validate", "(await self._log.reader.tree(version)).nodes", "staged.base.nodes")
     ],
     "packs not finished before the record": [Edit(STAGING + "seal", "await self._packs.flush()", "pass")],
@@ -155,7 +155,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "a condemned transaction commits": [
         Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
-    "what was read is not compared": [
+    "reads are not validated": [
         Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, tree), ", "")
     ],
     "values do not count as read": [
@@ -168,7 +168,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "lists of paths do not count as read": [
         Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._arrays = True", "pass")
     ],
-    "commits that meet go out together": [
+    "conflicting commits share a record": [
         Edit(QUEUE + "QueuedCommit._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
     ],
     "one conflict of several commits passes": [
@@ -178,26 +178,26 @@ MUTATIONS: dict[str, list[Edit]] = {
             "except Exception as error:\n                commit.error = error if len(commits) == 1 else None",
         )
     ],
-    "a resize is no change of metadata": [
+    "a resize does not change metadata": [
         Edit(ARRAY + "reshape", "self.meta, self.fresh = new, True", "self.meta = new")
     ],
-    "a tag that is taken is set": [
+    "a tag that is taken is set again": [
         Edit(
             "tstore.transactions.tags:TagEdits.check", "if tag in existing and tag not in self.moved:", "if False:"
         )
     ],
-    "gc does not spare what came meanwhile": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],
+    "gc does not spare newer references": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [
         Edit(GC + "_release", "inherit(heir, inherited,", "inherit(heir, [],")
     ],
     "gc lets the newest version expire": [
         Edit("tstore.format.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
     ],
-    "a tag keeps nothing": [Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass")],
-    "the best by a metric are the second best": [
+    "a tag keeps no version": [Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass")],
+    "the best by a metric are off by one": [
         Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],
-    "dropped tags go out in a group commit": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
+    "dropped tags share a record": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
     "deletions of the first host only": [
         Edit(
             "tstore.transactions.fragments:merged",
@@ -205,21 +205,21 @@ MUTATIONS: dict[str, list[Edit]] = {
             "first.deleted",
         )
     ],
-    "a waiting host forces no folder": [
+    "a waiting host syncs no folder": [
         Edit(
             "tstore.transactions.cooperative:_Waiter.wait",
             "await self._commit.log.make_durable(version, self._commit.durability)",
             "pass",
         )
     ],
-    "a redelivered fragment is not forced": [
+    "a redelivered fragment is not synced": [
         Edit(COOPERATIVE + "_deliver", "await self._storage.flush(self.member.folder, self.durability)", "pass")
     ],
-    "an own commit met again is not forced": [
+    "an own commit found again is not synced": [
         Edit(APPEND + "_catch_up", "await self._make_durable(version)", "pass")
     ],
-    "the commit below is not forced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
-    "packs are not forced": [
+    "the commit below is not synced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
+    "packs are not synced": [
         Edit(
             "tstore.data.writer:PackSet.flush",
             "await self._storage.flush(self._folder, self._durability)",
@@ -236,55 +236,55 @@ QUICK = {
     "writes below a deletion pass": 45,
     "tags set by both pass": 5,
     "writes over a replaced tree pass": 16,
-    "own lost reply taken for another's commit": 34,
-    "another's record taken for the own": 5,
-    "no answer taken for a failure": 15,
-    "void record left out": 39,
+    "own commit not recognised after a lost reply": 34,
+    "another's record taken for one's own": 5,
+    "lost response taken for a failure": 15,
+    "no void record": 39,
     "next number without a void record": 9,
-    "outcome unknown told as a failure": 64,
+    "unknown outcome reported as a failure": 64,
     "create that overwrites": 5,
     "the hint is trusted": 21,
     "the hint need not exist": 19,
-    "patches not applied again": 28,
-    "patches applied again on the old version": 30,
+    "patches not reapplied": 28,
+    "patches reapplied to the old version": 30,
     "packs not finished before the record": 3,
     "fragment check off by one": 7,
     "finisher does not scan from the base": 2,
     "finisher scans from the highest base": 16,
     "the attempt is not in the id": 3,
     "a condemned transaction commits": 93,
-    "what was read is not compared": 5,
+    "reads are not validated": 5,
     "values do not count as read": 127,
     "lists of paths do not count as read": 5,
-    "commits that meet go out together": 4,
+    "conflicting commits share a record": 4,
     "one conflict of several commits passes": 0,
-    "a resize is no change of metadata": 9,
-    "a tag that is taken is set": 18,
-    "gc does not spare what came meanwhile": 1,
+    "a resize does not change metadata": 9,
+    "a tag that is taken is set again": 18,
+    "gc does not spare newer references": 1,
     "gc forgets what the next version needs": 7,
     "gc lets the newest version expire": 2,
-    "a tag keeps nothing": 70,
-    "the best by a metric are the second best": 23,
-    "dropped tags go out in a group commit": 4,
+    "a tag keeps no version": 70,
+    "the best by a metric are off by one": 23,
+    "dropped tags share a record": 4,
     "deletions of the first host only": 42,
-    "a waiting host forces no folder": 81,
-    "a redelivered fragment is not forced": 63,
-    "an own commit met again is not forced": 34,
-    "the commit below is not forced": 6,
-    "packs are not forced": 1,
+    "a waiting host syncs no folder": 81,
+    "a redelivered fragment is not synced": 63,
+    "an own commit found again is not synced": 34,
+    "the commit below is not synced": 6,
+    "packs are not synced": 1,
 }
-"""A run that finds each fault, to be tried first; where it does not any more, the others are."""
+"""The seed of a run that detects each fault. It is tried first, then all other seeds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def beginnings() -> None:
-    """What runs begin with is made by the sound protocol, before any fault is put into it."""
+    """Prepare the initial stores of the runs with the correct protocol, before it gets a fault."""
     prepare_initial_stores()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, RUNS, PART))
-def test_hundreds_of_runs_keep_every_promise(first: int) -> None:
+def test_hundreds_of_runs_break_no_promise(first: int) -> None:
     outcomes = [simulate(seed) for seed in range(first, first + PART)]
     broken = {o.seed: o.violations for o in outcomes if o.violations}
     assert not broken, f"replay with python -m tstore.simulation --seed N --trace: {broken}"
@@ -299,7 +299,7 @@ def test_many_runs_are_spread_over_processes() -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_fault_in_the_protocol_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_protocol_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in MUTATIONS[name]:
         edit.apply(monkeypatch)
     first = QUICK.get(name, 0)
@@ -312,11 +312,11 @@ def test_the_table_above_lists_the_faults() -> None:
     assert rows[2:] == list(MUTATIONS)
 
 
-# ---- a seed is a run
+# ---- a seed determines a run
 
 
 def fingerprint(seeds: range) -> str:
-    """A digest of the events of some runs."""
+    """Return a digest of the events of some runs."""
     outcomes = [simulate(seed) for seed in seeds]
     return hashlib.sha256(repr(outcomes).encode()).hexdigest()
 
@@ -363,7 +363,7 @@ def test_the_command_names_the_seeds_that_broke_a_promise(
     assert "both changed" in capsys.readouterr().out
 
 
-def test_the_runs_meet_all_that_may_go_wrong() -> None:
+def test_the_runs_inject_every_kind_of_fault() -> None:
     faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "pauses for"}
     ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
     places = {
@@ -392,10 +392,10 @@ def test_the_runs_meet_all_that_may_go_wrong() -> None:
     assert not missing
 
 
-# ---- what it stands on
+# ---- the parts of the simulation
 
 
-def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
+def test_limits_are_reduced_only_inside_the_block() -> None:
     before = trees.ROOT_EVERY
     with reduced(ROOT_EVERY=8, FAN=2):
         assert trees.ROOT_EVERY == log.ROOT_EVERY == 8
@@ -406,7 +406,7 @@ def test_large_numbers_are_small_inside_of_the_block_alone() -> None:
     assert before == trees.ROOT_EVERY
 
 
-async def test_a_power_failure_takes_what_was_not_forced() -> None:
+async def test_a_power_failure_loses_unsynced_changes() -> None:
     shared = SharedObjects({})
     host = Host("a", "a", NO_FAULTS, 0, lambda _who, _what: None)
     storage = HostStorage(shared, host)
@@ -448,14 +448,14 @@ def test_virtual_time_passes_at_once_and_in_order() -> None:
     loop.close()
 
 
-def test_timers_of_the_same_time_run_in_the_order_of_their_making_unless_cancelled(
+def test_simultaneous_timers_run_in_order_of_creation_unless_cancelled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop, order = VirtualLoop(), list[int]()
     timers = [loop.call_at(5, order.append, number) for number in range(20)]
     timers[3].cancel()
     loop.call_at(1e9, order.append, -1).cancel()
-    loop.call_soon(order.index, 100)  # fails, and the others run
+    loop.call_soon(order.index, 100)  # fails; the others still run
     loop.run_until_complete(asyncio.sleep(7, loop))
     assert order == [number for number in range(20) if number != 3]
     assert loop.time() == 7

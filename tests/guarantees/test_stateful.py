@@ -1,12 +1,12 @@
-"""Random work on a store, by hypothesis, beside a trivial model of it (`tests.support.store_model`).
+"""Random operations on a store, by hypothesis, compared with a simple model (`tests.support.store_model`).
 
     pytest tests/guarantees/test_stateful.py                                 # a hundred runs
     pytest tests/guarantees/test_stateful.py --hypothesis-profile=long        # twenty thousand
 
-Several transactions are open at once, of both isolations, through two `Store`s; they create, write, read, resize
-and delete, set, move and drop tags, and end alone or together. Steps are saved, versions collected, and what is
-read of any version, by number, tag or time, must be what the model holds. A commit must succeed where the table at
-the top of `tstore/format/tree.py` says so, and fail where it says so.
+Several transactions of both isolation levels are open at once, through two `Store`s. They create, write, read,
+resize and delete, set, move and drop tags, and end alone or together. Steps are saved and versions collected.
+Reads of any version, by number, tag or time, must equal the model. A commit must succeed or fail as the table at
+the top of `tstore/format/tree.py` says.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NEVER = "a part was never written"
 
 
 def region_of(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> Region:
-    """The region that the cuts name, as far as it lies in the array; the last axis is whole."""
+    """Return the region of the cuts, clipped to the array; the last axis is whole."""
     sides = []
     for n, (first, last, step) in zip(shape, cuts, strict=False):
         a, b = sorted((first % (n + 1), last % (n + 1)))
@@ -69,7 +69,7 @@ def region_of(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> Regio
 
 
 class Step(NamedTuple):
-    """One operation of a transaction; each kind uses some of it."""
+    """An operation of a transaction; each kind uses some of the fields."""
 
     kind: str
     choice: int
@@ -99,7 +99,7 @@ Action = tuple[str, dict[str, Any]]
 
 
 def action(name: str, **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Action]:
-    """A call of a method of the machine."""
+    """Return a strategy of calls of a method of the machine."""
     return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
 
@@ -139,13 +139,13 @@ COLLECT = action(
     tag=RARELY,
     now=st.booleans(),
 )
-# one rule for all, as hypothesis would leave out many of several in each run, and so most of what is interesting
+# a single rule for all actions: of several rules hypothesis would disable many in each run
 OFTEN = [BEGIN, BEGIN, WORK, COMMIT]
 ACTIONS = st.sampled_from([*OFTEN * 5, *[LOOK] * 3, END, SAVE, RESTORE, COLLECT]).flatmap(lambda kind: kind)
 
 
 class Open:
-    """A transaction that is under way, and what the model knows of it."""
+    """An open transaction, and its state in the model."""
 
     def __init__(self, tx: tstore.Transaction, base: int, state: State, serializable: bool) -> None:
         self.tx = tx
@@ -164,14 +164,14 @@ class Open:
         self.condemned = False
 
     def do(self, path: str, op: Callable[[State], object]) -> None:
-        """Notes an operation, and does it in the model."""
+        """Record an operation, and apply it in the model."""
         self.mentioned.add(path)
         self.paths.append(path)
         self.ops.append(op)
         op(self.view)
 
     def apply(self, state: State) -> None:
-        """Does in a newer state what came of the operations; what was made and deleted again leaves no trace."""
+        """Apply the net effect of the operations to a newer state, without what was created and deleted again."""
         for top in self.touch.deleted:
             state.remove([p for p in state.nodes() if is_below(p, top)])
         for path in self.touch.fresh:
@@ -184,7 +184,7 @@ class Open:
                 op(state)
 
     def saw(self, look: Callable[[State], Any], path: str | None) -> None:
-        """Notes that something was read, of one path or of all."""
+        """Record a read of one path, or of all paths if None."""
         if path is None:
             self.listed = True
         else:
@@ -192,11 +192,11 @@ class Open:
         self.seen.append(Seen(len(self.ops), look, look(self.view), None))
 
     def found_tags_as_in(self, state: State) -> bool:
-        """Whether it would have found there, or not there, the same of the tags that it looked for."""
+        """Return whether its tag lookups would have the same results in a state."""
         return all((tag in state.tags) == (tag in self.start.tags) for tag in self.tags)
 
     def may_be_overtaken(self, newer: Touch, structure: bool) -> bool:
-        """Whether a serializable transaction may take a newer commit for one that changed what it has read."""
+        """Return whether a serializable transaction may treat a newer commit as one that changed its reads."""
         if newer.replaces or (self.listed and structure):
             return True
         theirs = newer.nodes | newer.deleted
@@ -204,7 +204,7 @@ class Open:
 
 
 class Repeatable(World):
-    """The same times and names in each run of the same steps; the clock goes back now and then."""
+    """A world with reproducible times and names; its clock sometimes goes back."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -222,7 +222,7 @@ class Repeatable(World):
 
 
 class Slow:
-    """A storage whose calls take a while each, so that what goes on at once is interleaved."""
+    """A storage whose calls take some time, so that concurrent operations interleave."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -240,7 +240,7 @@ class Slow:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """What is done to the store, step by step."""
+    """The state machine that hypothesis drives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.states: list[State] = [State()]
         self.origin: list[int] = [0]
         self.touches: list[list[Touch]] = [[]]
-        self.told: list[list[tuple[str, set[str], set[str], str]]] = [[]]  # message, tags, dropped, transaction
+        self.committed_as: list[list[tuple[str, set[str], set[str], str]]] = [
+            []
+        ]  # message, tags, dropped, transaction
         self.metrics: dict[int, float] = {}
         self.expired: set[int] = set()
         self.gone: set[str] = set()
@@ -309,7 +311,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(wait())
 
     def try_on(self, tx: Open, work: Awaitable[T]) -> T | None:
-        """The result of what reads the base of a transaction; None where that has expired."""
+        """Return the result of a read at the base of a transaction, or None if the base has expired."""
 
         async def wait() -> T | None:
             try:
@@ -340,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
         if len(self.open) >= MOST:
             return None
         chosen = self.stores[store % 2]
-        number = len(self.told) + len(self.open)
+        number = len(self.committed_as) + len(self.open)
         isolation: Any = "serializable" if serializable else "snapshot"
         named = [t for t in (setting, moving, dropping) if t is not None]
         if len(set(named)) < len(named):
@@ -364,7 +366,7 @@ class StoreMachine(RuleBasedStateMachine):
         return None
 
     def work(self, which: int, steps: list[Step]) -> None:
-        """Some operations of one transaction."""
+        """Apply operations in a transaction."""
         tx = self.pick(which)
         for step in steps:
             there = sorted(tx.view.arrays)
@@ -486,7 +488,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.ended.append(tx)
 
     def commit(self, which: int, count: int) -> None:
-        """One transaction alone, or several at once."""
+        """Commit one transaction, or several at once."""
         which %= len(self.open)
         self.commit_all([*self.open[which:], *self.open[:which]][:count])
 
@@ -511,7 +513,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.may_fail(tx, error), f"it had no reason to fail: {error}"
 
     def committed(self, tx: Open, version: int) -> None:
-        """A transaction became a version: a new one, or one that others became as well."""
+        """Check a commit, whose version may be shared with others of its group commit, and update the model."""
         assert version in (self.newest, self.newest + 1), f"version {version} after {self.newest}"
         if version == self.newest:
             assert len(self.touches[version]) > 0
@@ -523,7 +525,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.states.append(self.states[-1].copy())
             self.origin.append(version)
             self.touches.append([])
-            self.told.append([])
+            self.committed_as.append([])
         assert not tx.condemned
         state = self.states[version]
         for newer in range(tx.base + 1, version):
@@ -538,7 +540,7 @@ class StoreMachine(RuleBasedStateMachine):
             state.tags.pop(tag, None)
         state.tags.update(dict.fromkeys(tx.touch.tags, version))
         self.touches[version].append(tx.touch)
-        self.told[version].append((tx.message, tx.touch.tags, tx.touch.dropped, tx.tx.id))
+        self.committed_as[version].append((tx.message, tx.touch.tags, tx.touch.dropped, tx.tx.id))
 
     def may_fail(self, tx: Open, error: BaseException) -> bool:
         if tx.condemned:
@@ -579,7 +581,7 @@ class StoreMachine(RuleBasedStateMachine):
             if hosts > 1:
                 options |= {"hosts": hosts, "attempt": f"a{version}"}
             saves = [tstore.save(chosen, tree, step, host=h, **options) for h in range(hosts)]
-            ended = await asyncio.gather(*saves, return_exceptions=True)  # all: none goes on by itself
+            ended = await asyncio.gather(*saves, return_exceptions=True)  # wait for all of them
             for error in ended:
                 if isinstance(error, BaseException):
                     raise error
@@ -597,7 +599,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.states.append(state)
         self.origin.append(version)
         self.touches.append([Touch(tags={tag}, replaces=True)])
-        self.told.append([])
+        self.committed_as.append([])
         self.metrics[version] = float(first)
         return None
 
@@ -626,7 +628,7 @@ class StoreMachine(RuleBasedStateMachine):
     # ---- time travel
 
     async def check(self, snapshot: tstore.Snapshot, version: int) -> None:
-        """A snapshot is what the model holds of that version."""
+        """Check that a snapshot equals the model of a version."""
         state = self.states[version]
         assert snapshot.version == version
         assert snapshot.paths() == sorted(state.arrays)
@@ -650,7 +652,7 @@ class StoreMachine(RuleBasedStateMachine):
         return snapshot
 
     def look(self, store: int, how: str, version: int, other: int, tag: str) -> None:
-        """What a version holds, however it is named."""
+        """Read a version, by number, tag or time."""
         match how:
             case "version":
                 self.look_at_a_version(store, version, hold=other % 2 == 0)
@@ -724,14 +726,14 @@ class StoreMachine(RuleBasedStateMachine):
         async def look() -> list[tstore.Commit]:
             return [c async for c in (store or self.stores[0]).history()]
 
-        told = self.run(look())
-        assert sorted({c.version for c in told}) == list(range(1, len(self.states)))
-        assert [c.version for c in told] == sorted((c.version for c in told), reverse=True)
-        for commit in told:
+        history = self.run(look())
+        assert sorted({c.version for c in history}) == list(range(1, len(self.states)))
+        assert [c.version for c in history] == sorted((c.version for c in history), reverse=True)
+        for commit in history:
             assert commit.expired == (not self.lives(commit.version)), commit
-        for version, transactions in enumerate(self.told):
+        for version, transactions in enumerate(self.committed_as):
             if transactions:
-                matching = [c for c in told if c.version == version]
+                matching = [c for c in history if c.version == version]
                 shown = {c.transaction: (c.message, set(c.tags), set(c.dropped)) for c in matching}
                 assert shown == {t[3]: t[:3] for t in transactions}
 
@@ -782,11 +784,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.states.append(state)
             self.origin.append(self.origin[-1])
             self.touches.append([])
-            self.told.append([])
+            self.committed_as.append([])
             self.expired |= set(gone)
         return None
 
-    # ---- at all times
+    # ---- invariants
 
     @invariant()
     def the_newest_version_is_that_of_the_model(self) -> None:
@@ -800,7 +802,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.run(look()) == (self.newest, sorted(state.arrays), state.tags)
 
     def check_all(self) -> None:
-        """Every version, and the store as a whole, as another process would find it."""
+        """Check every version and the whole store, as another process would read them."""
 
         async def look() -> None:
             store = await tstore.open(self.url, "r")
@@ -813,7 +815,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 async def reading(array: tstore.Array) -> Any:
-    """The values of an array; `NEVER` where a part of them was never written."""
+    """Return the values of an array, or `NEVER` if a part was never written."""
     try:
         return await array.read()
     except NotFound as error:
@@ -823,14 +825,14 @@ async def reading(array: tstore.Array) -> Any:
 
 
 def flat(tree: Any, head: str = "") -> dict[str, Any]:
-    """The leaves of a tree of dicts by path."""
+    """Return the leaves of a tree of dicts by path."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= flat(value, f"{head}{key}/") if isinstance(value, dict) else {f"{head}{key}": value}
     return leaves
 
 
-@pytest.mark.timeout(6 * settings().max_examples)  # a fault is made small for some minutes before it is shown
+@pytest.mark.timeout(6 * settings().max_examples)  # hypothesis shrinks a failure for some minutes
 class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
     pass
 

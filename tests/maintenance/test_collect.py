@@ -246,7 +246,7 @@ async def test_packs_of_an_aborted_transaction_are_closed(tmp_path: Path) -> Non
 # ---- expired versions
 
 
-async def test_an_expired_version_says_so(url: str) -> None:
+async def test_an_expired_version_is_reported_as_expired(url: str) -> None:
     store = await saved(url, 3)
     between = (await store.log.reader.record(1)).time
     held = await store.snapshot(2)
@@ -583,7 +583,7 @@ async def copied(store: tstore.Store, source: tstore.Snapshot, tag: str) -> None
                 await staging_of(tx).keep_array(path, node.meta, node.chunks, source.version)
 
 
-async def test_a_commit_that_re_uses_what_was_condemned_is_refused(url: str) -> None:
+async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None:
     store, faults = await open_faulty(url)
     for step in range(3):
         await tstore.save(store, tree_of(step), step)
@@ -636,7 +636,7 @@ async def test_a_save_that_re_uses_what_was_condemned_writes_it_anew(url: str, h
     assert all(np.array_equal(again[name], values) for name, values in tree_of(1).items())
 
 
-async def test_a_save_that_writes_anew_re_uses_nothing_again(url: str) -> None:
+async def test_a_save_that_rewrites_chunks_reuses_no_others(url: str) -> None:
     """Else another gc might condemn that too, and so on."""
     store, faults = await open_faulty(url)
     await tstore.save(store, tree_of(0), 0)
@@ -1014,7 +1014,7 @@ async def test_a_gc_whose_record_was_not_acknowledged_deletes_nothing_it_may_not
         await check_whole(store)
 
 
-async def test_nothing_is_deleted_before_the_record_stands(url: str) -> None:
+async def test_nothing_is_deleted_before_the_record_exists(url: str) -> None:
     await saved(url, 4)
     store, faults = await open_faulty(url)
     await store.collect(Keep(last=1))

@@ -148,7 +148,7 @@ class Process(NamedTuple):
 def serving(
     store: object, *options: str, tokens: str = f"write {WRITE}", stderr: int | None = None, **limits: int
 ) -> Iterator[Process]:
-    """Run a process that serves a store, with resource limits such as NOFILE=64, and logs to a file or `stderr`."""
+    """Run a process that serves a store, under resource limits (NOFILE=64), and logs to a file or `stderr`."""
     # the alarm ends the process if the tests are killed before they can do so
     code = f"import resource, signal, sys; signal.alarm({LONGEST}); from tstore import cli\n"
     for name, value in limits.items():

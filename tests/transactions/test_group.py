@@ -175,7 +175,7 @@ async def test_a_preempted_host_that_wakes_up_late_cannot_damage_the_next_attemp
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
 
 
-async def test_the_same_host_twice_is_refused_unless_it_says_the_same(url: str) -> None:
+async def test_a_second_different_fragment_of_a_host_is_refused(url: str) -> None:
     store = await tstore.open(url)
 
     async def part(value: int, *, end: bool = True) -> Any:
@@ -323,7 +323,7 @@ def rows_of(*ranges: tuple[int, int]) -> tstore.Shards:
 
 
 @pytest.mark.usefixtures("prompt")
-async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
+async def test_a_chunk_that_two_hosts_wrote_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of((6, 8), (14, 16)))
     error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
     assert "w: chunks [(7, 0)]" in str(error)
@@ -331,7 +331,7 @@ async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
 
 
 @pytest.mark.usefixtures("prompt")
-async def test_a_chunk_of_no_host_is_refused(url: str) -> None:
+async def test_a_chunk_that_no_host_wrote_is_refused(url: str) -> None:
     trees = odd_one(w=rows_of())
     error = raised(await outcomes([save(url, h, tree=t, timeout=5) for h, t in enumerate(trees)]), Inconsistent)
     assert "w: 1 of 8 chunks" in str(error)
@@ -501,7 +501,7 @@ def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", range(3))
-async def test_what_any_host_deletes_is_gone(url: str, kept: int) -> None:
+async def test_deletions_of_every_host_are_applied(url: str, kept: int) -> None:
     store = await tstore.open(url)
     async with store.transaction() as tx:
         for path in ("old/0", "old/1", "old/2", "stays"):
@@ -529,7 +529,7 @@ DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the e
 
 @pytest.mark.parametrize(("hosts", "other", "writer"), [(2, 0, 1), (2, 1, 0), (101, 100, 0)])
 @pytest.mark.parametrize("what", DISAGREEING)
-async def test_hosts_that_stand_in_each_others_way_are_refused(
+async def test_conflicting_changes_of_two_hosts_are_refused(
     url: str, what: str, hosts: int, other: int, writer: int, request: pytest.FixtureRequest
 ) -> None:
     """Whichever has the lower number, and also if only merged fragments of the two are compared."""

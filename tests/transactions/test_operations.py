@@ -46,7 +46,7 @@ async def read(store: tstore.Store, path: str) -> Any:
 # ---- a commit and the operations before it
 
 
-async def test_a_commit_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+async def test_a_commit_waits_for_pending_writes(store: tstore.Store) -> None:
     tx = store.transaction()
     arrays = [await tx.create_array(f"a{i}", (BIG,), "f8", (BIG // 4,)) for i in range(4)]
     writes = [await begun(a.write(np.full(BIG, float(i)))) for i, a in enumerate(arrays)]

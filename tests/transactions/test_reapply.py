@@ -55,7 +55,7 @@ async def newest(store: tstore.Store) -> np.ndarray:
     return await (await snapshot.array("w")).read()
 
 
-async def test_an_expired_version_in_between_loses_no_update(url: str) -> None:
+async def test_an_expired_intermediate_version_loses_no_update(url: str) -> None:
     """A version of two packs expires after one of its chunks was overwritten; the other chunk is still in use."""
     store = await two_chunks(url)
     tx = store.transaction()
@@ -130,7 +130,7 @@ async def test_a_base_that_expired_is_told(url: str) -> None:
         await tx.commit()
 
 
-async def test_what_was_patched_again_is_there_once_the_commit_is(tmp_path: Path) -> None:
+async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path) -> None:
     """On a server a pack exists once it is finished; on a disk it is durable only then."""
     name = uuid.uuid4().hex
     for store in (await tstore.open(served(MemoryStorage(name))), await tstore.open(tmp_path / "store")):

@@ -470,7 +470,7 @@ async def test_resizing_keeps_what_stays(store: tstore.Store) -> None:
 
 @pytest.mark.parametrize("commits", ["one", "one for each step"])
 @pytest.mark.parametrize("shape", [(5, 8), (8, 3), (5, 6), (1, 1), (4, 8), (0, 8)], ids=str)
-async def test_what_a_resize_cut_off_does_not_come_back(
+async def test_values_cut_off_by_a_resize_do_not_come_back(
     store: tstore.Store, shape: tuple[int, int], commits: str
 ) -> None:
     async with store.transaction() as tx:
