@@ -1,7 +1,7 @@
-"""`python -m tests.attacks`: everything that is known to try against a server and a client of tstore.
+"""`python -m tests.attacks`: run all known attacks on a server and on clients of tstore.
 
-It starts the servers itself, on this machine's loopback alone, and ends them. The exit status is 1 if anything
-broke, and 3 if nothing did but some cases were not tried.
+It starts the servers itself, on localhost only, and stops them. The exit status is 1 if an attack succeeded, and 3
+if none did but some cases were not tried.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.attacks.target import lay_out
 
 
 async def attack(names: list[str], seconds: float, seed: int, console: Console) -> list[Result]:
-    """Run the groups of these names, within about so many seconds together.
+    """Run the groups of these names, within about this many seconds in total.
 
-    Those that need no server mostly wait, so they run beside the others, but not beside floods.
+    Groups that need no server mostly wait, so they run concurrently with others, except floods.
     """
     results = {name: Result(name) for name in names}
-    wanted = [group for group in groups(seed) if group.name in names]
-    alone = [group for group in wanted if not group.together]
+    chosen = [group for group in groups(seed) if group.name in names]
+    alone = [group for group in chosen if not group.together]
     floods = sum(group.expected for group in alone if group.name == "floods")
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
@@ -56,7 +56,7 @@ async def attack(names: list[str], seconds: float, seed: int, console: Console) 
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(begin(group, max(seconds / 2, seconds - floods)))
-                for group in wanted
+                for group in chosen
                 if group.together
             ]
             for at, group in enumerate(alone):
@@ -68,10 +68,10 @@ async def attack(names: list[str], seconds: float, seed: int, console: Console) 
 
 
 def enough(names: list[str], seed: int) -> float:
-    """Return seconds that suffice for groups of these names, also where the machine has more to do."""
-    wanted = [group for group in groups(seed) if group.name in names]
-    beside = sum(group.expected for group in wanted if group.together)
-    return 60.0 + beside + 1.5 * sum(group.expected for group in wanted if not group.together)
+    """Return the seconds that groups of these names need on a busy machine."""
+    chosen = [group for group in groups(seed) if group.name in names]
+    beside = sum(group.expected for group in chosen if group.together)
+    return 60.0 + beside + 1.5 * sum(group.expected for group in chosen if not group.together)
 
 
 def main() -> int:
@@ -79,11 +79,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attacks", description=__doc__)
     parser.add_argument("--group", action="append", choices=NAMES, help="run this group only; repeatable")
     parser.add_argument(
-        "--seconds", type=float, help="for all groups together (default: what two slow cores need)"
+        "--seconds", type=float, help="time for all groups together (default: what two slow cores need)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument("--list", action="store_true", help="print the cases, and what holds if they fail")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--list", action="store_true", help="print the cases and the properties they try to break")
     options = parser.parse_args()
     names = options.group or list(NAMES)
     if options.list:

@@ -1,4 +1,4 @@
-"""What an attack is: a case with a name, what it does, what has to hold, and how it is run."""
+"""An attack as a case: its name, what it does, the property that must hold, and how to run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Broken(AssertionError):
-    """An attack brought about what it must not; the text says what, and where to look."""
+    """An attack succeeded; the message says what it broke and where."""
 
 
 class Case(NamedTuple):
@@ -20,13 +20,13 @@ class Case(NamedTuple):
     name: str
     does: str
     held: str
-    """What holds if the attack fails."""
+    """The property that must hold."""
     run: Callable[[Any], Awaitable[None]]
-    """Attack what the group attacks; `Broken` if it succeeds."""
+    """Run the attack, and raise `Broken` if it succeeds."""
 
 
 def check(held: object, message: str) -> None:
-    """Raise `Broken` with the message unless something holds."""
+    """Raise `Broken` with the message unless the condition holds."""
     if not held:
         raise Broken(message)
 
@@ -34,7 +34,7 @@ def check(held: object, message: str) -> None:
 def family(
     name: str, does: str, held: str, run: Callable[[Any, T], Awaitable[None]], members: Iterable[tuple[str, T]]
 ) -> list[Case]:
-    """Return the cases that do the same with different things: (name, thing) each."""
+    """Return a case for each member (name, argument), which all run the same function."""
 
     def bound(thing: T) -> Callable[[Any], Awaitable[None]]:
         return lambda target: run(target, thing)

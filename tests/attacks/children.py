@@ -1,4 +1,4 @@
-"""Clients in processes of their own, forked from one that has imported tstore: a crash or a freeze is theirs."""
+"""Client processes, forked from one that has imported tstore, so that crashes and hangs are contained."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Children", "Ended"]
 
 _EVERY = 0.02
 _BEYOND = 5
-"""Seconds after its time in which a child that nobody ended ends by itself."""
+"""The seconds after its deadline at which a child ends by itself."""
 
 
 class Ended(NamedTuple):
-    """How a child ended: with a result, or with an error, in words."""
+    """How a child ended: its result, or an error message."""
 
     result: Any
     error: str
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 class Children:
-    """Runs functions in child processes."""
+    """Run functions in child processes."""
 
     def __init__(self, preload: list[str]) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -43,7 +43,7 @@ class Children:
         with _python_path():
             forkserver.ensure_running()
         self.memory = 0
-        """The most that any child has had resident."""
+        """The peak resident memory of any child."""
 
     async def run(
         self,
@@ -54,13 +54,13 @@ class Children:
         environment: Mapping[str, str] | None = None,
         progress: Callable[[Any], None] | None = None,
     ) -> Ended:
-        """Run a coroutine function in a child with at most so much time and address space (`limit`, in addition).
+        """Run a coroutine function in a child, with limits on its time and on the address space it adds (`limit`).
 
-        `progress` gets what the function passes to the callable that it takes as its first argument, if given.
+        If `progress` is given, the function gets a callable as its first argument that sends values to `progress`.
         """
         here, there = self._context.Pipe(duplex=False)
-        asked = (there, function, arguments, seconds, limit, dict(environment or {}), progress is not None)
-        child = self._context.Process(target=_begin, args=asked, daemon=True)
+        task = (there, function, arguments, seconds, limit, dict(environment or {}), progress is not None)
+        child = self._context.Process(target=_begin, args=task, daemon=True)
         child.start()
         there.close()
         loop = asyncio.get_running_loop()
@@ -70,8 +70,8 @@ class Children:
             while True:
                 meter.look()
                 alive = child.is_alive()
-                said = _received(here)
-                if said is None:
+                message = _received(here)
+                if message is None:
                     if not alive:
                         error = f"the process ended with exit status {child.exitcode}"
                         break
@@ -79,11 +79,11 @@ class Children:
                         error = f"not done after {seconds:g} s"
                         break
                     await asyncio.sleep(_EVERY)
-                elif said[0] == "progress":
+                elif message[0] == "progress":
                     if progress is not None:
-                        progress(said[1])
+                        progress(message[1])
                 else:
-                    _, result, error = said
+                    _, result, error = message
                     break
         finally:
             meter.look()
@@ -96,7 +96,7 @@ class Children:
 
 @contextlib.contextmanager
 def _python_path() -> Iterator[None]:
-    """Let processes that are started in the block import what this one can."""
+    """Let processes started in the block import what this one can."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
@@ -109,7 +109,7 @@ def _python_path() -> Iterator[None]:
 
 
 def _received(pipe: Connection) -> Any:
-    """The next message, None if there is none."""
+    """Return the next message, or None at the end."""
     try:
         return pipe.recv() if pipe.poll() else None
     except EOFError:
@@ -135,14 +135,14 @@ def _begin(
         resource.setrlimit(resource.RLIMIT_AS, (size + limit, size + limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def tell(what: Any) -> None:
-        pipe.send(("progress", what))
+    def tell(value: Any) -> None:
+        pipe.send(("progress", value))
 
     async def work() -> Any:
         return await (function(tell, *arguments) if progress else function(*arguments))
 
     try:
         pipe.send(("done", asyncio.run(work()), ""))
-    except BaseException as error:  # whatever it is, the parent is told, and the child ends
+    except BaseException as error:  # report any error to the parent, and end
         last = traceback.extract_tb(error.__traceback__)[-1]
         pipe.send(("done", None, f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"))

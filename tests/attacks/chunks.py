@@ -1,4 +1,4 @@
-"""Chunks that decode to more than they may, or do not decode at all, and arrays with an odd `zarr.json`."""
+"""Forged chunks that decode to too much data or not at all, and arrays with an invalid `zarr.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BOMBS", "DOCUMENTS", "documented"]
 
 
 def chunk_of(data: bytes, codecs: list[dict[str, Any]], dtype: str = "float32", size: int = 2) -> Forgery:
-    """Return the forgery of a record whose array has one chunk: these bytes, which lie in a pack beside it."""
+    """Return the forgery of a record whose array has one chunk, with these bytes in a pack."""
 
     def forge(known: Known) -> tuple[str, bytes]:
         key = f"txn/forged{known.newest}/pack-0-0"
@@ -52,13 +52,13 @@ BLOSC = [
 
 
 def zstd_bomb(declared: bytes, blocks: int) -> bytes:
-    """Return a frame of so many runs of 128 KiB, which says of itself what `declared` says."""
+    """Return a zstd frame of runs of 128 KiB with this declared content size."""
     run = lambda last: struct.pack("<I", (1 << 17) << 3 | 1 << 1 | last)[:3] + b"\0"  # noqa: E731
     return b"\x28\xb5\x2f\xfd" + declared + run(0) * (blocks - 1) + run(1)
 
 
 def blosc_chunk(seed: int) -> bytes:
-    """Return a chunk of blosc of which some bytes of the header are others."""
+    """Return a blosc chunk with some bytes of its header changed."""
     choice = random.Random(seed)
     data = bytearray(numcodecs.Blosc(cname="zstd", clevel=1, shuffle=0).encode(np.arange(2, dtype="f4")))
     if seed == 0:
@@ -162,5 +162,5 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 
 
 def documented(changes: dict[str, Any]) -> Forgery:
-    """Return the forgery of a record of one array whose document says something odd."""
+    """Return the forgery of a record of one array whose document has these changes."""
     return record_of(lambda known: {"manifests": [array(**changes)], "tags": ["step/13"], "replaces": True})

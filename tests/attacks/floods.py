@@ -1,7 +1,7 @@
-"""More than a server can take: slow, silent, many, aborted. Honest clients beside each must get on.
+"""Floods of slow, silent, numerous or aborted requests, beside which honest clients must make progress.
 
-A flood is a coroutine function that goes on until it is cancelled. What floods comes from another address of this
-machine than honest clients and shows another token, so that a server may tell them apart.
+A flood is a coroutine function that runs until it is cancelled. Floods use another local address and another token
+than honest clients, so that a server can tell them apart.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ __all__ = ["PLAIN", "TLS", "beside"]
 
 SOURCE = "127.0.0.2"
 LONG = "txn/long/pack-0"
-"""An object that is longer than what the system keeps for a client that does not read."""
+"""An object longer than the socket buffers of a client that does not read."""
 
 LONG_SIZE = 32 << 20
 SECONDS = 4.0
-"""How long a flood lasts at least; longer where the machine is too slow for a save and some reads."""
+"""The minimum duration of a flood; longer if the machine is too slow for a save and some reads."""
 
 SAVE = 20.0
-"""Seconds that a save may take beside a flood, and a read half of them; more where the machine is slow."""
+"""The seconds that a save may take beside a flood; a read may take half of them. More on a slow machine."""
 
 SLOWER = 8.0
-"""How many times slower a save may be than it is without a flood, if that is more."""
+"""The allowed slowdown of a save relative to one without a flood, if that is more."""
 
 SAVED = 1_000_000
-"""The values of a save: 4 MB."""
+"""The number of values of a save: 4 MB."""
 
 SETTLED = 1.0
-"""Seconds until a flood is at its full strength, before the save begins."""
+"""The seconds for a flood to reach its full strength before the save begins."""
 
 KEPT = 0.9
 LEAST = 3
-"""How many reads must have succeeded at least, however slow the machine."""
+"""The minimum number of successful reads."""
 
 Flood = Callable[[Harness], Awaitable[None]]
 
 
 async def beside(harness: Harness, flood: Flood, seconds: float = SECONDS, saved: int = SAVED) -> None:
-    """Let a flood come, and check that honest clients beside it keep nine of ten requests and finish a save.
+    """Run a flood, and check that 9 of 10 requests of honest clients succeed and that a save completes.
 
-    What counts as a request is a whole restore by tstore's own client with its own retries (see `read_on`).
+    A request is a whole restore by tstore's client with its retries (see `read_on`).
     """
     assert harness.sample is not None
     _lay_long_object(harness)
     _allow_files()
     if not harness.usual:
         quiet = await harness.children.run(save_once, harness.site, harness.next_step(), saved, seconds=100)
-        check(not quiet.error, f"a save without any flood is not done: {quiet.error}")
+        check(not quiet.error, f"a save without any flood did not complete: {quiet.error}")
         harness.usual = quiet.seconds
     allowed = max(SAVE, SLOWER * harness.usual)
     reads: asyncio.Queue[tuple[bool, str]] = asyncio.Queue()
@@ -77,7 +77,7 @@ async def beside(harness: Harness, flood: Flood, seconds: float = SECONDS, saved
         )
     )
     flooding: asyncio.Future[None] = loop.create_future()
-    told: list[tuple[bool, str]] = []
+    outcomes: list[tuple[bool, str]] = []
     try:
         first = await asyncio.wait_for(reads.get(), allowed)
         check(first[0], f"an honest read before the flood fails: {first[1]}")
@@ -89,19 +89,24 @@ async def beside(harness: Harness, flood: Flood, seconds: float = SECONDS, saved
         saving = await harness.children.run(save_once, harness.site, harness.next_step(), saved, seconds=allowed)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(began + allowed + SETTLED):
-                while loop.time() < began + seconds or len(told) < LEAST:
-                    told.append(await reads.get())
+                while loop.time() < began + seconds or len(outcomes) < LEAST:
+                    outcomes.append(await reads.get())
         check(not flooding.done(), f"the flood has ended: {flooding}")
     finally:
         flooding.cancel()
         reading.cancel()
         await asyncio.wait([flooding, reading])
-    right = sum(good for good, _ in told)
-    harness.requests += max(len(told), 1)
+    right = sum(good for good, _ in outcomes)
+    harness.requests += max(len(outcomes), 1)
     harness.kept += right
-    why = next((message for good, message in told if not good), "none was answered in time")
-    check(not saving.error, f"a save beside it is not done: {saving.error}; reads: {right} of {len(told)}")
-    check(right >= LEAST and right >= KEPT * len(told), f"{right} of {len(told)} honest reads succeeded: {why}")
+    why = next((message for good, message in outcomes if not good), "none got a response in time")
+    check(
+        not saving.error, f"a save beside it did not complete: {saving.error}; reads: {right} of {len(outcomes)}"
+    )
+    check(
+        right >= LEAST and right >= KEPT * len(outcomes),
+        f"{right} of {len(outcomes)} honest reads succeeded: {why}",
+    )
 
 
 def _lay_long_object(harness: Harness) -> None:
@@ -118,11 +123,11 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-# ---- how floods are made
+# ---- building blocks
 
 
 async def crowd(count: int, one: Callable[[int], Awaitable[None]]) -> None:
-    """Do something in so many tasks again and again; what the server does to them is theirs to bear."""
+    """Repeat an action in this many tasks, ignoring connection errors."""
 
     async def again(number: int) -> None:
         while True:
@@ -136,20 +141,20 @@ async def crowd(count: int, one: Callable[[int], Awaitable[None]]) -> None:
 
 
 async def at_rate(rate: float, one: Callable[[], None]) -> None:
-    """Do something so many times a second."""
+    """Repeat an action this many times per second."""
     loop = asyncio.get_running_loop()
     began, done = loop.time(), 0
     while True:
         due = int((loop.time() - began) * rate) - done
         for _ in range(min(due, 100)):
             one()
-        done += due  # what was missed is not made up for
+        done += due  # missed calls are not made up for
         await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager
 def callers(harness: Harness, kept: int, sent: bytes) -> Iterator[Callable[[], None]]:
-    """What connects, sends some bytes and nothing more, and waits; the oldest beyond `kept` is closed."""
+    """Yield a function that connects, sends some bytes, and waits; it keeps the newest `kept` connections."""
     to = urlsplit(harness.process.url)
     opened: deque[socket.socket] = deque()
 
@@ -161,7 +166,7 @@ def callers(harness: Harness, kept: int, sent: bytes) -> Iterator[Callable[[], N
         opened.append(raw)
         if sent and len(opened) > 20:
             with contextlib.suppress(OSError):
-                opened[-20].send(sent)  # it is connected by now
+                opened[-20].send(sent)  # connected by now
         if len(opened) > kept:
             opened.popleft().close()
 
@@ -174,7 +179,7 @@ def callers(harness: Harness, kept: int, sent: bytes) -> Iterator[Callable[[], N
 
 @contextlib.asynccontextmanager
 async def connected(harness: Harness) -> AsyncIterator[Wire]:
-    """A connection from where floods come; it is broken at the end."""
+    """Connect from the address of floods, and abort the connection at the end."""
     async with harness.target.wire(SOURCE) as raw:
         try:
             yield raw
@@ -182,7 +187,7 @@ async def connected(harness: Harness) -> AsyncIterator[Wire]:
             raw.writer.transport.abort()
 
 
-# ---- slow ones
+# ---- slow requests
 
 
 def _upload(key: str, length: int) -> bytes:
@@ -193,7 +198,7 @@ def _upload(key: str, length: int) -> bytes:
 
 
 def slow_uploads(count: int, name: str, length: int, piece: int, pause: float) -> Flood:
-    """Declare `length` bytes for each of so many objects, and send a piece now and then."""
+    """Declare `length` bytes for each of `count` objects, and send a piece after each pause."""
 
     async def flood(harness: Harness) -> None:
         numbers = itertools.count()
@@ -215,7 +220,7 @@ def slow_uploads(count: int, name: str, length: int, piece: int, pause: float) -
 
 
 async def slow_heads(harness: Harness) -> None:
-    """Begin 1,200 requests, and send a byte of each now and then."""
+    """Begin 1,200 requests, and send each one byte by byte."""
 
     async def one(number: int) -> None:
         await asyncio.sleep(number * 0.002)
@@ -232,7 +237,7 @@ async def slow_heads(harness: Harness) -> None:
 
 
 async def stalled_downloads(harness: Harness) -> None:
-    """Ask for a long object over 300 connections, and read nothing."""
+    """Request a long object over 300 connections, and read nothing."""
 
     async def one(_: int) -> None:
         raw = socket.socket()
@@ -251,11 +256,11 @@ async def stalled_downloads(harness: Harness) -> None:
     await crowd(300, one)
 
 
-# ---- silent ones
+# ---- silent connections
 
 
 def silent(rate: float, sent: bytes = b"") -> Flood:
-    """Connect so many times a second, send little or nothing, and wait."""
+    """Connect `rate` times per second, send little or nothing, and wait."""
 
     async def flood(harness: Harness) -> None:
         with callers(harness, 3000, sent) as call:
@@ -264,11 +269,11 @@ def silent(rate: float, sent: bytes = b"") -> Flood:
     return flood
 
 
-# ---- many
+# ---- many requests
 
 
 def asking(count: int, *requests: bytes) -> Flood:
-    """Ask in turn over so many kept connections, as fast as the answers come."""
+    """Send requests in turn over `count` kept connections, as fast as the responses come."""
 
     async def flood(harness: Harness) -> None:
         async def one(_: int) -> None:
@@ -286,7 +291,7 @@ def asking(count: int, *requests: bytes) -> Flood:
 
 
 async def aborted_downloads(harness: Harness) -> None:
-    """Ask for a long object, take the first bytes, and break the connection."""
+    """Request a long object, read the first bytes, and reset the connection."""
 
     async def one(_: int) -> None:
         async with connected(harness) as raw:
@@ -297,7 +302,7 @@ async def aborted_downloads(harness: Harness) -> None:
 
 
 async def aborted_uploads(harness: Harness) -> None:
-    """Send a part of a pack, and break the connection."""
+    """Send a part of a pack, and reset the connection."""
     numbers = itertools.count()
 
     async def one(_: int) -> None:
@@ -336,10 +341,10 @@ async def empty_requests(harness: Harness) -> None:
     await crowd(24, one)
 
 
-# ---- the list of all
+# ---- the cases
 
 
-_HELD = "nine of ten honest restores succeed, a save of 4 MB ends and restores right, memory and files are bounded"
+_HELD = "9 of 10 honest restores succeed, a save of 4 MB completes and is restored, memory and files are bounded"
 _GET = request("GET", "tstore.json", b"", HOSTILE)
 _HEAD = request("HEAD", "tstore.json", b"", HOSTILE)
 _LIST = request("GET", "?list", b"", HOSTILE)
@@ -361,10 +366,10 @@ PLAIN = [
     ),
     _case("slow small ones", "sends 300 heartbeats slowly", slow_uploads(300, "alive-0", 1000, 1, 1.0)),
     _case("slow heads", "begins 1,200 requests a byte at a time", slow_heads),
-    _case("stalled downloads", "asks for 300 long objects and reads nothing", stalled_downloads),
-    _case("silent connections", "connects 300 times a second and says nothing", silent(300)),
+    _case("stalled downloads", "requests 300 long objects and reads nothing", stalled_downloads),
+    _case("silent connections", "connects 300 times a second and sends nothing", silent(300)),
     _case("new connections", "makes a request on each of many connections", empty_requests),
-    _case("GET and HEAD", "asks over 64 connections as fast as it can", asking(64, _GET, _HEAD)),
+    _case("GET and HEAD", "sends requests over 64 connections as fast as it can", asking(64, _GET, _HEAD)),
     _case("lists", "lists everything over 16 connections", asking(16, _LIST)),
     _case("requests beyond the limit", "asks over 400 connections", asking(400, _GET)),
     _case("aborted downloads", "breaks off long downloads", aborted_downloads),
@@ -379,5 +384,5 @@ TLS = [
     _case(
         "slow packs", "sends 128 packs of 64 MiB at 20 B/s each", slow_uploads(128, "pack-0", 64 << 20, 10, 0.5)
     ),
-    _case("GET over TLS", "asks over 32 connections as fast as it can", asking(32, _GET)),
+    _case("GET over TLS", "sends requests over 32 connections as fast as it can", asking(32, _GET)),
 ]

@@ -1,6 +1,6 @@
-"""Metadata with right checksums that says what it must not: of nothing, of itself, of what is not its writer's.
+"""Forged metadata with valid checksums: references to missing objects, to itself, or to objects of others.
 
-A forgery takes what is known of a store (`Known`) and gives the key and the bytes to put there.
+A forgery takes public knowledge of a store (`Known`) and returns a key and the bytes to store there.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DEEP = msgspec.Raw(b"\x91" * 5_000 + b"\xc0")
 
 
 class Known(NamedTuple):
-    """What anybody who may read knows of a store."""
+    """What every reader of a store knows."""
 
     newest: int
     gc: int
-    """The version of the newest gc."""
+    """The version of the newest garbage collection."""
     transactions: dict[int, str]
     objects: tuple[str, ...]
     """All keys."""
@@ -56,7 +56,7 @@ class Known(NamedTuple):
 
     @staticmethod
     def of(folder: Path, expired: tuple[str, ...]) -> Known:
-        """Look at a store in a folder."""
+        """Read this from a store in a folder."""
         keys = tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))
         records = [key for key in keys if key.startswith("commits/")]
         read = [decode((folder / key).read_bytes(), Record) for key in records]
@@ -65,7 +65,7 @@ class Known(NamedTuple):
         return Known(len(records), gcs[-1], named, keys, expired, folder)
 
     def first(self, part: str) -> str:
-        """Return the first key that holds a text."""
+        """Return the first key that contains a text."""
         return next(key for key in self.objects if part in key)
 
     def read(self, key: str) -> bytes:
@@ -73,7 +73,7 @@ class Known(NamedTuple):
         return (self.folder / key).read_bytes()
 
     def collection(self) -> Collection:
-        """Return what the newest gc decided."""
+        """Return the decisions of the newest garbage collection."""
         decided = decode(self.read(commit(self.gc)), Record).collection
         assert decided is not None
         return decided
@@ -91,14 +91,14 @@ def root(number: int) -> str:
 
 
 def framed(kind: bytes, body: Any, version: int = 1) -> bytes:
-    """Return a frame with its checksum; `body` is anything that msgpack can say, or bytes that are it."""
+    """Return a frame with a valid checksum; `body` is a value for msgpack, or packed bytes."""
     packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     data = b"tstore" + kind + bytes([version]) + packed
     return data + xxhash.xxh3_128_digest(data)
 
 
 def manifest(**changes: Any) -> list[Any]:
-    """Return the fields of a manifest of one small array, some of them changed."""
+    """Return the fields of a manifest of one small array, with changes."""
     fields: dict[str, Any] = {
         "packs": [""],
         "inline": [_CHUNK],
@@ -118,7 +118,7 @@ def manifest(**changes: Any) -> list[Any]:
 
 
 def record(known: Known, **changes: Any) -> list[Any]:
-    """Return the fields of a record that could be the next, some of them changed."""
+    """Return the fields of a valid next record, with changes."""
     fields: dict[str, Any] = {
         "transaction": f"forged{known.newest}",
         "base": known.newest,
@@ -143,7 +143,7 @@ def record(known: Known, **changes: Any) -> list[Any]:
 
 
 def record_of(changes: Callable[[Known], dict[str, Any]]) -> Forgery:
-    """Return the forgery of a next record with these changes."""
+    """Return the forgery of the next record with these changes."""
 
     def forge(known: Known) -> tuple[str, bytes]:
         changed = changes(known)
@@ -154,7 +154,7 @@ def record_of(changes: Callable[[Known], dict[str, Any]]) -> Forgery:
 
 
 def array(**changes: Any) -> list[Any]:
-    """Return a manifest whose array has another document."""
+    """Return a manifest of an array whose document has these changes."""
     fields = msgspec.json.decode(DOCUMENT) | changes
     return manifest(documents=[msgspec.json.encode(fields)])
 
@@ -164,14 +164,14 @@ def _small(number: int) -> bytes:
 
 
 def _pack(known: Known, key: str, offset: int, length: int, checks: bytes = b"\0" * 16) -> dict[str, Any]:
-    """Return the fields of a record whose array lies in a pack."""
+    """Return the fields of a record whose array is in a pack."""
     where = manifest(packs=[key], inline=[], offset=_small(offset), length=_small(length), checks=checks)
     return {"manifests": [where], "reused": [key]}
 
 
 FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
-    # what it refers to
-    "a manifest that is not there": lambda k: {"manifests": [["object", "txn/none/manifest", 100, b"\0" * 16]]},
+    # its references
+    "a manifest that does not exist": lambda k: {"manifests": [["object", "txn/none/manifest", 100, b"\0" * 16]]},
     "a manifest of another length": lambda k: {
         "manifests": [["object", key := k.first("/manifest"), 7, k.read(key)[-16:]]]
     },
@@ -188,12 +188,12 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
         "manifests": [["object", "tstore.json", len(k.read("tstore.json")), k.read("tstore.json")[-16:]]]
     },
     "a path out as its manifest": lambda k: {"manifests": [["object", "txn/a/../../x", 9, b"\0" * 16]]},
-    "a pack that is not there": lambda k: _pack(k, "txn/none/pack-0-0", 0, 32),
+    "a pack that does not exist": lambda k: _pack(k, "txn/none/pack-0-0", 0, 32),
     "a pack that a gc removed": lambda k: _pack(k, f"txn/{k.expired[0]}/pack-0-0", 0, 32),
     "beyond the end of a pack": lambda k: _pack(k, k.first("/pack"), 1 << 40, 32),
     "2^61 bytes of a pack": lambda k: _pack(k, k.first("/pack"), 0, 1 << 61, b"\0" * 16),
     "the marker as its pack": lambda k: _pack(k, "tstore.json", 0, 32),
-    "a pack that it does not say to re-use": lambda k: _pack(k, k.first("/pack"), 0, 32) | {"reused": []},
+    "a pack that it does not list as reused": lambda k: _pack(k, k.first("/pack"), 0, 32) | {"reused": []},
     "an inline chunk of another checksum": lambda k: {"manifests": [manifest(checks=b"\2" * 16)]},
     "more rows than there are": lambda k: {"manifests": [manifest(count=_small(1 << 62))]},
     "a chunk outside the grid": lambda k: {"manifests": [manifest(index=_small(1 << 50))]},
@@ -203,7 +203,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     },
     "the same manifest 1,000 times": lambda k: {"manifests": [manifest()] * 1000},
     # its arrays
-    "a document that is none": lambda k: {"manifests": [manifest(documents=[b"{"])]},
+    "a document that is invalid": lambda k: {"manifests": [manifest(documents=[b"{"])]},
     "a document that is empty": lambda k: {"manifests": [manifest(documents=[b""])]},
     "a document of another kind": lambda k: {"manifests": [manifest(documents=[b"[]"])]},
     "a deep document": lambda k: {"manifests": [manifest(documents=[b"[" * 100_000])]},
@@ -212,7 +212,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a shape below zero": lambda k: {"manifests": [array(shape=[-1])]},
     "a shape of text": lambda k: {"manifests": [array(shape="x")]},
     "a million dimensions": lambda k: {"manifests": [array(shape=[1] * 100_000)]},
-    "a dtype that is none": lambda k: {"manifests": [array(data_type="object")]},
+    "a dtype that is unknown": lambda k: {"manifests": [array(data_type="object")]},
     "no codecs": lambda k: {"manifests": [array(codecs=[])]},
     "a fill value of text": lambda k: {"manifests": [array(fill_value="x")]},
     "a fill value of lists": lambda k: {"manifests": [array(fill_value=[[[]]])]},
@@ -233,7 +233,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "the tag of a version": lambda k: {"tags": ["7"]},
     "a tag twice": lambda k: {"tags": ["x", "x"]},
     "a tag that it drops": lambda k: {"tags": ["x"], "dropped": ["x"]},
-    "drops what is no tag": lambda k: {"dropped": ["", "none", "a\nb"]},
+    "drops what is not a tag": lambda k: {"dropped": ["", "none", "a\nb"]},
     "metrics that are a list": lambda k: {"metadata": {"metrics": [1, 2]}},
     "metrics that are text": lambda k: {"tags": ["step/77"], "metadata": {"metrics": {"loss": "low"}, "step": 77}},
     "metrics of 10^300": lambda k: {
@@ -255,7 +255,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a gc in the future": lambda k: {"collected": 1 << 61},
     "re-uses the marker": lambda k: {"reused": ["tstore.json", commit(1), "latest"]},
     "re-uses ''": lambda k: {"reused": ["", "..", "txn", "txn//x", "a\0b"]},
-    "re-uses what is not there": lambda k: {"reused": ["txn/none/pack-0-0"]},
+    "reuses what does not exist": lambda k: {"reused": ["txn/none/pack-0-0"]},
     "a transaction that is committed": lambda k: {"transaction": k.transactions[3]},
     "no transaction": lambda k: {"transaction": ""},
     "a path as its transaction": lambda k: {"transaction": "../../x"},
@@ -269,11 +269,11 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a message of 1 MiB": lambda k: {"message": "x" * (1 << 20)},
     "a message of escapes": lambda k: {"message": "\x1b[2J\0\n"},
 }
-"""By what a record says that is wrong, with which fields it does."""
+"""The faults of a record, with the fields that make them."""
 
 
 def _alive(known: Known) -> list[Any]:
-    """Return the ledger of the newest gc and what came later, as a gc's record has it."""
+    """Return the ledger of the newest gc and later versions, as the record of the next gc has it."""
     old = [list(msgspec.to_builtins(entry)) for entry in known.collection().alive]
     for entry, kept in zip(old, known.collection().alive, strict=True):
         entry[:] = [getattr(kept, name) for name in kept.__struct_fields__]
@@ -286,13 +286,13 @@ def _alive(known: Known) -> list[Any]:
 
 
 def _gc(known: Known, **changes: Any) -> dict[str, Any]:
-    """Return the fields of a record of a gc that removes nothing, some of them changed."""
+    """Return the fields of the record of a gc that removes nothing, with changes."""
     fields: dict[str, Any] = {"alive": _alive(known), "expired": [], "tags": {}, "transactions": [], "objects": []}
     return {"manifests": [], "bytes_added": 0, "collection": list((fields | changes).values())}
 
 
 def _expiring(known: Known, *versions: int) -> dict[str, Any]:
-    """Return the fields of a record of a gc that expires versions, with all that they wrote."""
+    """Return the fields of the record of a gc that expires versions and removes what they wrote."""
     alive = [entry for entry in _alive(known) if entry[0] not in versions]
     gone = [known.transactions[version] for version in versions]
     return _gc(known, alive=alive, expired=list(versions), transactions=gone)
@@ -305,7 +305,7 @@ COLLECTIONS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a gc that forgets what lives": lambda k: _gc(k, alive=[]),
     "a gc of a living transaction": lambda k: _gc(k, transactions=[k.transactions[3]]),
 }
-"""Records of a gc that only an admin may make."""
+"""Records of a gc that only an admin may create."""
 
 CONDEMNING: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a gc of the marker": lambda k: _gc(k, objects=["tstore.json"]),
@@ -322,11 +322,11 @@ CONDEMNING: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a gc whose gc is none": lambda k: _gc(k) | {"collected": k.newest},
     "a gc that changes arrays": lambda k: _gc(k) | {"manifests": [manifest()]},
 }
-"""Records of a gc that nobody may make."""
+"""Records of a gc that nobody may create."""
 
 
 def _root(known: Known, number: int, **changes: Any) -> bytes:
-    """Return a root of other values than there are; it names the record of its number if there is one."""
+    """Return a root with false values that names the record of its number, if there is one."""
     check = known.read(commit(number))[-16:] if number <= known.newest else b"\0" * 16
     fields: dict[str, Any] = {"version": number, "record": check, "tags": {"step/1": 2}, "manifest": manifest()}
     return framed(b"T", list((fields | changes).values()))
@@ -336,7 +336,7 @@ _METRICS = {f"{number:05x}": 0 for number in range(1 << 20)}
 
 
 def _many_metrics(known: Known, count: int) -> list[Any]:
-    """Return the ledger as `_alive`; its last version has that many metrics, which take 15 times their bytes."""
+    """Return the ledger of `_alive` with many metrics in its last version, which take 15 times their bytes."""
     *others, (version, transaction, moment, tags, replaces, _, holds) = _alive(known)
     return [
         *others,
@@ -354,7 +354,7 @@ HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
         lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, list(_METRICS)] for n in range(1, 8)]),
     ),
 }
-"""Records of gcs that take much memory: how many stand one behind the other, and what each says."""
+"""Records of gcs that take much memory: the number of consecutive records, and the fields of each."""
 
 
 ROOTS: dict[str, tuple[int, Forgery]] = {
@@ -366,11 +366,11 @@ ROOTS: dict[str, tuple[int, Forgery]] = {
     "a root of no multiple": (0, lambda k: (root(60), _root(k, 60))),
     "a root of zero": (0, lambda k: (root(0), _root(k, 64, version=0))),
 }
-"""Roots, and the version at which the store has to be; the root of that one is taken away before."""
+"""Roots, and the version at which the store must be; the existing root of that version is removed first."""
 
 
 def _fragment(known: Known, **changes: Any) -> tuple[str, bytes]:
-    """Return the fragment of the host that is missing, some of its fields changed."""
+    """Return the fragment of the absent host, with changes."""
     there = known.first("/part-")
     key = there.replace("/part-00001", "/part-00000")
     fields: dict[str, Any] = {

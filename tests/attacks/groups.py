@@ -11,17 +11,17 @@ __all__ = ["NAMES", "PRELOAD", "groups"]
 NAMES = ("requests", "scopes", "metadata", "floods", "stores")
 
 PRELOAD = ["tests.attacks.honest", "tests.attacks.victim"]
-"""What clients in processes of their own need."""
+"""The modules that client processes need."""
 
 _SEEDED = 60
 
 
 def groups(seed: int) -> list[Group]:
-    """Return all groups; those that go on elsewhere, as over TLS, have the same name."""
+    """Return all groups; a group that also runs over TLS appears twice under one name."""
     drawn = family(
         "random requests",
-        "sends requests of which parts were swapped, doubled and left out",
-        "no 500, and an honest reader is answered next",
+        "sends requests with parts swapped, doubled and left out",
+        "no 500, and the next honest read succeeds",
         random_requests.send,
         [(str(n), n) for n in range(seed * _SEEDED, (seed + 1) * _SEEDED)],
     )

@@ -1,4 +1,4 @@
-"""Where attacks happen: a server process, honest clients in processes beside it, and what they all spend."""
+"""The harness of an attack: a server process, honest client processes, and their resource usage."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.support import http_server
 __all__ = ["MEMORY", "Certificate", "Harness"]
 
 MEMORY = 640 << 20
-"""The most that a server may have resident, whatever is sent to it: its budget of bodies, and itself."""
+"""The bound on a server's resident memory: its budget for bodies, plus its own size."""
 
 FILES = 1024 + 512
-"""The most descriptors that it may have open: its connections, and what they read."""
+"""The bound on its open descriptors: its connections, and the files they read."""
 
 AUDIT = 90.0
 
 
 class Certificate:
-    """A certificate for this machine, and the authority that clients trust."""
+    """A certificate for localhost, and the authority that clients trust."""
 
     def __init__(self, folder: Path) -> None:
         authority = trustme.CA()
@@ -49,7 +49,7 @@ class Certificate:
 
 
 class Harness:
-    """A server of a copy of a store; `fresh` begins again with another copy."""
+    """A server of a copy of a store; `fresh` restarts it with a new copy."""
 
     def __init__(self, template: Path, sample: SampleStore | None, children: Children, seed: int) -> None:
         self.sample = sample
@@ -59,11 +59,11 @@ class Harness:
         self.options: tuple[str, ...] = ()
         self.memory = self.files = self.requests = self.kept = 0
         self.usual = 0.0
-        """Seconds that an honest save takes while nobody attacks; 0 while that is not known."""
+        """The seconds of an honest save without an attack, or 0 if not measured yet."""
         self.worn = True
-        """Whether the next case is to begin with `fresh`."""
+        """Whether the next case must begin with `fresh`."""
         self._template = template
-        """A folder with what is to be copied: `store`, and what lies beside it."""
+        """The folder to copy: `store`, and files beside it."""
         self._stack = contextlib.ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tstore-attacks-")))
         self.meter: Meter
@@ -71,11 +71,11 @@ class Harness:
         self._serving = contextlib.ExitStack()
 
     def with_tls(self) -> None:
-        """Serve over TLS from the next `fresh` on."""
+        """Serve over TLS after the next `fresh`."""
         self.certificate = Certificate(self._folder)
 
     def fresh(self) -> None:
-        """Start a server of a new copy in place of the one before."""
+        """Replace the server by one of a new copy."""
         self._serving.close()
         number = next(self._numbers)
         place = self._folder / str(number) / "store"
@@ -96,27 +96,27 @@ class Harness:
 
     @contextlib.contextmanager
     def beside(self, *options: str) -> Iterator[Target]:
-        """Another server of the same folder, with these options."""
+        """Run another server of the same folder with these options."""
         with self._served(self.target.place, options) as (_, target):
             yield target
 
     @property
     def newest(self) -> int:
-        """The newest version of the store that is served."""
+        """The newest version of the served store."""
         return len(list((self.target.place / "commits").iterdir()))
 
     def next_step(self) -> int:
-        """Return a step that nobody has saved."""
+        """Return a step that has not been saved."""
         return 1000 + next(self._numbers)
 
     @property
     def site(self) -> Site:
-        """Where honest clients find the store."""
+        """The address of the store for honest clients."""
         return Site(self.process.url, None if self.certificate is None else self.certificate.authority)
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Measure the server as long as the block takes, and check that it has spent no more than it may."""
+        """Measure the server during the block, and check its bounds."""
         self.meter.reset()
         try:
             async with self.meter.watching():
@@ -129,7 +129,7 @@ class Harness:
         check(self.meter.files <= FILES, f"the server had {self.meter.files} files open, expected at most {FILES}")
 
     async def check_audit(self, step: int | None) -> None:
-        """Check that honest clients find everything as it was, and can go on; see `audit`."""
+        """Check that honest clients find everything unchanged and can continue; see `audit`."""
         assert self.sample is not None
         ended = await self.children.run(
             audit, self.site, self.sample.values, self.sample.commits, step, seconds=AUDIT
@@ -138,7 +138,7 @@ class Harness:
         check(not ended.result, "; ".join(ended.result or ()))
 
     def check_log(self) -> None:
-        """Check that the server has logged no fault of its own, and no token."""
+        """Check that the server logged no internal error and no token."""
         text = self.process.logged_after(self._logged)
         self._logged += len(text)
         for token in (http_server.READ, http_server.WRITE, http_server.ADMIN):
@@ -149,13 +149,13 @@ class Harness:
                     raise Broken(f"the server logged {_short(json.loads(line))}")
 
     def close(self) -> None:
-        """End the server, and remove what it served."""
+        """Stop the server, and remove its folder."""
         self._serving.close()
         self._stack.close()
 
 
 def _short(logged: dict[str, object]) -> str:
-    """The message of an entry, and the end of its traceback."""
+    """Return the message of a log entry and the end of its traceback."""
     lines = str(logged.get("exception", "")).strip().splitlines()
     place = next((line.strip() for line in reversed(lines) if "tstore" in line), "")
     text = str(logged.get("message") or {k: logged[k] for k in ("method", "path", "status") if k in logged})

@@ -1,4 +1,4 @@
-"""Honest clients beside an attack, and after it: each is a coroutine function for a child process."""
+"""Honest clients during and after an attack: coroutine functions for child processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Site", "audit", "read_on", "save_once"]
 
 
 class Site(NamedTuple):
-    """Where a store is served."""
+    """The address of a served store."""
 
     url: str
     ca_file: str | None = None
@@ -30,19 +30,19 @@ class Site(NamedTuple):
 async def audit(
     site: Site, values: dict[int, str], commits: dict[int, tuple[str | None, str]], step: int | None
 ) -> list[str]:
-    """Return the faults that honest clients meet: a reader, `verify`, a gc, and a writer who saves `step`.
+    """Return the faults that honest clients encounter: a reader, `verify`, a gc, and a writer who saves `step`.
 
-    Without a step nothing is changed, and the gc is a dry run.
+    Without a step nothing changes, and the gc is a dry run.
     """
     faults: list[str] = []
 
     @contextlib.asynccontextmanager
-    async def noted(what: str) -> AsyncIterator[None]:
+    async def noted(action: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(20):
                 yield
         except Exception as error:
-            faults.append(f"{what}: {type(error).__name__}: {error}"[:300])
+            faults.append(f"{action}: {type(error).__name__}: {error}"[:300])
 
     async def look(store: Store) -> None:
         for version, digest in values.items():
@@ -51,9 +51,9 @@ async def audit(
                     faults.append(f"version {version} has other values")
         async with noted("history"):
             actual = {c.version: (c.tag, c.message) async for c in store.history()}
-            changed = [v for v, told in commits.items() if actual.get(v) != told]
+            changed = [v for v, commit in commits.items() if actual.get(v) != commit]
             if changed:
-                faults.append(f"the history tells otherwise of versions {changed[:5]}")
+                faults.append(f"the history has other commits for versions {changed[:5]}")
         async with noted("verify"):
             report = await store.verify()
             faults.extend(f"verify: {fault}"[:300] for fault in report.faults[:3])
@@ -86,15 +86,15 @@ async def audit(
             await look(reader)
             async with noted("restore of the new step"):
                 if digest_of(await tstore.restore(reader, step)) != digest_of(tree_of(step)):
-                    faults.append("the step that was saved has other values")
+                    faults.append("the saved step has other values")
     return faults
 
 
 async def read_on(tell: Callable[[Any], None], site: Site, values: dict[int, str], patience: float) -> None:
-    """Restore versions for ever, every other time over a new connection; tell of each whether that was right.
+    """Restore versions forever, every other time over a new connection, and report whether each was correct.
 
-    One read is a whole restore by tstore's own client, with all its retries; one that takes more than `patience`
-    seconds counts as failed.
+    A read is a whole restore by tstore's client, with its retries. It fails if it takes longer than `patience`
+    seconds.
     """
     kept: Store | None = None
     turn = 0
@@ -122,4 +122,4 @@ async def save_once(site: Site, step: int, size: int) -> None:
     async with await site.open(WRITE, "r+") as store:
         await tstore.save(store, tree, step)
         if digest_of(await tstore.restore(store, step)) != digest_of(tree):
-            raise ValueError("the step has other values than were saved")
+            raise ValueError("the restored values differ from the saved ones")

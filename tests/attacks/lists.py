@@ -1,4 +1,4 @@
-"""A list of many names: what it costs the server."""
+"""The cost of listing many names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CASES"]
 
 NAMES = 60_000
 LISTED = 8.0
-"""Seconds of the server's processor that a list of all these may cost."""
+"""The CPU seconds that the server may spend on a list of all of them."""
 
 
 async def many_names(harness: Harness) -> None:
@@ -24,21 +24,19 @@ async def many_names(harness: Harness) -> None:
     (folder / "pack-0").write_bytes(b"")
     for number in range(1, NAMES):
         os.link(folder / f"pack-{(number - 1) // 10_000 * 10_000}", folder / f"pack-{number}")
-        if number % 10_000 == 0:  # file systems bound the links of a file
+        if number % 10_000 == 0:  # file systems limit the number of links to a file
             (folder / f"pack-{number}").unlink()
             (folder / f"pack-{number}").write_bytes(b"")
     before, after, listed = harness.meter.cpu, "", 0
     while after is not None:
-        asked = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
-        status, body = await harness.target.ask(asked)
+        message = request("GET", f"?list&prefix=txn/many-names/&limit=1000&after={after}", b"", HOSTILE)
+        status, body = await harness.target.ask(message)
         check(status == 200, f"a page behind {after!r} is answered {status}")
         page = json.loads(body)
         listed, after = listed + len(page["entries"]), page["next"]
         spent = harness.meter.cpu - before
-        check(spent <= LISTED, f"{listed} of {NAMES} names have cost {spent:.1f} s of the server's processor")
+        check(spent <= LISTED, f"{listed} of {NAMES} names took {spent:.1f} s of the server's CPU time")
     check(listed == NAMES, f"the list has {listed} of {NAMES} names")
 
 
-CASES = [
-    Case("many names", f"lists {NAMES} names by pages", f"{LISTED:g} s of processor time suffice", many_names)
-]
+CASES = [Case("many names", f"lists {NAMES} names by pages", f"{LISTED:g} s of CPU time suffice", many_names)]

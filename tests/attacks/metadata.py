@@ -1,4 +1,4 @@
-"""Metadata that is long, wide or deep: what has to be parsed before it can be refused must cost little."""
+"""Long, wide and deep metadata, which must be cheap to parse and refuse."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["CASES"]
 
 SIZE = 16 << 20
 CPU = 3.0
-"""Seconds of the server's processor that one object may cost; it holds the interpreter as long."""
+"""The CPU seconds that one object may cost the server, which hold the interpreter."""
 
 SILENCE = 5.0
-"""Seconds that an honest request may wait meanwhile; generous, since other processes want the processor too."""
+"""The seconds that a concurrent honest request may wait; generous, since other processes use the CPU too."""
 
 Make = Callable[[Known], tuple[str, bytes]]
 
@@ -32,24 +32,24 @@ def raw(data: bytes) -> msgspec.Raw:
 
 
 def wide(item: bytes, count: int = 0) -> msgspec.Raw:
-    """Return a list of so many equal items; of as many as `SIZE` has room for if 0."""
+    """Return a list of `count` equal items, or of as many as fit into `SIZE` if 0."""
     count = count or SIZE // len(item)
     return raw(b"\xdd" + count.to_bytes(4, "big") + item * count)
 
 
 def mapped(count: int) -> msgspec.Raw:
-    """Return a map of so many keys."""
+    """Return a map of `count` keys."""
     pairs = b"".join(b"\xa7%07d\x01" % number for number in range(count))
     return raw(b"\xdf" + count.to_bytes(4, "big") + pairs)
 
 
 def deep(levels: int, of: bytes = b"\x91") -> msgspec.Raw:
-    """Return lists in lists."""
+    """Return nested lists."""
     return raw(of * levels + b"\xc0")
 
 
 def of_record(**changes: Callable[[], Any]) -> Make:
-    """Return what makes a next record with these fields."""
+    """Return a maker of the next record with these fields."""
 
     def make(known: Known) -> tuple[str, bytes]:
         fields = record(known, **{name: value() for name, value in changes.items()})
@@ -59,7 +59,7 @@ def of_record(**changes: Callable[[], Any]) -> Make:
 
 
 def of_manifest(**changes: Callable[[], Any]) -> Make:
-    """Return what makes a manifest with these fields."""
+    """Return a maker of a manifest with these fields."""
     return lambda known: (
         f"txn/wide{known.newest}/manifest",
         framed(b"M", manifest(**{name: value() for name, value in changes.items()})),
@@ -67,12 +67,12 @@ def of_manifest(**changes: Callable[[], Any]) -> Make:
 
 
 def of_root(tags: Callable[[], Any], tree: Callable[[], Any] = manifest) -> Make:
-    """Return what makes the root of the next multiple of 64."""
+    """Return a maker of the root of the next multiple of 64."""
     return lambda known: (f"roots/{64:020d}", framed(b"T", [64, b"\0" * 16, tags(), tree()]))
 
 
 def of_fragment(metadata: Callable[[], Any], structure: bytes = b"") -> Make:
-    """Return what makes a fragment."""
+    """Return a maker of a fragment."""
 
     def make(known: Known) -> tuple[str, bytes]:
         body = ["wide", 0, 2, known.newest, "", [], False, [], manifest(), 0, structure, metadata(), True]
@@ -82,7 +82,7 @@ def of_fragment(metadata: Callable[[], Any], structure: bytes = b"") -> Make:
 
 
 def under(key: str, body: Callable[[], bytes]) -> Make:
-    """Return what makes an object of other bytes."""
+    """Return a maker of an object with these bytes."""
     return lambda known: (key.replace("NEXT", f"{known.newest + 1:020d}"), body())
 
 
@@ -135,14 +135,14 @@ MANY = ("record of empty lists", "manifest of documents", "fragment of empty lis
 
 
 async def costs_little(harness: Harness, make: Make) -> None:
-    """Store one, and check what that costs the server and who asks it meanwhile."""
+    """Store an object, and check its cost for the server and for a concurrent reader."""
     assert harness.sample is not None
     key, body = make(Known.of(harness.target.place, harness.sample.expired))
     await _sent(harness, [(key, body)])
 
 
 async def several_cost_little(harness: Harness, make: Make) -> None:
-    """Store several at once."""
+    """Store several objects at once, and check their cost."""
     assert harness.sample is not None
     key, body = make(Known.of(harness.target.place, harness.sample.expired))
     await _sent(harness, [(key, body)] * TOGETHER)
@@ -164,8 +164,8 @@ async def _sent(harness: Harness, objects: list[tuple[str, bytes]]) -> None:
             await asyncio.sleep(0.02)
 
     async def store(key: str, body: bytes) -> int:
-        fields = () if key == "latest" or "/alive-" in key else ("If-None-Match: *",)
-        status, _ = await harness.target.ask(request("PUT", key, body, HOSTILE, *fields))
+        headers = () if key == "latest" or "/alive-" in key else ("If-None-Match: *",)
+        status, _ = await harness.target.ask(request("PUT", key, body, HOSTILE, *headers))
         return status
 
     asking = asyncio.ensure_future(ask_on())
@@ -179,7 +179,7 @@ async def _sent(harness: Harness, objects: list[tuple[str, bytes]]) -> None:
     key = objects[0][0]
     faults = [f"{key} is answered {n}" for n in sorted({n for n in statuses if not _right(n, key)})]
     if spent > CPU * len(objects):
-        faults.append(f"it cost {spent:.1f} s of the server's processor")
+        faults.append(f"it cost {spent:.1f} s of the server's CPU time")
     if longest > SILENCE:
         faults.append(f"an honest GET beside it waited for {longest:.1f} s")
     check(not faults, "; ".join(faults))
@@ -192,13 +192,13 @@ async def _sent(harness: Harness, objects: list[tuple[str, bytes]]) -> None:
 
 
 def _right(status: int, key: str) -> bool:
-    """Whether an answer is right: what no commit refers to may be taken, if it cost little."""
+    """Return whether a status is valid: cheap objects that no commit references may be accepted."""
     refused = status in (0, 503) or 400 <= status < 500
     return refused or (status == 201 and ("/manifest" in key or "/part-" in key))
 
 
 def _cases() -> Iterator[Case]:
-    little = f"it is refused; {CPU:g} s of processor time suffice, and honest requests go on"
+    little = f"it is refused; {CPU:g} s of CPU time suffice, and honest requests continue"
     yield from family("object", "stores it with a write token", little, costs_little, OBJECTS.items())
     yield from family(
         f"{TOGETHER} at once", "stores them with a write token", little, several_cost_little,

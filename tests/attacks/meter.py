@@ -1,4 +1,4 @@
-"""What a process spends, as its `/proc` tells it: memory, open files, processor time."""
+"""The memory, open files and CPU time of a process, from `/proc`."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Meter:
-    """The peaks of one process since `reset`; those of one that has ended stay."""
+    """The peaks of a process since `reset`; they remain after its end."""
 
     def __init__(self, pid: int) -> None:
         self._proc = Path(f"/proc/{pid}")
         self.memory = 0
-        """Bytes of resident memory at most."""
+        """The peak resident memory in bytes."""
         self.files = 0
         """Open descriptors at most."""
 
     def reset(self) -> None:
-        """Forget the peaks of before."""
+        """Reset the peaks."""
         self.memory = self.files = 0
         with contextlib.suppress(OSError):
-            (self._proc / "clear_refs").write_text("5")  # the peak begins at what is resident now
+            (self._proc / "clear_refs").write_text("5")  # resets the peak to the current size
 
     def look(self) -> None:
-        """Take the peaks as they are now."""
+        """Update the peaks."""
         with contextlib.suppress(OSError, IndexError):
             self.memory = max(self.memory, self._status("VmHWM") << 10)
             self.files = max(self.files, len(os.listdir(self._proc / "fd")))
 
     @property
     def cpu(self) -> float:
-        """Seconds of processor time that the process has used since its start."""
+        """The CPU seconds of the process since its start."""
         fields = (self._proc / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look again and again as long as the block takes."""
+        """Update the peaks periodically for the duration of the block."""
         task = asyncio.ensure_future(self._watch())
         try:
             yield

@@ -1,4 +1,4 @@
-"""Paths that lead out of the store's folder, and links that lie in it."""
+"""Paths that lead out of the store's folder, and links in it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TRAVERSAL = [
 
 
 async def no_path_leads_out(target: Target, path: str, *, strict: bool = True) -> None:
-    """Ask for a path with each method; `strict` where no such name exists in a store."""
+    """Request a path with each method; `strict` if no such name can exist in a store."""
     before = files(target.place.parent)
     for request in (
         f"GET {path} HTTP/1.1\r\n",

@@ -1,4 +1,4 @@
-"""Requests of which parts were swapped, doubled and left out at random, by a seed."""
+"""Requests with parts swapped, doubled and left out at random, by seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS = [
 
 
 async def send(target: Target, seed: int) -> None:
-    """Send requests of which parts were swapped, doubled and left out."""
+    """Send requests with parts swapped, doubled and left out."""
     choice = random.Random(seed)
     good = b"PUT /txn/fuzz/pack-%d HTTP/1.1\r\n" % seed + CREATE + b"Content-Length: 5\r\n\r\nabcde"
     sent = bytearray(choice.choice([good, ASKED + HEAD + b"\r\n", good + ASKED + HEAD + b"\r\n"]))
@@ -36,9 +36,9 @@ async def send(target: Target, seed: int) -> None:
     async with target.wire() as raw:
         await raw.send(bytes(sent))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.05):  # it may wait for the rest of what is no whole request
+            async with asyncio.timeout(0.05):  # the server may wait for the rest of an incomplete request
                 response = await raw.rest()
                 check(b"HTTP/1.1 500" not in response, f"seed {seed}: a 500 for {bytes(sent)!r}")
     head = f"GET /tstore.json HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n"
-    said = await target.ask(head.encode())
-    check(said == (200, MARKER), f"seed {seed}: an honest GET after {bytes(sent)!r} is answered {said}")
+    reply = await target.ask(head.encode())
+    check(reply == (200, MARKER), f"seed {seed}: an honest GET after {bytes(sent)!r} got {reply}")

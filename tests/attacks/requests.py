@@ -1,6 +1,6 @@
-"""Requests that are malformed, hide another one, leave the store's folder, or contradict themselves.
+"""Requests that are malformed, smuggle another one, leave the store's folder, or contradict themselves.
 
-Each case takes a `Target` whose folder is laid out as `lay_out` does it.
+Each case takes a `Target` whose folder was made by `lay_out`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 CREATE = HEAD + b"If-None-Match: *\r\n"
 ASKED = b"GET /txn/old/pack-0 HTTP/1.1\r\n"
 CLOSED = 0
-"""The status of `Wire.answer` if the connection was closed instead, as it is where a client still sends."""
+"""The status of `Wire.response` if the server closed the connection, as it does while a client still sends."""
 
 
-def put(length: int, path: str = PACK, *fields: str) -> bytes:
+def put(length: int, path: str = PACK, *headers: str) -> bytes:
     """Return the head of a request that creates an object."""
-    more = "".join(f"{field}\r\n" for field in (f"Content-Length: {length}", *fields))
+    more = "".join(f"{header}\r\n" for header in (f"Content-Length: {length}", *headers))
     return f"PUT {path} HTTP/1.1\r\n".encode() + CREATE + more.encode() + b"\r\n"
 
 
 async def refused(target: Target, request: bytes, *statuses: int) -> None:
-    """Check that a request is answered with one of these statuses, changes nothing, and harms no other."""
+    """Check that a request gets one of these statuses, changes nothing, and does not disturb other clients."""
     before = target.files()
     status, body = await target.ask(request)
-    check(status in statuses, f"answered {status} {body[:200]!r}, expected one of {statuses}")
-    check(SECRET not in body, "the answer shows what lies beside the store")
+    check(status in statuses, f"got {status} {body[:200]!r}, expected one of {statuses}")
+    check(SECRET not in body, "the response shows a file outside the store")
     check(not (made := changes(before, target.files())), f"the folder has changed: {made}")
     await target.still_well()
 
@@ -44,7 +44,7 @@ def label(data: bytes) -> str:
     return data[:40].decode("latin-1").encode("unicode_escape").decode()
 
 
-# ---- requests in requests
+# ---- request smuggling
 
 
 SMUGGLED = b"PUT /txn/new/pack-9 HTTP/1.1\r\n" + CREATE + b"Content-Length: 1\r\n\r\nx"
@@ -74,10 +74,10 @@ TWO_ENDS = [
 ]
 
 
-async def two_ends(target: Target, fields: bytes) -> None:
-    """Where two readers could see the end of a body in two places, there is one answer and the connection ends."""
+async def two_ends(target: Target, headers: bytes) -> None:
+    """If a body has two possible ends, there is one response and the connection is closed."""
     async with target.wire() as raw:
-        await raw.send(b"PUT /txn/new/pack-0 HTTP/1.1\r\n" + CREATE + fields + SMUGGLED)
+        await raw.send(b"PUT /txn/new/pack-0 HTTP/1.1\r\n" + CREATE + headers + SMUGGLED)
         if raw.writer.can_write_eof():
             raw.writer.write_eof()
         else:
@@ -86,7 +86,7 @@ async def two_ends(target: Target, fields: bytes) -> None:
             async with asyncio.timeout(10):
                 responses = await raw.rest()
         except TimeoutError:
-            responses = b""  # it waits for the rest of the body, which TLS can't say is at its end
+            responses = b""  # the server waits for the rest of the body, as TLS has no half-close
     check(responses.count(b"HTTP/1.1 ") <= 1, f"two answers: {responses[:200]!r}")
     check(not responses.startswith(b"HTTP/1.1 2"), f"taken: {responses[:80]!r}")
     check(not [n for n in target.files() if n.startswith("txn/new")], "an object was stored")
@@ -98,17 +98,19 @@ async def behind_each_other(target: Target, _: None) -> None:
         body = b"PUT /txn/row/pack-9 HTTP/1.1\r\n\r\n"
         path = f"/txn/row/pack-{random.getrandbits(60)}"
         await raw.send(put(len(body), path) + body + ASKED + HEAD + b"\r\n" + put(1, path) + b"x")
-        said = [await raw.response() for _ in range(3)]
-    check([s for s, _ in said] == [201, 200, 412] and said[1][1] == b"committed", f"answered {said}")
-    check(not (target.place / "txn/row/pack-9").exists(), "the body of one request was done as another")
+        responses = [await raw.response() for _ in range(3)]
+    check(
+        [s for s, _ in responses] == [201, 200, 412] and responses[1][1] == b"committed", f"answered {responses}"
+    )
+    check(not (target.place / "txn/row/pack-9").exists(), "the body of one request was executed as another")
 
 
 # ---- heads
 
 
 HEADS: list[tuple[str, bytes]] = [
-    ("50,000 fields", b"".join(b"X-%d: y\r\n" % i for i in range(50_000))),
-    ("a field of 8 MiB", b"X: " + b"y" * (8 << 20) + b"\r\n"),
+    ("50,000 headers", b"".join(b"X-%d: y\r\n" % i for i in range(50_000))),
+    ("a header of 8 MiB", b"X: " + b"y" * (8 << 20) + b"\r\n"),
     ("8 MiB without a colon", b"y" * (8 << 20)),
     ("100,000 cookies", b"Cookie: " + b"a=b; " * 100_000 + b"\r\n"),
     ("100,000 ranges", b"Range: bytes=" + b"0-0," * 100_000 + b"1-1\r\n"),
@@ -133,8 +135,8 @@ LINES: list[tuple[str, bytes, tuple[int, ...]]] = [
     ("HTTP/0.9", b"GET /txn/old/pack-0\r\n\r\n", (CLOSED, 400, 401)),
     ("HTTP/9.9", b"PUT /txn/new/pack-0 HTTP/9.9\r\n" + CREATE + b"Content-Length: 1\r\n\r\nx", (CLOSED, 400, 505)),
     ("two hosts", ASKED + HEAD + b"Host: evil.example\r\n\r\n", (CLOSED, 200, 400)),
-    ("a CR in a field", ASKED + HEAD + b"X: a\rb\r\n\r\n", (CLOSED, 400)),
-    ("a NUL in a field", ASKED + HEAD + b"X: a\x00b\r\n\r\n", (CLOSED, 400)),
+    ("a CR in a header", ASKED + HEAD + b"X: a\rb\r\n\r\n", (CLOSED, 400)),
+    ("a NUL in a header", ASKED + HEAD + b"X: a\x00b\r\n\r\n", (CLOSED, 400)),
     ("a name with a space", ASKED + HEAD + b"X Y: z\r\n\r\n", (CLOSED, 400)),
     ("an empty name", ASKED + HEAD + b": z\r\n\r\n", (CLOSED, 400)),
     ("TLS to a plain port", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\0" * 500 + b"\r\n\r\n", (CLOSED, 400)),
@@ -150,16 +152,16 @@ LINES: list[tuple[str, bytes, tuple[int, ...]]] = [
 ]  # fmt: skip
 
 
-async def odd_line(target: Target, given: tuple[bytes, tuple[int, ...]]) -> None:
-    request, statuses = given
+async def odd_line(target: Target, case: tuple[bytes, tuple[int, ...]]) -> None:
+    request, statuses = case
     await refused(target, request, *statuses)
 
 
 # ---- conditions
 
 
-def conditional(*fields: str, path: str = PACK, body: bytes = b"x") -> bytes:
-    lines = "".join(f"{field}\r\n" for field in fields)
+def conditional(*headers: str, path: str = PACK, body: bytes = b"x") -> bytes:
+    lines = "".join(f"{field}\r\n" for field in headers)
     length = f"Content-Length: {len(body)}\r\n"
     return f"PUT {path} HTTP/1.1\r\n{length}{lines}".encode() + HEAD + b"\r\n" + body
 
@@ -182,7 +184,7 @@ CONDITIONS: list[tuple[str, bytes, tuple[int, ...]]] = [
     ("Content-Encoding", conditional("If-None-Match: *", "Content-Encoding: gzip"), (415,)),
     ("another checksum", conditional("If-None-Match: *", "X-TStore-XXH3: " + "0" * 32), (409,)),
     ("no checksum", conditional("If-None-Match: *", "X-TStore-XXH3: é"), (400, 409)),
-    ("a hint that is none", conditional(path="/latest", body=b"-1"), (422,)),
+    ("an invalid hint", conditional(path="/latest", body=b"-1"), (422,)),
     ("a range backwards", ASKED + HEAD + b"Range: bytes=5-2\r\n\r\n", (200, 416)),
     ("a range of 9^30", ASKED + HEAD + b"Range: bytes=" + b"9" * 30 + b"-\r\n\r\n", (200, 416)),
     ("If-Match another", ASKED + HEAD + b'If-Match: "x"\r\n\r\n', (412,)),
@@ -203,7 +205,7 @@ async def odd_token(target: Target, token: str) -> None:
     status, body = await target.ask(b"GET /tstore.json HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n")
     right = token.strip() == WRITE
     check(status in (400, 401) or (status == 200 and right), f"answered {status}")
-    check(WRITE.encode() not in body, "the answer shows the token")
+    check(WRITE.encode() not in body, "the response shows the token")
 
 
 NO_TOKEN = [
@@ -215,11 +217,11 @@ NO_TOKEN = [
 ]
 
 
-async def no_token(target: Target, fields: bytes) -> None:
-    for method in ("GET", "DELETE", "PUT"):  # HEAD has no body that could be waited for
+async def no_token(target: Target, headers: bytes) -> None:
+    for method in ("GET", "DELETE", "PUT"):  # HEAD responses have no body to wait for
         request = f"{method} /txn/old/pack-0 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n".encode()
-        status, _ = await target.ask(request + fields + b"\r\n")
-        check(status in (400, 401), f"{method} is answered {status}")
+        status, _ = await target.ask(request + headers + b"\r\n")
+        check(status in (400, 401), f"{method} got {status}")
     await target.still_well()
 
 
@@ -267,7 +269,7 @@ async def goes_away(target: Target, sent: bytes) -> None:
 
 
 async def unchanged_soon(target: Target, before: dict[str, bytes]) -> None:
-    """Check that nothing of an upload stays once the server has given it up."""
+    """Check that nothing of an aborted upload stays."""
     for _ in range(200):
         if not (left := changes(before, target.files())):
             return
@@ -286,39 +288,39 @@ LEFT = [
 ]
 
 
-# ---- the list of all
+# ---- the cases
 
 
-_REFUSED = "it is refused, nothing outside is shown or changed, and an honest reader is answered next"
+_REFUSED = "it is refused, nothing outside is shown or changed, and the next honest read succeeds"
 
 
 def _cases() -> Iterator[Case]:
     yield from family(
-        "path", "asks for it with GET, DELETE and PUT", "no byte outside the store is shown or changed",
+        "path", "requests it with GET, DELETE and PUT", "no byte outside the store is shown or changed",
         no_path_leads_out, [(path[:40], path) for path in TRAVERSAL],
     )  # fmt: skip
-    links = "reads, writes and lists links and a FIFO that lie in the store"
+    links = "reads, writes and lists links and a FIFO in the store"
     yield Case("links", links, "none is followed", no_link_leads_out)
     yield from family(
-        "hidden request", "sends a body with two possible ends", "at most one answer, and no success", two_ends,
-        [(label(fields), fields) for fields in TWO_ENDS],
+        "hidden request", "sends a body with two possible ends", "at most one response, and no success", two_ends,
+        [(label(headers), headers) for headers in TWO_ENDS],
     )  # fmt: skip
     yield from family(
         "requests in a row", "sends three at once", "each is told apart", behind_each_other, [("three", None)]
     )
-    yield from family("head", "sends a head without measure", _REFUSED, flooded_head, HEADS)
+    yield from family("head", "sends an endless head", _REFUSED, flooded_head, HEADS)
     yield from family("line", "sends an odd request", _REFUSED, odd_line, [(n, (r, s)) for n, r, s in LINES])
     yield from family(
         "condition", "sends an odd condition", _REFUSED, odd_line, [(n, (r, s)) for n, r, s in CONDITIONS]
     )
     yield from family(
-        "token", "shows an odd token", "401, and no token in the answer", odd_token,
+        "token", "sends an odd token", "401, and no token in the response", odd_token,
         [(repr(token)[:30], token) for token in ODD_TOKENS],
     )  # fmt: skip
     yield from family("no token", "shows none", "401 for each method", no_token, NO_TOKEN)
     yield from family("too long", "declares a body", "413 before it comes", too_long, [("2^62 bytes", 1 << 62)])
     yield from family(
-        "endless body", "sends chunks for ever", "it is cut off, and nothing stays", endless,
+        "endless body", "sends chunks forever", "it is cut off, and nothing stays", endless,
         [(path[:12], path) for path in ("/latest", f"/commits/{1:020d}")],
     )  # fmt: skip
     yield from family("no permission", "sends 1 TiB", "401 before it comes", without_permission, [("1 TiB", None)])

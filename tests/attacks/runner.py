@@ -1,4 +1,4 @@
-"""Runs groups of cases, and keeps count of what held and what broke."""
+"""Run groups of cases, and count which properties held and which broke."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from tests.attacks.harness import Harness
 __all__ = ["Group", "Result", "run", "share", "untried"]
 
 LONGEST = 200.0
-"""Seconds after which a case that does not end is broken."""
+"""The seconds after which a case counts as broken."""
 
 
 class Group(NamedTuple):
-    """Cases that attack the same thing in the same surroundings."""
+    """Cases that attack the same thing in the same setting."""
 
     name: str
     cases: Sequence[Case]
     subject: Callable[[Harness], Any]
     """What its cases take."""
     bare: bool = False
-    """Whether it needs a small folder that `lay_out` makes in place of a whole store."""
+    """Whether its cases need the small folder that `lay_out` makes instead of a whole store."""
     tls: bool = False
     together: int = 0
-    """How many cases run at once, if they need no server."""
+    """The number of concurrent cases, if they need no server."""
     each: float = 1.0
-    """Seconds that a case takes on two cores that have more to do."""
+    """The seconds that a case takes on two busy cores."""
 
     @property
     def expected(self) -> float:
-        """Seconds that all its cases take on such a machine."""
+        """The seconds that all its cases take on such a machine."""
         return self.each * len(self.cases) / max(1, self.together)
 
 
 def share(left: float, expected: float, later: float) -> float:
-    """Return the seconds that a group may take, of those that are left for it and for later ones.
+    """Return the seconds that a group may take, of those left for it and later ones.
 
-    Where more is left than all are expected to take, it may take half of that besides its own.
+    If more is left than all groups are expected to take, the group may use half of the surplus.
     """
     spare = left - expected - later
     return expected + spare / 2 if spare >= 0 else left * expected / (expected + later)
@@ -49,7 +49,7 @@ def share(left: float, expected: float, later: float) -> float:
 
 @dataclass
 class Result:
-    """What became of the cases of a group."""
+    """The outcome of a group."""
 
     name: str
     held: int = 0
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def tried(self) -> int:
-        """How many cases were run."""
+        """The number of cases that ran."""
         return self.held + len(self.broken)
 
     def document(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Result:
 
 
 def untried(results: Sequence[Result], seconds: float) -> str:
-    """Return a sentence about the cases that were not tried, "" if all were."""
+    """Return a sentence about the cases that did not run, or "" if all did."""
     left = ", ".join(f"{result.untried} of {result.name}" for result in results if result.untried)
     return f"Not tried within {seconds:g} s: {left}. Allow more with --seconds." if left else ""
 
@@ -93,13 +93,13 @@ def untried(results: Sequence[Result], seconds: float) -> str:
 async def run(
     group: Group, harness: Harness, seconds: float, result: Result, tell: Callable[[Case, str], None]
 ) -> None:
-    """Run the cases of a group for at most so long, each until it ends; `tell` hears of those that break."""
+    """Run the cases of a group until the time is over, and call `tell` for each that breaks."""
     began = time.monotonic()
     harness.children.memory = 0
     try:
         turns = asyncio.Semaphore(max(1, group.together))
 
-        async def judge(case: Case) -> None:
+        async def run_case(case: Case) -> None:
             async with turns:
                 if time.monotonic() - began > seconds:
                     result.untried += 1
@@ -111,7 +111,7 @@ async def run(
 
         async with asyncio.TaskGroup() as tasks:
             for case in group.cases:
-                tasks.create_task(judge(case))
+                tasks.create_task(run_case(case))
     finally:
         harness.close()
         result.seconds += time.monotonic() - began
@@ -123,7 +123,7 @@ async def run(
 
 
 async def _error_of(case: Case, group: Group, harness: Harness) -> str:
-    """What a case broke, "" if nothing."""
+    """Run a case and return what it broke, or ""."""
     try:
         async with asyncio.timeout(LONGEST):
             if group.together:
@@ -140,6 +140,6 @@ async def _error_of(case: Case, group: Group, harness: Harness) -> str:
         if group.together:
             return str(broken)
         return f"{broken} [server: {harness.meter.memory >> 20} MiB, {harness.meter.files} files]"
-    except Exception as error:  # a case that can't go on has not held
+    except Exception as error:  # a case that raises counts as broken
         harness.worn = True
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A store whose contents are known: what is attacked is a copy of it, and has to keep them."""
+"""A store with known contents, copies of which are attacked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NEWEST = NEXT_ROOT - 3
 
 
 def tree_of(step: int, size: int = 100_000) -> dict[str, Any]:
-    """Return the tree of a step: of its seed alone."""
+    """Return the tree of a step, which depends only on the step."""
     values = np.random.default_rng(step).standard_normal(size).astype("f4")
     return {"w": values.reshape(-1, 100), "b": [np.arange(9) + step, step]}
 
 
 def digest_of(tree: Any) -> str:
-    """Return a digest of all values of a tree."""
+    """Return a digest of the values of a tree."""
     return hashlib.sha256(b"".join(_parts(tree))).hexdigest()
 
 
@@ -40,20 +40,20 @@ def _parts(tree: Any) -> list[bytes]:
 
 
 class SampleStore(NamedTuple):
-    """A store in a folder, and what every reader must find in it."""
+    """A store in a folder, and its contents."""
 
     folder: Path
     newest: int
     values: dict[int, str]
-    """The digest of the tree as of each of some versions."""
+    """The digests of the trees of some versions."""
     commits: dict[int, tuple[str | None, str]]
-    """Tag and message of each version that lives."""
+    """The tag and message of each living version."""
     expired: tuple[str, ...]
-    """The transactions of versions that a gc has expired."""
+    """The transactions of expired versions."""
 
     @staticmethod
     async def make(folder: Path) -> SampleStore:
-        """Make a store with saves, a gc, many small commits, and a transaction of which one host is missing."""
+        """Make a store with saves, a gc, many small commits, and an incomplete cooperative transaction."""
         async with await tstore.open(folder) as store:
             for step in range(4):
                 await tstore.save(store, tree_of(step), step, metrics={"loss": 1 / (step + 1)}, durability="none")
@@ -69,7 +69,7 @@ class SampleStore(NamedTuple):
                 version = await store.log.reader.newest()
             tx = store.transaction(name="half", host=1, hosts=2, attempt="a", tag="half")
             await (await tx.create_array("half", (8,), "f4", (4,)))[4:].write(np.ones(4))
-            with suppress(TStoreError):  # whose other host has not come
+            with suppress(TStoreError):  # the other host is absent
                 await tx.commit(timeout=0.01)
             values = {}
             for version in (2, 3, 4, 6, _NEWEST):

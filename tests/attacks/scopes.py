@@ -1,4 +1,4 @@
-"""What each scope may do to each kind of object, and what none may bring about by an object that it may store."""
+"""What each scope may do to each kind of object, and what no scope may cause by storing a forged object."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.http_server import ADMIN, READ, WRITE
 __all__ = ["CASES", "request"]
 
 
-def request(method: str, key: str, body: bytes, token: str | None, *fields: str) -> bytes:
-    """Return a request, with a token unless None."""
+def request(method: str, key: str, body: bytes, token: str | None, *headers: str) -> bytes:
+    """Return a request, with a token unless that is None."""
     shown = () if token is None else (f"Authorization: Bearer {token}",)
-    lines = ("Host: 127.0.0.1", f"Content-Length: {len(body)}", "Connection: close", *shown, *fields)
+    lines = ("Host: 127.0.0.1", f"Content-Length: {len(body)}", "Connection: close", *shown, *headers)
     return "\r\n".join([f"{method} /{key} HTTP/1.1", *lines, "", ""]).encode() + body
 
 
-# ---- what a request may do
+# ---- requests
 
 
 SCOPES: dict[str, str | None] = {
@@ -41,7 +41,7 @@ ABSENT = {
 
 
 def statuses(scope: str, method: str, kind: str) -> tuple[int, ...]:
-    """Return which answers are right, of which those of requests without scope never depend on what there is."""
+    """Return the valid statuses; without the scope, they never depend on which objects exist."""
     if scope in ("none", "unknown"):
         return (401,)
     if method in ("GET", "list"):
@@ -55,9 +55,9 @@ def statuses(scope: str, method: str, kind: str) -> tuple[int, ...]:
     return (204,) if kind == "/alive-" else (403,)
 
 
-async def permitted(harness: Harness, given: tuple[str, str]) -> None:
-    """Do everything that a scope could do to an object of a kind."""
-    scope, kind = given
+async def permitted(harness: Harness, cell: tuple[str, str]) -> None:
+    """Try every method on an object of a kind."""
+    scope, kind = cell
     token, target = SCOPES[scope], harness.target
     place = target.place
     part = next(key for key in target.files() if "/part-" in key)
@@ -77,77 +77,77 @@ async def permitted(harness: Harness, given: tuple[str, str]) -> None:
     ):
         status, _ = await target.ask(asked)
         right = statuses(scope, method, kind)
-        check(status in right, f"{method} {key} is answered {status}, expected one of {right}")
+        check(status in right, f"{method} {key} got {status}, expected one of {right}")
     after = target.files()
     free = {key} if kind in REPLACEABLE and scope in ("write", "admin") else set()
     changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} - free
     check(not changed, f"changed: {sorted(changed)}")
     if kind in ABSENT and scope in ("none", "unknown", "read"):
         status, _ = await target.ask(request("PUT", ABSENT[kind], b"x", token, "If-None-Match: *"))
-        check(status in (401, 403) and target.files().keys() == after.keys(), f"a create is answered {status}")
+        check(status in (401, 403) and target.files().keys() == after.keys(), f"a create got {status}")
 
 
 async def another_name(harness: Harness, _: None) -> None:
-    """Ask without a token by a name that somebody lets point here, as a page in a browser can."""
+    """Send requests without a token under another host name, as a page in a browser can by DNS rebinding."""
     with harness.beside("--anonymous", "read") as target:
         asked = request("GET", "tstore.json", b"", None)
         for host in (b"evil.example", b"evil.example:80", b"127.0.0.1.evil.example", b"localhost.evil.example"):
             status, _body = await target.ask(asked.replace(b"127.0.0.1", host))
-            check(status in (400, 403, 421), f"a request without a token to {host.decode()} is answered {status}")
+            check(status in (400, 403, 421), f"a request without a token to {host.decode()} got {status}")
         status, _body = await target.ask(asked)
-        check(status == 200, f"a request without a token to the address is answered {status}")
+        check(status == 200, f"a request without a token to the address got {status}")
 
 
-# ---- what an object may bring about
+# ---- forged objects
 
 
 async def stored(harness: Harness, forgery: Forgery, token: str) -> tuple[int, str]:
-    """Put a forgery in place, and return the status and the key."""
+    """Store a forgery, and return the status and the key."""
     assert harness.sample is not None
     key, body = forgery(Known.of(harness.target.place, harness.sample.expired))
     replaced = key == "latest" or "/alive-" in key
-    fields = () if replaced else ("If-None-Match: *",)
-    status, _ = await harness.target.ask(request("PUT", key, body, token, *fields))
+    headers = () if replaced else ("If-None-Match: *",)
+    status, _ = await harness.target.ask(request("PUT", key, body, token, *headers))
     return status, key
 
 
-async def forged(harness: Harness, given: tuple[Forgery, str]) -> None:
-    """Store a forgery; if it is taken, honest clients must find everything as before, and go on."""
-    forgery, token = given
+async def forged(harness: Harness, case: tuple[Forgery, str]) -> None:
+    """Store a forgery. If it is accepted, honest clients must find everything unchanged and can continue."""
+    forgery, token = case
     before = harness.target.files()
     status, key = await stored(harness, forgery, token)
     check(status < 500, f"{key} is answered {status}")
     after = harness.target.files()
     if status >= 300:
-        check(not changes(before, after), f"{key} is answered {status}, and changed the folder")
+        check(not changes(before, after), f"{key} got {status}, and changed the folder")
         return
     await harness.check_audit(harness.next_step())
     after = harness.target.files()
     lost = [k for k, data in before.items() if after.get(k) != data and k != "latest" and "/alive-" not in k]
-    check(not lost, f"{key} was taken; lost or changed since: {lost[:5]}")
+    check(not lost, f"{key} was accepted; lost or changed since: {lost[:5]}")
 
 
 async def taken(harness: Harness, forgery: Forgery) -> None:
-    """Store what is no forgery: if that is refused, no refusal of others tells anything."""
+    """Store an honest record: if it were refused, the other refusals would prove nothing."""
     status, _ = await stored(harness, forgery, WRITE)
-    check(status == 201, f"an honest record is answered {status}")
+    check(status == 201, f"an honest record got {status}")
     await harness.check_audit(harness.next_step())
 
 
-async def never(harness: Harness, given: tuple[Forgery, str]) -> None:
-    """Store the record of a gc with a token whose scope does not suffice: it is refused."""
-    forgery, token = given
+async def never(harness: Harness, case: tuple[Forgery, str]) -> None:
+    """Store the record of a gc with a token of insufficient scope: it must be refused."""
+    forgery, token = case
     before = harness.target.files()
     status, key = await stored(harness, forgery, token)
     if status < 300:
         await harness.check_audit(harness.next_step())
-    check(status in (403, 422), f"{key}, the record of a gc, is answered {status} to a token of scope write")
+    check(status in (403, 422), f"{key}, the record of a gc, got {status} with a token of scope write")
     check(not changes(before, harness.target.files()), "the folder has changed")
 
 
-async def forged_root(harness: Harness, given: tuple[int, Forgery]) -> None:
-    """Store a root, go on to the version of its number, and read as of all of them."""
-    number, forgery = given
+async def forged_root(harness: Harness, case: tuple[int, Forgery]) -> None:
+    """Store a root, commit up to its version, and read all versions."""
+    number, forgery = case
     harness.fresh()
     place, target = harness.target.place, harness.target
     if number:
@@ -163,7 +163,7 @@ async def forged_root(harness: Harness, given: tuple[int, Forgery]) -> None:
 
 
 async def commits_up_to(harness: Harness, version: int) -> None:
-    """Make honest commits until there are so many."""
+    """Make honest commits up to a version."""
     async with await harness.site.open(WRITE, "r+") as store:
         while await store.log.reader.newest() < version:
             async with store.transaction("honest"):
@@ -171,14 +171,14 @@ async def commits_up_to(harness: Harness, version: int) -> None:
 
 
 async def condemned_by_admin(harness: Harness, _: None) -> None:
-    """Condemn the marker, the log and living packs as an admin, and have the next gc finish that."""
+    """Condemn the marker, the log and living packs as an admin, and let the next gc finish the deletion."""
     for name in ("a gc of the marker", "a gc of records", "a gc of packs that are needed"):
         harness.fresh()
         before = harness.target.files()
         status, _key = await stored(harness, record_of(forgeries.CONDEMNING[name]), ADMIN)
         for key in ("tstore.json", f"commits/{3:020d}", next(k for k in before if "/pack-" in k)):
-            said, _ = await harness.target.ask(request("DELETE", key, b"", ADMIN))
-            check(said == 403, f"{name} was answered {status}; then DELETE {key} is answered {said}")
+            deleted, _ = await harness.target.ask(request("DELETE", key, b"", ADMIN))
+            check(deleted == 403, f"{name} got {status}; then DELETE {key} got {deleted}")
         if status < 300:
             await harness.check_audit(harness.next_step())
         lost = [k for k in before if k not in harness.target.files()]
@@ -186,24 +186,24 @@ async def condemned_by_admin(harness: Harness, _: None) -> None:
 
 
 async def afterwards(harness: Harness, _: None) -> None:
-    """Have honest clients look at the store after all that was refused."""
+    """Audit the store with honest clients after all refused requests."""
     await harness.check_audit(harness.next_step())
 
 
 def _cases() -> Iterator[Case]:
-    same = "the right status for each method, and nothing else has changed"
+    same = "the right status for each method, and nothing else changes"
     yield from family(
         "scope", "gets, lists, replaces, creates and deletes an object of each kind", same, permitted,
         [(f"{scope}, {kind.strip('/')}", (scope, kind)) for scope in SCOPES for kind in KINDS],
     )  # fmt: skip
     yield from family(
-        "another name", "reads what needs no token", "it is refused", another_name, [("by a page", None)]
+        "another name", "reads without a token", "it is refused", another_name, [("by a page", None)]
     )
-    well = "it is refused, or harms nobody: readers, verify, gc and the next save go on, and nothing is lost"
+    well = "it is refused or harmless: readers, verify, gc and the next save work, and nothing is lost"
     honest = record_of(lambda known: {})
-    yield Case("honest record", "stores a record without fault", "it is taken", lambda s: taken(s, honest))
+    yield Case("honest record", "stores a valid record", "it is accepted", lambda s: taken(s, honest))
     yield from family(
-        "root", "stores it with a write token", "readers see the values that were committed", forged_root,
+        "root", "stores it with a write token", "readers see the committed values", forged_root,
         forgeries.ROOTS.items(),
     )  # fmt: skip
     yield from family(

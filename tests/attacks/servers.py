@@ -1,4 +1,4 @@
-"""Servers that answer as they like: without end, elsewhere, slowly, or with what is no answer."""
+"""Hostile servers, whose responses are endless, slow, redirected or invalid."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Reply = Callable[[Request], "bytes | Awaitable[bytes | None] | None"]
 
 
 class Served:
-    """Answers a client from the objects of a store, but where a hostile reply is given for a path."""
+    """Serve the objects of a store, except for paths with a hostile reply."""
 
     def __init__(self, objects: dict[str, bytes], replies: Mapping[str, Reply]) -> None:
         self.objects = objects
         self.replies = replies
         self.shown: list[str] = []
-        """The tokens that clients have shown."""
+        """The tokens that clients have sent."""
 
     def __call__(self, request: Request) -> bytes | Awaitable[bytes | None] | None:
-        """The answer to a request."""
+        """Return the response to a request."""
         if "Authorization" in request.headers:
             self.shown.append(request.headers["Authorization"])
         path = request.path.partition("?")[0]
@@ -62,7 +62,7 @@ class Served:
 
 
 def endless(piece: bytes) -> Reply:
-    """Return a reply of chunks without end."""
+    """Return a reply of endless chunks."""
 
     async def reply(request: Request) -> None:
         request.writer.write(ENDLESS)
@@ -74,7 +74,7 @@ def endless(piece: bytes) -> Reply:
 
 
 def for_ever(piece: bytes, pause: float, first: bytes = b"") -> Reply:
-    """Return a reply of pieces, each after a pause, without end."""
+    """Return an endless reply of pieces with pauses between them."""
 
     async def reply(request: Request) -> None:
         request.writer.write(first)
@@ -87,7 +87,7 @@ def for_ever(piece: bytes, pause: float, first: bytes = b"") -> Reply:
 
 
 def pages(request: Request) -> bytes:
-    """Return a page of a list that goes on for ever."""
+    """Return a page of an endless list."""
     after = request.path.partition("after=")[2].partition("&")[0]
     count = int(after[-12:]) if after[-12:].isdigit() else 0
     entries = [{"key": f"txn/t{count + i:012d}", "size": 1, "age": 1.0} for i in range(1000)]
@@ -96,12 +96,12 @@ def pages(request: Request) -> bytes:
 
 
 def same_page(request: Request) -> bytes:
-    """Return a page that is followed by itself."""
+    """Return a page whose next page is itself."""
     return ok(json.dumps({"entries": [], "folders": ["txn/a/"], "next": "txn/a"}).encode(), *OURS)
 
 
 def every_number(known: Known) -> dict[str, Reply]:
-    """Return the replies of a log in which every number is a commit."""
+    """Return the replies of a log in which every version exists."""
     body = framed(b"R", forgeries.record(known, base=0, collected=0, transaction="x"))
 
     def reply(request: Request) -> bytes:
@@ -116,13 +116,13 @@ def every_number(known: Known) -> dict[str, Reply]:
 
 
 def redirect(where: str, status: str = "302 Found") -> Reply:
-    """Return a reply that leads elsewhere; `{n}` in it is another number each time."""
+    """Return a redirect; `{n}` in the URL becomes a new number each time."""
     numbers = itertools.count()
     return lambda request: ok(b"", f"Location: {where.replace('{n}', str(next(numbers)))}", *OURS, status=status)
 
 
 def bomb(request: Request) -> bytes:
-    """Return a body whose encoding is a bomb."""
+    """Return a response with a decompression bomb as content encoding."""
     return ok(_MEMBER * 32, "Content-Encoding: gzip", *OURS)
 
 

@@ -1,7 +1,7 @@
-"""Stores and servers that are hostile to who opens them.
+"""Hostile stores and servers, opened by a client.
 
-The client runs in a process of its own. It has to end, within a bound of time and memory, with the right data or a
-`TStoreError`; any other exception, a crash, a freeze, or a token in the wrong hands is broken.
+The client runs in a separate process. It must end with the right data or a `TStoreError`, within bounds of time
+and memory. Any other exception, a crash, a hang, or a token sent to the wrong server counts as broken.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tests.support.raw_http import ok
 __all__ = ["CASES"]
 
 SECONDS = 80.0
-"""How long a client may take: a call ends after a minute, whatever a server says, and it does little else."""
+"""The seconds that a client may take: each call ends after a minute, whatever a server sends."""
 
 MEMORY = 512 << 20
-"""The most that a client may have resident."""
+"""The bound on a client's resident memory."""
 
 ADDRESS_SPACE = 2 << 30
-"""How much more a client may map: enough for its threads, too little for a bomb."""
+"""The additional address space of a client: enough for its threads, too little for a bomb."""
 
 WALKING = ("restore", "history", "verify", "gc")
-"""What reads all records of a store."""
+"""The verbs that read all records of a store."""
 
 LONG = 160.0
-"""How long a client may take where it decodes much; one that keeps nothing of it decodes it several times."""
+"""The seconds that a client may take if it decodes much, and several times because it caches nothing."""
 
 TOKEN = "secret-0123456789"
 
@@ -53,7 +53,7 @@ async def endure(
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
 ) -> dict[str, str]:
-    """Let a client do all this with a hostile store, and return what came of it."""
+    """Let a client apply verbs to a hostile store, and return the outcome of each."""
     last: list[Any] = []
     ended = await children.run(
         visit, url, options, verbs,
@@ -71,14 +71,14 @@ async def endure(
 
 
 def copied(sample: Path, folder: str) -> Path:
-    """Return a copy of a store, whose files are links to the same bytes."""
+    """Return a copy of a store, made of hard links."""
     place = Path(folder) / "store"
     shutil.copytree(sample, place, copy_function=os.link)
     return place
 
 
 async def forged_folder(harness: Harness, forgery: Forgery) -> None:
-    """Open a store in which a forgery lies, however it came there."""
+    """Open a store that contains a forgery."""
     assert harness.sample is not None
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
         place = copied(harness.sample.folder, folder)
@@ -92,14 +92,14 @@ async def forged_folder(harness: Harness, forgery: Forgery) -> None:
 
 
 def heavy(known: Known, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> tuple[list[str], bytes]:
-    """Return the names of the next records of a store, and the bytes that all of them have."""
+    """Return the keys of the next records of a store, and the bytes for all of them."""
     count, changes = many
     _, body = record_of(changes)(known)
     return [commit(number) for number in range(known.newest + 1, known.newest + 1 + count)], body
 
 
 async def heavy_folder(harness: Harness, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
-    """Open a store with many records that take much memory once they are decoded."""
+    """Open a store with many records that take much memory when decoded."""
     assert harness.sample is not None
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
         place = copied(harness.sample.folder, folder)
@@ -119,17 +119,17 @@ async def heavy_server(harness: Harness, many: tuple[int, Callable[[Known], dict
         await endure(harness.children, server.url, WALKING, seconds=LONG)
 
 
-async def hostile_server(harness: Harness, given: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
-    """Open the store of a server that answers as it likes."""
+async def hostile_server(harness: Harness, case: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
+    """Open the store of a hostile server."""
     assert harness.sample is not None
-    replies, verbs = given
+    replies, verbs = case
     served = Served(files(harness.sample.folder), replies)
     async with raw_http.serving(served) as server:
         await endure(harness.children, server.url, verbs)
 
 
 async def every_number_exists(harness: Harness, _: None) -> None:
-    """Open a store whose log never ends."""
+    """Open a store whose log is endless."""
     assert harness.sample is not None
     known = Known.of(harness.sample.folder, harness.sample.expired)
     async with raw_http.serving(Served({}, every_number(known))) as server:
@@ -137,39 +137,39 @@ async def every_number_exists(harness: Harness, _: None) -> None:
 
 
 async def token_asked_for(harness: Harness, variables: tuple[dict[str, str], dict[str, Any] | None]) -> None:
-    """Ask a client that has a token for another server for it, by a 401."""
+    """Send a 401 to a client that has a token for another server."""
     environment, options = variables
     served = Served({}, {"*": lambda r: ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")})
     async with raw_http.serving(served) as server:
         await endure(harness.children, server.url, OPENING, options, environment)
-    check(not served.shown, "the token of another server was sent to one that asked for it")
+    check(not served.shown, "the token of another server was sent to one that responded 401")
 
 
 async def token_carried_on(harness: Harness, _: None) -> None:
-    """Lead a client that shows its token to another server."""
+    """Redirect a client that sends its token to another server."""
     other = Served({}, {"*": lambda r: ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")})
     async with raw_http.serving(other) as elsewhere:
         first = Served({}, {"*": redirect(f"{elsewhere.url}/tstore.json")})
         async with raw_http.serving(first) as server:
             await endure(harness.children, server.url, OPENING, {"token": TOKEN})
-    check(not other.shown, "the token was sent to where a redirect led")
+    check(not other.shown, "the token was sent to the target of a redirect")
 
 
 def _cases() -> Iterator[Case]:
     ends = f"right data or a TStoreError, within {SECONDS:g} s and {MEMORY >> 20} MiB"
-    yield from family("server", "answers as it likes", ends, hostile_server, SERVERS.items())
+    yield from family("server", "sends hostile responses", ends, hostile_server, SERVERS.items())
     yield from family(
-        "server", "has a commit of every number", ends, every_number_exists, [("every number is a commit", None)]
+        "server", "has a commit for every number", ends, every_number_exists, [("every number is a commit", None)]
     )
     mine = {"TSTORE_TOKEN_STORE_EXAMPLE_COM": TOKEN}
     yield from family(
-        "token", "answers 401", "no token of another server is sent", token_asked_for,
+        "token", "responds 401", "no token of another server is sent", token_asked_for,
         [("TSTORE_TOKEN", ({"TSTORE_TOKEN": TOKEN}, None)), ("of another host", (mine, None))],
     )  # fmt: skip
     yield from family(
         "token", "redirects to another server", "that sees no token", token_carried_on, [("a redirect", None)]
     )
-    yield from family("bomb", "has a chunk that decodes to more than it may", ends, forged_folder, BOMBS.items())
+    yield from family("bomb", "has a chunk that decodes to too much data", ends, forged_folder, BOMBS.items())
     yield from family(
         "document", "has an odd zarr.json", ends, forged_folder,
         [(name, documented(changes)) for name, changes in DOCUMENTS.items()],

@@ -1,4 +1,4 @@
-"""The outcome of an attack as a table."""
+"""The results of the attacks as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["show"]
 
 
 def show(results: Sequence[Result], console: Console) -> None:
-    """Print a line for each group, and one for each broken case."""
+    """Print a line per group, and one per broken case."""
     table = Table(box=None, pad_edge=False)
     table.add_column("group")
     for name in ("tried", "held", "broken", "not tried", "seconds"):

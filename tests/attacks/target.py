@@ -1,4 +1,4 @@
-"""A server under attack, in this process or its own, and the folder that it serves."""
+"""A server under attack, in this or another process, and the folder that it serves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["HOSTILE", "SECRET", "TOKENS", "Target", "changes", "files", "lay_out
 
 SECRET = b"what lies beside the store"
 HOSTILE = "hostile-0123456789"
-"""A second token of scope write, for those whose share must not be that of honest writers."""
+"""A second token of scope write, for attackers, so that their share of resources is separate."""
 
 TOKENS = f"read {READ}\nwrite {WRITE}\nwrite {HOSTILE}\nadmin {ADMIN}"
 
 
 class Target:
-    """What attacks are run against."""
+    """A server under attack."""
 
     def __init__(
         self, server: Server | http_server.Process, place: Path, trusting: ssl.SSLContext | None = None
@@ -33,39 +33,39 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def wire(self, source: str | None = None) -> AsyncIterator[Wire]:
-        """A connection to the server."""
+        """Connect to the server."""
         async with http_server.wire(self.server, self.trusting, source) as raw:
             yield raw
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Return the status and body of the answer to one request, 0 if the server closes instead."""
+        """Send a request; return the status and body, or status 0 if the server closes the connection."""
         async with self.wire() as raw:
             await raw.send(request)
             return await raw.response()
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents of the folder that is served."""
+        """Return the contents of the served folder."""
         return files(self.place)
 
     async def still_well(self) -> None:
-        """Raise `Broken` unless the server still gives an honest reader what is stored."""
+        """Raise `Broken` unless an honest read still succeeds."""
         head = f"Host: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n"
-        said = await self.ask(f"GET /txn/old/pack-0 HTTP/1.1\r\n{head}\r\n".encode())
-        check(said == (200, b"committed"), f"an honest GET afterwards is answered {said}")
+        response = await self.ask(f"GET /txn/old/pack-0 HTTP/1.1\r\n{head}\r\n".encode())
+        check(response == (200, b"committed"), f"an honest GET afterwards got {response}")
 
 
 def files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files below a folder."""
     contents = {}
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
             if path.is_file():
                 contents[str(path.relative_to(folder))] = path.read_bytes()
     return contents
 
 
 def changes(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """Return which files are others now; a hidden one that went was the remains of an upload."""
+    """Return the files that changed, except removed hidden ones, which are remains of uploads."""
     names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     return sorted(name for name in names if name in after or not _is_hidden(name))
 
@@ -75,7 +75,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def lay_out(folder: Path) -> Path:
-    """Make a folder with a small store, beside which a secret lies, and return the store's."""
+    """Make a small store with a secret file beside it, and return the folder of the store."""
     (folder / "secret").write_bytes(SECRET)
     (folder / "outside").mkdir()
     (folder / "outside" / "pack-0").write_bytes(SECRET)

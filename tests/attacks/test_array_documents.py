@@ -1,4 +1,4 @@
-"""The `zarr.json` of arrays, odd in every way: each is read, or refused with the path of its array."""
+"""Fuzzed `zarr.json` documents: each is read, or refused with the path of its array."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ODD = [*ABSURD, *NAMES, {"must_understand": True}, {"must_understand": False}, {
 
 
 def document(choice: random.Random) -> bytes:
-    """Return another `zarr.json`."""
+    """Return a mutated `zarr.json`."""
     good = choice.choice(DOCUMENTS).document
     match choice.randrange(12):
         case 0:
@@ -66,7 +66,7 @@ def document(choice: random.Random) -> bytes:
 
 
 def use(meta: ArrayMeta) -> None:
-    """Do what an array does with its metadata."""
+    """Use metadata as an array does."""
     assert all(type(n) is int for n in (*meta.shape, *meta.chunks))
     assert isinstance(meta.attributes, dict)
     assert np.ndim(meta.fill_value) == 0
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 
 
 async def store_with(document: bytes) -> tstore.Store:
-    """Return a store that holds this document, as another program could have written it."""
+    """Return a store with this document, as another program could have written it."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         array = await tx.create_array("group/w", (8, 6), "float32", (4, 6), "e4m3")
@@ -154,7 +154,7 @@ async def store_with(document: bytes) -> tstore.Store:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_an_odd_document_is_named_by_its_path(name: str) -> None:
+async def test_the_error_of_an_invalid_document_names_its_path(name: str) -> None:
     kind, fields = CASES[name]
     store = await store_with(json.dumps(fields).encode())
     snapshot = await store.snapshot()
@@ -185,7 +185,7 @@ async def test_an_empty_array_of_2_to_the_60_rows_is_read_at_once() -> None:
         assert (await (await (await store.snapshot()).array("a")).read()).shape == (1 << 57, 0)
 
 
-async def test_an_array_beyond_the_memory_is_an_error_that_names_it() -> None:
+async def test_an_array_beyond_memory_is_an_error_that_names_it() -> None:
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await tx.create_array("a", (1 << 55,), "float32", (1 << 55,), None, sparse=True)

@@ -1,4 +1,4 @@
-"""`python -m tests.attacks` in small: some cases of each group, which must hold, and a judge that can say no."""
+"""`python -m tests.attacks` on a small scale: some cases of each group must hold, and broken ones are reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def chosen() -> list[Group]:
 
 
 @pytest.mark.parametrize("group", chosen(), ids=list(CHOSEN))
-async def test_some_of_each_group(
+async def test_some_cases_of_each_group_hold(
     group: Group, samples: tuple[Path, Path, SampleStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {case.name for case in group.cases} == set(CHOSEN[group.name])
@@ -78,15 +78,15 @@ async def test_some_of_each_group(
     assert (result.held, result.broken) == (len(CHOSEN[group.name]), [])
 
 
-def test_the_names_of_cases_are_different() -> None:
+def test_case_names_are_unique() -> None:
     for group in groups(0):
         names = [case.name for case in group.cases]
         assert [name for name in set(names) if names.count(name) > 1] == [], group.name
     assert {group.name for group in groups(0)} == set(NAMES)
 
 
-async def test_a_case_that_breaks_is_told(samples: tuple[Path, Path, SampleStore]) -> None:
-    """Something is lost below the server: the audit of honest clients finds it, and the next case begins anew."""
+async def test_a_broken_case_is_reported(samples: tuple[Path, Path, SampleStore]) -> None:
+    """A file disappears below the server: the audit detects it, and the next case starts with a new copy."""
 
     async def loses(harness: Harness) -> None:
         next((harness.target.place / "txn").glob("*/pack-*")).unlink()
@@ -114,7 +114,7 @@ async def test_a_case_that_breaks_is_told(samples: tuple[Path, Path, SampleStore
     assert "stores: fails: ValueError" in text.getvalue()
 
 
-async def test_a_client_that_dies_freezes_or_raises_is_told() -> None:
+async def test_a_client_that_dies_hangs_or_raises_is_reported() -> None:
     children = Children(PRELOAD)
     assert "ZeroDivisionError" in (await children.run(divided, seconds=20)).error
     assert (await children.run(asyncio.sleep, 60, seconds=0.5)).error == "not done after 0.5 s"
@@ -134,19 +134,19 @@ def test_the_command_lists_its_cases() -> None:
     assert "floods: slow packs: sends 128 packs" in said
 
 
-def test_a_group_may_take_what_the_others_leave() -> None:
+def test_a_group_may_use_time_that_others_leave() -> None:
     assert share(400, 50, 150) == 150
     assert share(100, 50, 150) == 25
     assert share(60, 50, 0) == 55
 
 
-def test_cases_that_were_not_tried_are_told() -> None:
+def test_cases_that_did_not_run_are_reported() -> None:
     assert untried([Result("requests", held=3)], 5) == ""
     assert untried([Result("requests", untried=36)], 5).startswith("Not tried within 5 s: 36 of requests.")
 
 
 @pytest.mark.timeout(120)
-def test_the_exit_status_tells_that_cases_were_not_tried() -> None:
+def test_the_exit_status_shows_that_cases_did_not_run() -> None:
     command = [sys.executable, "-m", "tests.attacks", "--group", "metadata", "--seconds", "0.001"]
     place = Path(__file__).parent.parent.parent
     ended = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=100)

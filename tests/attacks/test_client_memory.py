@@ -1,4 +1,4 @@
-"""The memory of a client of a hostile server, in a process of its own: whatever it is sent, it takes no more."""
+"""The memory of a client, in a separate process, stays bounded whatever a hostile server sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.raw_http import Request, ok, part, serving
 CHUNK = b"10000\r\n" + bytes(0x10000) + b"\r\n"
 CHUNKED = "Transfer-Encoding: chunked"
 BOMB = gzip.compress(bytes(64 << 20))
-MOST = 420  # MiB beyond what a client has that was sent nothing: `storage.room` with the longest record of a gc
+MOST = 420  # MiB beyond an idle client: `storage.room` with the longest record of a gc
 
 CLIENT = """
     import asyncio, json, resource, sys
@@ -89,7 +89,7 @@ async def endless(request: Request) -> None:
 
 
 def page(request: Request) -> bytes:
-    """A thousand long names, the next ones behind those that the request tells of."""
+    """Return a page of a thousand long names, which differ from page to page."""
     start = page.counter = getattr(page, "counter", 0) + 1  # type: ignore[attr-defined]
     names = [f"p{start:09d}-{i:04d}-{'z' * 900}" for i in range(1000)]
     more = f"p{start + 1:09d}"
@@ -139,7 +139,7 @@ async def hostile(request: Request) -> bytes | None:
 
 @pytest.mark.parametrize("kind", ["http", "gcs", "s3"])
 @pytest.mark.timeout(300)
-async def test_a_client_takes_no_more_memory_than_is_said(kind: str) -> None:
+async def test_the_memory_of_a_client_is_bounded(kind: str) -> None:
     small = 32 << 20
     async with serving(hostile) as server:
         process = await asyncio.create_subprocess_exec(
@@ -160,5 +160,5 @@ async def test_a_client_takes_no_more_memory_than_is_said(kind: str) -> None:
     assert beyond["endless marker"] < 64
 
 
-def test_the_marker_is_what_a_client_asks_for_first() -> None:
+def test_a_client_reads_the_marker_first() -> None:
     assert len(MARKER) < 4096

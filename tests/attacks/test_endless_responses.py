@@ -1,4 +1,4 @@
-"""A server that never comes to an end: the client does, in time and in memory."""
+"""Endless responses: a client gives up, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def writing(request: Request, piece: bytes, pause: float = 0.0) -> None:
 
 
 def again(begin: bytes, piece: bytes, pause: float = 0.0) -> RawResponse:
-    """Says the one and then the other, for ever."""
+    """Send `begin`, and then `piece` forever."""
 
     async def response(request: Request) -> None:
         request.writer.write(begin)
@@ -90,7 +90,7 @@ def again(begin: bytes, piece: bytes, pause: float = 0.0) -> RawResponse:
     return response
 
 
-# ---- in time
+# ---- time
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
@@ -109,7 +109,7 @@ def again(begin: bytes, piece: bytes, pause: float = 0.0) -> RawResponse:
         (b"HTTP/1.1 401 No\r\nContent-Type: text/plain\r\nContent-Length: 100000\r\n\r\n", b"x", 0.02),
     ],
 )
-async def test_what_never_comes_to_an_end_is_given_up(
+async def test_endless_responses_are_given_up(
     kind: Callable[[str], Storage], begin: bytes, piece: bytes, pause: float, impatient: None
 ) -> None:
     async with asking(kind, again(begin, piece, pause)) as storage:
@@ -118,9 +118,7 @@ async def test_what_never_comes_to_an_end_is_given_up(
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
-async def test_redirects_that_each_take_their_time_have_one_deadline(
-    kind: Callable[[str], Storage], impatient: None
-) -> None:
+async def test_slow_redirects_share_one_deadline(kind: Callable[[str], Storage], impatient: None) -> None:
     async def led(request: Request) -> bytes:
         await asyncio.sleep(0.2)
         return ok(b"", f"Location: /{uuid.uuid4()}", status="302 Found")
@@ -131,7 +129,7 @@ async def test_redirects_that_each_take_their_time_have_one_deadline(
         assert isinstance(caught.value, Unavailable) or kind is s3
 
 
-async def test_a_body_slower_than_the_least_rate_is_given_up_and_told_so(impatient: None) -> None:
+async def test_a_body_below_the_minimum_rate_is_given_up_with_an_error(impatient: None) -> None:
     async with asking(http, again(HEAD, b"40\r\n" + bytes(64) + b"\r\n", 0.05)) as storage:
         with pytest.raises(
             Unavailable, match=r"only \d+ bytes were moved within .* slower than 4096 bytes a second"
@@ -139,7 +137,7 @@ async def test_a_body_slower_than_the_least_rate_is_given_up_and_told_so(impatie
             await asyncio.wait_for(storage.get("tstore.json"), 60)
 
 
-async def test_a_server_that_takes_a_body_slower_than_the_least_rate_is_given_up(impatient: None) -> None:
+async def test_a_server_that_receives_below_the_minimum_rate_is_given_up(impatient: None) -> None:
     async def sip(request: Request) -> None:
         await hang(request)
 
@@ -148,7 +146,7 @@ async def test_a_server_that_takes_a_body_slower_than_the_least_rate_is_given_up
             await asyncio.wait_for(storage.create("k", bytes(64 << 20), Durability.FSYNC), 60)
 
 
-async def test_a_transfer_that_keeps_its_pace_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "SLOWEST", 1000)
     clock = asyncio.get_running_loop().time
     async with Pace(0.4) as within:
@@ -156,7 +154,7 @@ async def test_a_transfer_that_keeps_its_pace_has_no_deadline(monkeypatch: pytes
         while clock() < began + 1.2:
             await asyncio.sleep(0.02)
             within.moved(1000)
-    for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of its pace, and then silent; too slow
+    for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
         with pytest.raises(TimeoutError):
             await moving(size, pause)
 
@@ -168,7 +166,7 @@ async def moving(size: int, pause: float) -> None:
             await asyncio.sleep(pause)
 
 
-async def test_time_that_is_not_the_servers_does_not_count() -> None:
+async def test_time_spent_by_the_client_does_not_count() -> None:
     async with Pace(0.2) as within:
         await within.pause(asyncio.sleep(0.5))
         within.moved(1)
@@ -181,11 +179,11 @@ def test_a_timeout_is_a_number_of_seconds(url: str, timeout: Any) -> None:
         connect(url, {"timeout": timeout})
 
 
-# ---- in bytes
+# ---- bytes
 
 
 def endless(kind: str) -> RawResponse:
-    """A body without end, of told length or not, also as a part."""
+    """Return an endless body, with or without a declared length, or as a range."""
     fields = {
         "chunked": "Transfer-Encoding: chunked",
         "untold": "Connection: close",
@@ -251,7 +249,7 @@ async def test_every_storage_stops_at_the_bound(kind: str, tmp_path: Any) -> Non
             assert len(str(caught.value)) < 500
         with pytest.raises(Corrupt, match="is longer than"):
             await storage.leading(["commits/1"])
-        await storage.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # a gc's may be longer
+        await storage.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # the record of a gc may be longer
         assert len(await storage.get("commits/2")) == 8 + (9 << 20)
         await storage.hint("txn/a/manifest-1", bytes(100))
         assert len(await storage.get("txn/a/manifest-1", 100)) == 100
@@ -259,8 +257,8 @@ async def test_every_storage_stops_at_the_bound(kind: str, tmp_path: Any) -> Non
             await storage.get("txn/a/manifest-1", 99)
 
 
-async def test_objects_together_have_no_more_room_than_is_said() -> None:
-    """However many are on their way: beyond its free bytes only one goes on once the others' room is taken."""
+async def test_objects_share_a_bounded_amount_of_memory() -> None:
+    """Beyond the free bytes of each object, only one proceeds once the shared room is taken."""
     taken: list[int] = []
     held = asyncio.Event()
 
@@ -285,7 +283,7 @@ async def test_objects_together_have_no_more_room_than_is_said() -> None:
     assert taken == [100 << 20] * 40
 
 
-async def test_a_receiver_that_is_cancelled_gives_its_room_back() -> None:
+async def test_a_cancelled_receiver_releases_its_memory() -> None:
     async def receive(size: int) -> None:
         async with Room() as room:
             if not room.has(size):
@@ -312,11 +310,11 @@ async def test_a_receiver_that_is_cancelled_gives_its_room_back() -> None:
     await asyncio.wait(others)
 
 
-# ---- in names
+# ---- lists
 
 
 def page_of(dialect: Callable[[str], Storage], names: list[str], more: str | None) -> bytes:
-    """A page of a list, in the words of each server."""
+    """Return a page of a list in the format of each server."""
     if dialect is http:
         listed = {"entries": [{"key": name, "size": 1} for name in names], "folders": [], "next": more}
         return ok(json.dumps(listed).encode(), OURS, "Content-Type: application/json")
@@ -336,7 +334,7 @@ def asked_page(request: Request) -> str:
 
 
 def pages(dialect: Callable[[str], Storage], page: Callable[[int], list[str]]) -> RawResponse:
-    """A list that always leads on."""
+    """Return a list whose every page announces another."""
 
     def response(request: Request) -> bytes:
         if "/-/health" in request.path:
@@ -354,7 +352,7 @@ LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("listing_of", LISTS, ids=["list", "folders", "age"])
 @pytest.mark.parametrize("names", [[], ["p/a"]], ids=["empty", "the-same"])
-async def test_a_list_that_names_nothing_new_ends(
+async def test_a_list_without_new_names_ends(
     dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
@@ -364,7 +362,7 @@ async def test_a_list_that_names_nothing_new_ends(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_list_of_ever_new_names_ends(
+async def test_an_endless_list_of_new_names_ends(
     dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "LISTED", 100_000)
@@ -378,11 +376,11 @@ async def test_a_list_of_ever_new_names_ends(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_list_that_goes_on_too_slowly_ends(
+async def test_a_list_that_is_too_slow_ends(
     dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "GRACE", 0.2)
-    monkeypatch.setattr(listing, "SLOWEST", 1_000_000)  # which no server reaches that gives one with each page
+    monkeypatch.setattr(listing, "SLOWEST", 1_000_000)  # more than one name per page reaches
 
     def page(number: int) -> list[str]:
         return [f"p{number:09d}"]
@@ -393,9 +391,7 @@ async def test_a_list_that_goes_on_too_slowly_ends(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_list_that_is_asked_again_ends_too(
-    dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_retried_list_ends_too(dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "BARREN", 10)
     async with serving(pages(dialect, lambda number: ["p/a"])) as server:
         storage = served(dialect(server.url))
@@ -405,7 +401,7 @@ async def test_a_list_that_is_asked_again_ends_too(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str], Storage]) -> None:
+async def test_names_outside_the_prefix_are_refused(dialect: Callable[[str], Storage]) -> None:
     async with asking(dialect, pages(dialect, lambda number: ["other/a"])) as storage:
         with pytest.raises(Corrupt, match="requested"):
             await asyncio.wait_for(storage.list("p/"), 60)
@@ -413,7 +409,7 @@ async def test_names_that_were_not_asked_for_are_refused(dialect: Callable[[str]
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("body", [b"[" * 100, b" " * 1000, b"<a/>" * 100])
-async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Storage], body: bytes) -> None:
+async def test_an_endless_page_is_given_up(dialect: Callable[[str], Storage], body: bytes) -> None:
     chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n"
 
     async def response(request: Request) -> bytes | None:
@@ -428,12 +424,12 @@ async def test_a_page_that_never_ends_is_given_up(dialect: Callable[[str], Stora
             await asyncio.wait_for(storage.list("p"), 60)
 
 
-# ---- refusals
+# ---- error responses
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("status", ["500 No", "403 No", "404 No"])
-async def test_a_refusal_that_never_ends_is_told_by_its_status(
+async def test_an_endless_error_response_is_reported_by_its_status(
     dialect: Callable[[str], Storage], status: str
 ) -> None:
     begin = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
@@ -448,7 +444,7 @@ async def test_a_refusal_that_never_ends_is_told_by_its_status(
             assert len(str(caught.value)) < 1000
 
 
-async def test_objects_still_take_their_bounds_by_themselves() -> None:
+async def test_each_kind_of_object_keeps_its_own_bound() -> None:
     objects = MemoryStorage(str(uuid.uuid4()))
     await on_io(objects.put("k", [b"12345"], PutMode.CREATE))
     assert await on_io(objects.get("k", most=5)) == b"12345"
@@ -456,11 +452,11 @@ async def test_objects_still_take_their_bounds_by_themselves() -> None:
         await on_io(objects.get("k", most=4))
 
 
-# ---- one call, however often it asks
+# ---- one call with many requests
 
 
 async def silent(silence: float) -> str:
-    """What a request says of a server that says nothing."""
+    """Return the error of a request to a silent server."""
     within = Pace(silence)
     with pytest.raises(TimeoutError):
         async with within:
@@ -468,17 +464,17 @@ async def silent(silence: float) -> str:
     return within.lost
 
 
-async def test_all_tries_of_a_call_have_one_deadline_together(impatient: None) -> None:
+async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> None:
     with pace.one_call(0.7) as call:
-        said = [await silent(0.2)]  # and 0.2 s for the connection
+        said = [await silent(0.2)]  # plus 0.2 s for the connection
         assert call.left <= 0.3
         said += [await silent(0.2)]
         assert call.left <= 0
         assert "no complete response within 0.7 s, in all tries" in said[-1]
-    assert "silent for 0.2 s" in await silent(0.2), "which is not of the call"
+    assert "silent for 0.2 s" in await silent(0.2), "which is the limit of a request, not of the call"
 
 
-async def test_a_body_that_goes_on_at_its_rate_outlasts_the_seconds_of_its_call(impatient: None) -> None:
+async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_call(impatient: None) -> None:
     clock = asyncio.get_running_loop().time
     with pace.one_call(0.4) as call:
         async with Pace(0.4) as within:
@@ -489,29 +485,29 @@ async def test_a_body_that_goes_on_at_its_rate_outlasts_the_seconds_of_its_call(
         assert call.left > 0
 
 
-async def test_a_caller_who_gives_a_server_longer_than_a_call_has_it(impatient: None) -> None:
+async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(impatient: None) -> None:
     with pace.one_call(0.1) as call:
         assert "silent for 0.3 s" in await silent(0.3)
         assert call.left == 0.1
 
 
 class Silent(MemoryStorage):
-    """Does not answer; a request ends when its time has come."""
+    """Does not respond; requests end at their deadline."""
 
     async def get(self, key: str, most: int | None = None) -> bytes:
         raise Unavailable(await silent(0.3))
 
 
-async def test_what_is_asked_again_is_one_call(impatient: None) -> None:
+async def test_retries_belong_to_one_call(impatient: None) -> None:
     brisk = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
     with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
         await served(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
 
 
-# ---- calls that are given up
+# ---- abandoned calls
 
 
-async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> None:
+async def test_a_call_cancelled_in_the_queue_ends_no_thread() -> None:
     workers = Workers(1, "test")
     begun, going = threading.Event(), threading.Event()
 
@@ -528,14 +524,14 @@ async def test_a_call_that_was_cancelled_before_its_turn_ends_no_thread() -> Non
     await asyncio.wait_for(asyncio.to_thread(workers.drain), 60)
 
 
-# ---- long objects, many of them
+# ---- many long objects
 
 
 LONG_RECORD = b"tstoreR\2" + bytes(COLLECTION_BYTES - 8)
 
 
 class Held(MemoryStorage):
-    """Every record is as long as a gc's may be; how many are on their way, or held, at once."""
+    """Has records of the maximum length of a gc's, and counts those in flight and in memory at once."""
 
     held = most_held = 0
 
@@ -551,7 +547,7 @@ class Held(MemoryStorage):
         return LONG_RECORD
 
 
-async def test_long_records_are_read_one_after_the_other() -> None:
+async def test_long_records_are_read_one_at_a_time() -> None:
     objects = Held(str(uuid.uuid4()))
     log = LogReader(served(objects))
     results = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
@@ -568,7 +564,7 @@ async def test_long_objects_are_not_read_ahead() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "objects"])
-async def test_short_objects_are_read_together_and_long_ones_by_a_few(kind: str, tmp_path: Any) -> None:
+async def test_short_objects_are_read_together_and_long_ones_in_small_groups(kind: str, tmp_path: Any) -> None:
     sizes = [100, 20 << 20, 20 << 20, 100, 100]
     async with storage_of(kind, tmp_path) as storage:
         keys = [f"commits/{number}" for number in range(7)]

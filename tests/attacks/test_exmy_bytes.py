@@ -17,7 +17,7 @@ from exmy.zarr import ExmyCodec
 from tests.support.fuzzing import ABSURD, bounded_memory, bounded_time, changed, fuzz, mutated
 
 REFUSALS = (exmy.FormatError, exmy.SizeError, exmy.DtypeError)
-"""What decoding may raise; the first two are ValueErrors, the third is a TypeError."""
+"""The errors that decoding may raise; the first two are ValueErrors, the third is a TypeError."""
 
 SOURCES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"format": "e4m3"}, (40,), "float32"),
@@ -47,7 +47,7 @@ def test_damaged_chunks() -> None:
     def attack(choice: random.Random) -> bool:
         at = choice.randrange(len(SOURCES))
         codec, (_, shape, kind), data = CODECS[at], SOURCES[at], mutated(CHUNKS[at], choice, tuple(CHUNKS))
-        if choice.random() < 0.5:  # past the check of the length
+        if choice.random() < 0.5:  # pass the check of the length
             data = (data + bytes(len(CHUNKS[at])))[: len(CHUNKS[at])]
         dtype = choice.choice((kind, "float32", "float64"))
         try:

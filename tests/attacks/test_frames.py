@@ -1,4 +1,4 @@
-"""Compressed chunks that are bombs, lie about their sizes, or are damaged, under every compressor and chain."""
+"""Compressed chunks that are bombs, declare false sizes or are damaged, for every compressor and chain."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def encoded(meta: ArrayMeta, chunk: npt.NDArray[Any]) -> bytes:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_damaged_frames(name: str) -> None:
-    """Whatever the bytes are, they decode to a chunk of the right size or are refused."""
+    """Any bytes decode to a chunk of the right size or are refused."""
     metas = [meta_of(CHAINS[name], size) for size in (2, 500, 4000)]
     chunks = [encoded(meta, values(meta.chunk_size)) for meta in metas]
     if name.startswith("blosc"):
@@ -84,7 +84,7 @@ def test_damaged_frames(name: str) -> None:
         at = choice.randrange(len(metas))
         meta, data = metas[at], mutated(chunks[at], choice, (*chunks, *crafted))
         if name.startswith("blosc") and len(data) >= 16 and choice.random() < 0.7:
-            data = data[:12] + len(data).to_bytes(4, "little") + data[16:]  # past the first check
+            data = data[:12] + len(data).to_bytes(4, "little") + data[16:]  # pass the first check
         out = np.full(meta.chunks, 7, np.float32)
         try:
             meta.chain.decode(memoryview(data), out)
@@ -132,9 +132,9 @@ HALVES = b"a" * 20, b"b" * 20
         (GZIP, frames(gzip.compress(HALVES[0]), b"\0" * 1000, gzip.compress(HALVES[1]), b"\0" * 1000)),
         (GZIP, frames(*[gzip.compress(b"")] * 100, gzip.compress(b"".join(HALVES)))),
     ],
-    ids=range(7),  # of the bytes they would hold the time of day
+    ids=range(7),  # ids of the bytes would contain the time of day
 )
-def test_several_frames_are_one_chunk(codec: dict[str, Any], data: bytes) -> None:
+def test_several_frames_can_make_one_chunk(codec: dict[str, Any], data: bytes) -> None:
     meta, out = meta_of([PLAIN, codec], 10), np.zeros(10, np.float32)
     meta.chain.decode(memoryview(data), out)
     assert out.tobytes() == b"".join(HALVES)
@@ -142,14 +142,14 @@ def test_several_frames_are_one_chunk(codec: dict[str, Any], data: bytes) -> Non
 
 @functools.cache
 def zeros(size: int) -> bytes:
-    """Return gzip of so many zeros, made a piece at a time."""
+    """Return gzip of `size` zeros, compressed in pieces."""
     made = zlib.compressobj(9, wbits=31)
     parts = [made.compress(bytes(1 << 24)) for _ in range(size >> 24)]
     return b"".join([*parts, made.flush()])
 
 
 def zstd_of(blocks: int, declared: int | None) -> bytes:
-    """Return a zstd frame of blocks of 128 KiB, each in four bytes."""
+    """Return a zstd frame of blocks of 128 KiB, of four bytes each."""
     head = b"\x28\xb5\x2f\xfd"
     head += b"\x00\x58" if declared is None else b"\xe0" + declared.to_bytes(8, "little")
     body = b"".join(
@@ -159,7 +159,7 @@ def zstd_of(blocks: int, declared: int | None) -> bytes:
 
 
 def header(declared: int, block: int, flags: int = 0x21) -> bytes:
-    """Return a blosc frame of 57 bytes that declares this content."""
+    """Return a blosc frame of 57 bytes that declares this content size."""
     return struct.pack("<BBBBIII", 2, 1, flags, 4, declared, block, 57) + bytes(41)
 
 
@@ -184,7 +184,7 @@ BOMBS: dict[str, tuple[list[dict[str, Any]], int, Callable[[], bytes]]] = {
     "blosc of 1 GiB in 57 bytes": ([PLAIN, blosc()], 1 << 28, lambda: header(1 << 30, 1 << 30)),
     "zstd of 1 GiB in 16 bytes": ([PLAIN, ZSTD], 1 << 28, lambda: zstd_of(1, 1 << 30)),
 }
-"""Encoded chunks that hold far more than the values of float32 that are expected, or cannot hold so many."""
+"""Encoded chunks with far more data than the expected float32 values, or with too little."""
 
 BOMB = """
 import os, pathlib, resource, sys
@@ -233,7 +233,7 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Any) -> None:
 
 
 def test_a_large_blosc_block_without_memory_is_an_error() -> None:
-    """c-blosc would write to where its allocation failed."""
+    """c-blosc would write to a failed allocation."""
     code = """
 import resource
 import numpy as np
@@ -276,7 +276,7 @@ except MemoryError:
     ],
     ids=str,
 )
-def test_compressors_that_are_not_known_are_refused_before_a_chunk_is_read(settings: dict[str, Any]) -> None:
+def test_unknown_compressors_are_refused_before_a_chunk_is_read(settings: dict[str, Any]) -> None:
     fields = json.loads(meta_of([PLAIN], 2).document)
     fields["codecs"].append(settings)
     with pytest.raises(UnsupportedFormat, match=settings["name"]):
@@ -292,7 +292,7 @@ def test_too_many_compressors_are_refused() -> None:
 
 @pytest.mark.parametrize("codecs", [None, "lossless", "e4m3", [PLAIN, GZIP, ZSTD]], ids=str)
 async def test_a_reference_of_an_absurd_length_is_corrupt(codecs: Any) -> None:
-    """A manifest that says that a chunk has 2^40 bytes, with valid checksums over what it says."""
+    """A manifest with valid checksums declares a chunk of 2^40 bytes."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await (await tx.create_array("g/w", (8, 6), "float32", (4, 6), codecs)).write(np.ones((8, 6)))

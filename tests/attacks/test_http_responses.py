@@ -1,4 +1,4 @@
-"""What a client makes of a server that closes, hangs, lies, leads elsewhere, or serves something else."""
+"""A client and a server that closes, hangs, lies, redirects, or serves something else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def fails(
     kind: type[TStoreError], call: Call, *responses: RawResponse, match: str | None = None, **options: Any
 ) -> str:
-    """The text of the error; it names the place, and is of that very kind."""
+    """Return the message of the error, which names the URL and has exactly this type."""
     async with serving(*responses) as server, objects(server, **options) as store:
         with pytest.raises(kind, match=match) as caught:
             await call(store)
@@ -97,7 +97,7 @@ async def fails(
         return text
 
 
-# ---- it closes, hangs, breaks off
+# ---- the server closes, hangs, breaks off
 
 
 @pytest.mark.parametrize("call", ALL)
@@ -107,7 +107,7 @@ async def test_a_server_that_closes_at_once_is_unavailable(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", ALL)
-async def test_a_server_that_never_answers_is_unavailable(call: Call, impatient: None) -> None:
+async def test_a_server_that_never_responds_is_unavailable(call: Call, impatient: None) -> None:
     name = ok(b"", OURS)
     await fails(Unavailable, call, *([] if call in READS else [name]), hang, match=r"silent for 0\.2 s")
 
@@ -122,11 +122,11 @@ async def test_a_server_that_never_answers_is_unavailable(call: Call, impatient:
         (get, b"HTTP/1.1 200 OK\r\nContent-Le"),
     ],
 )
-async def test_half_an_answer_is_unavailable(call: Call, begun: bytes, behave: Any, impatient: None) -> None:
+async def test_half_a_response_is_unavailable(call: Call, begun: bytes, behave: Any, impatient: None) -> None:
     await fails(Unavailable, call, then(begun, behave))
 
 
-async def test_a_server_that_takes_no_more_of_a_body_is_unavailable(impatient: None) -> None:
+async def test_a_server_that_stops_reading_a_body_is_unavailable(impatient: None) -> None:
     async def big(store: HttpStorage) -> None:
         await store.put("k", [bytes(64 << 20)], PutMode.CREATE)
 
@@ -148,7 +148,7 @@ async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.Monk
         assert await store.get("k") == DATA[:20]
 
 
-async def test_a_server_that_takes_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_reads_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "IDLE_SECONDS", 1.0)
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,7 +177,7 @@ async def test_a_port_where_nobody_listens_is_unavailable() -> None:
             await store.get("k")
 
 
-async def test_a_name_that_nobody_has_is_unavailable() -> None:
+async def test_an_unknown_host_name_is_unavailable() -> None:
     async with objects("http://no-such-host.invalid") as store:
         with pytest.raises(Unavailable, match="no connection"):
             await store.get("k")
@@ -202,7 +202,7 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
     listening.close()
 
 
-# ---- it lies
+# ---- the server lies
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ async def test_a_server_that_speaks_no_tls_is_denied() -> None:
     ],
 )
 @pytest.mark.parametrize("call", [read])
-async def test_another_answer_than_the_part_is_corrupt(call: Call, response: bytes, match: str) -> None:
+async def test_a_response_other_than_the_range_is_corrupt(call: Call, response: bytes, match: str) -> None:
     await fails(Corrupt, call, response, match=match)
 
 
-async def test_a_part_of_no_told_length_is_counted() -> None:
+async def test_a_range_without_a_declared_length_is_counted() -> None:
     body = b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 10-29/200\r\n\r\n"
     short, long = b"13\r\n" + DATA[10:29] + b"\r\n", b"14\r\n" + DATA[10:30] + b"\r\n1\r\nx\r\n"
     for call in [read]:
@@ -259,7 +259,7 @@ async def test_a_part_of_no_told_length_is_counted() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ignores Range")
-async def test_an_object_that_ends_before_is_corrupt(response: bytes) -> None:
+async def test_an_object_shorter_than_the_range_is_corrupt(response: bytes) -> None:
     def closing(request: Request) -> None:
         request.writer.write(response)
 
@@ -271,7 +271,7 @@ async def test_a_web_page_instead_of_an_object_is_corrupt(call: Call) -> None:
     await fails(Corrupt, call, PAGE.split(b"<html>")[0] if call is head else PAGE, match="web page")
 
 
-async def test_an_answer_without_end_is_given_up() -> None:
+async def test_an_endless_response_is_given_up() -> None:
     async def endless(request: Request) -> None:
         request.writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         while not request.writer.is_closing():
@@ -291,17 +291,17 @@ async def test_an_answer_without_end_is_given_up() -> None:
         (("Last-Modified: Sat, 21 Nov 2026 08:00:00 GMT",), ("Last-Modified: Sat, 21 Nov 2026 08:00:01 GMT",)),
     ],
 )
-async def test_an_object_that_changes_is_noticed_once(before: tuple[str], after: tuple[str]) -> None:
+async def test_an_object_that_changes_is_detected_once(before: tuple[str], after: tuple[str]) -> None:
     old, new = part(DATA[10:30], "10-29/200", *before), part(DATA[10:30], "10-29/200", *after)
     async with serving(old, old, new) as server, objects(server) as store:
         await read(store)
         await read(store)
         with pytest.raises(Corrupt, match="changed while it was read"):
             await read(store)
-        await read(store)  # what is there now is as good as its checksums
+        await read(store)  # the new object is checked by its checksums
 
 
-async def test_an_object_whose_length_changes_is_noticed() -> None:
+async def test_an_object_whose_length_changes_is_detected() -> None:
     modified = "Last-Modified: Sat, 21 Nov 2026 08:00:00 GMT"
     old, new = (part(DATA[10:30], f"10-29/{n}", modified) for n in (200, 201))
     async with serving(old, new) as server, objects(server) as store:
@@ -317,12 +317,12 @@ async def test_a_weak_etag_is_the_same_object() -> None:
         await read(store)
 
 
-# ---- it ignores ranges
+# ---- the server ignores ranges
 
 
 @contextlib.asynccontextmanager
 async def ignoring_ranges(response: RawResponse) -> AsyncIterator[tuple[HttpStorage, Server]]:
-    """Objects of a server that gives its answer whatever is asked, of which that is known."""
+    """Yield the storage of a server that is known to ignore ranges, and the server."""
     async with serving(ok(DATA), ok(DATA), response) as server, objects(server) as store:
         with pytest.warns(RuntimeWarning, match="ignores Range"):
             await store.read("other", 5, [buffer := bytearray(4)], 4)
@@ -339,7 +339,7 @@ async def test_one_pass_over_an_object_serves_many_reads() -> None:
     assert all(buffer == DATA[i : i + n] for (i, n), buffer in buffers.items())
 
 
-async def test_a_read_behind_a_pass_waits_for_the_next_one() -> None:
+async def test_a_read_behind_the_position_of_a_pass_waits_for_the_next_one() -> None:
     half, ahead = asyncio.Event(), asyncio.Event()
 
     async def halting(request: Request) -> bytes:
@@ -352,7 +352,7 @@ async def test_a_read_behind_a_pass_waits_for_the_next_one() -> None:
         first, second, late, joining = (bytearray(20) for _ in range(4))
         reads = [asyncio.ensure_future(store.read("k", at, [b], 20)) for at, b in [(0, first), (150, second)]]
         await half.wait()
-        await reads[0]  # so the pass is on its way
+        await reads[0]  # so the pass has begun
         reads += [asyncio.ensure_future(store.read("k", at, [b], 20)) for at, b in [(10, late), (180, joining)]]
         await asyncio.sleep(0)
         ahead.set()
@@ -361,7 +361,7 @@ async def test_a_read_behind_a_pass_waits_for_the_next_one() -> None:
     assert [first, second, late, joining] == [DATA[0:20], DATA[150:170], DATA[10:30], DATA[180:200]]
 
 
-async def test_a_cancelled_read_is_not_filled_and_the_others_are() -> None:
+async def test_a_cancelled_read_is_not_filled_but_the_others_are() -> None:
     begun, ahead = asyncio.Event(), asyncio.Event()
 
     async def halting(request: Request) -> bytes:
@@ -380,7 +380,7 @@ async def test_a_cancelled_read_is_not_filled_and_the_others_are() -> None:
     assert (given_up, kept) == (bytearray(20), DATA[5:25])
 
 
-async def test_a_pass_ends_where_nobody_wants_more_of_the_object() -> None:
+async def test_a_pass_ends_once_nobody_needs_more_of_the_object() -> None:
     left = asyncio.Event()
 
     async def endless(request: Request) -> None:
@@ -427,7 +427,7 @@ async def test_closing_ends_a_pass() -> None:
             await read
 
 
-# ---- it refuses
+# ---- the server refuses
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,9 @@ async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
         ([], None),
     ],
 )
-async def test_a_throttling_server_says_when_to_come_back(fields: list[str], seconds: float | None) -> None:
+async def test_the_retry_after_of_a_throttling_server_is_honoured(
+    fields: list[str], seconds: float | None
+) -> None:
     response = ok(b"", *fields, status="429 Too Many Requests")
     async with serving(response) as server, objects(server) as store:
         with pytest.raises(Throttled) as caught:
@@ -480,7 +482,7 @@ async def test_a_throttling_server_says_when_to_come_back(fields: list[str], sec
     assert caught.value.retry_after == seconds
 
 
-async def test_what_a_server_says_is_told_without_the_token_and_without_control_characters() -> None:
+async def test_an_error_quotes_the_server_without_token_and_control_characters() -> None:
     def echo(request: Request) -> bytes:
         text = f"bad\x1b[31m request:\r\n{request.headers['Authorization']} {'y' * 1000}"
         return ok(text.encode(), "Content-Type: text/plain", status="400 Bad")
@@ -490,7 +492,7 @@ async def test_what_a_server_says_is_told_without_the_token_and_without_control_
     assert len(text) < 400
 
 
-# ---- it leads elsewhere
+# ---- the server redirects
 
 
 def to(url: str, status: int = 302) -> bytes:
@@ -513,7 +515,7 @@ async def test_a_read_follows_to_another_origin_without_the_token(call: Call, st
         assert server.requests[0].headers["Authorization"] == f"Bearer {SECRET}"
 
 
-async def test_another_port_of_the_same_host_is_another_origin_and_no_way_back_has_the_token() -> None:
+async def test_another_port_is_another_origin_and_a_redirect_back_has_no_token() -> None:
     async with serving(b"") as other, serving(b"", ok(DATA)) as server, objects(server, token=SECRET) as store:
         server.responses[0] = to(f"{other.url}/a")
         other.responses[0] = to(f"{server.url}/b")
@@ -528,7 +530,7 @@ async def test_a_redirect_within_the_origin_keeps_the_token() -> None:
         assert [r.headers["Authorization"] for r in server.requests] == [f"Bearer {SECRET}"] * 2
 
 
-async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -> None:
+async def test_a_redirect_target_cannot_declare_the_server_as_ours() -> None:
     async with serving(ok(DATA, OURS)) as other, serving(to(other.url)) as server, objects(server) as store:
         assert await store.get("k") == DATA
         with pytest.raises(Denied, match="is not tstore's"):
@@ -537,7 +539,7 @@ async def test_another_origin_can_not_say_that_the_stores_own_server_is_ours() -
 
 
 @pytest.mark.parametrize("call", WRITES)
-async def test_a_write_is_never_led_elsewhere(call: Call) -> None:
+async def test_a_write_follows_no_redirect(call: Call) -> None:
     async with serving(ok(b"")) as other:
         text = await fails(Denied, call, ok(b"", OURS), to(f"{other.url}/x?sig={SECRET}", 307), match="a write")
         assert f"{other.url}/x," in text
@@ -572,17 +574,17 @@ async def test_the_password_of_a_redirect_is_not_sent() -> None:
 # ---- writes
 
 
-async def test_a_create_that_the_library_would_send_twice_has_an_unknown_outcome() -> None:
+async def test_a_create_on_a_closed_kept_connection_has_an_unknown_outcome() -> None:
     async with serving(ok(b"", OURS), ok(b"", OURS, status="201 Created"), close, hang) as server:
         async with objects(server) as store:
             await store.put("one", [b"x"], PutMode.CREATE)
-            with pytest.raises(Unavailable):  # the kept connection was closed: it may have landed
+            with pytest.raises(Unavailable):  # the kept connection was closed: the create may have succeeded
                 await store.put("k", [b"x" * 100], PutMode.CREATE)
         assert [r.path for r in server.requests].count("/k") == 1
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3 << 20])
-async def test_a_body_goes_with_its_checksum(size: int) -> None:
+async def test_a_body_is_sent_with_its_checksum(size: int) -> None:
     async with serving(ok(b"", OURS)) as server, objects(server) as store:
         await store.put("k", [bytes(size // 2), bytes(size - size // 2)], PutMode.CREATE)
         sent = server.requests[-1]
@@ -590,7 +592,7 @@ async def test_a_body_goes_with_its_checksum(size: int) -> None:
         assert sent.headers["X-TStore-XXH3"] == xxhash.xxh3_128_hexdigest(sent.body)
 
 
-async def test_a_server_that_was_once_ours_stays_ours() -> None:
+async def test_a_server_once_recognised_as_ours_stays_ours() -> None:
     async with serving(ok(b"", OURS), ok(b"", "Server: some-proxy"), ok(b"", OURS)) as server:
         async with objects(server) as store:
             await store.get("k")
@@ -599,7 +601,7 @@ async def test_a_server_that_was_once_ours_stays_ours() -> None:
         assert [r.method for r in server.requests] == ["GET", "GET", "PUT"]
 
 
-async def test_a_taken_key_exists_already() -> None:
+async def test_creating_a_taken_key_is_already_exists() -> None:
     text = await fails(AlreadyExists, create, ok(b"", OURS), ok(b"", OURS, status="412 Precondition Failed"))
     assert text.endswith(": k exists already")
 
@@ -623,7 +625,7 @@ async def test_nothing_is_written_to_or_listed_from_another_server(call: Call, n
         b'{"entries": [{"key": "p/a", "size": "1"}]}',
         b'{"entries": [{"key": "other", "size": 1}], "folders": [], "next": null}',
         b'{"entries": [], "folders": ["/etc/"], "next": null}',
-        b'{"entries": [{"key": "p/a", "size": 1}], "folders": [], "next": "p/a"}',  # the same page for ever
+        b'{"entries": [{"key": "p/a", "size": 1}], "folders": [], "next": "p/a"}',  # the same page forever
         b"\xff\xfe",
     ],
 )
@@ -634,7 +636,7 @@ async def test_a_wrong_listing_is_corrupt(body: bytes) -> None:
 # ---- secrets and URLs
 
 
-async def test_nothing_of_the_environment_leads_requests_elsewhere_or_adds_a_password(
+async def test_proxies_and_netrc_of_the_environment_are_ignored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login me password {SECRET}")
@@ -664,20 +666,20 @@ async def test_nothing_of_the_environment_leads_requests_elsewhere_or_adds_a_pas
         "host/x",
     ],
 )
-def test_urls_that_hold_more_or_less_than_a_place_are_refused_without_showing_it(url: str) -> None:
+def test_invalid_urls_are_refused_without_showing_secrets(url: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         HttpStorage(url)
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("token", ["", " ", "a b", "a\r\nX-Evil: 1", "tökén", "\0"])
-def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
+def test_a_token_invalid_in_a_header_is_refused_without_showing_it(token: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         HttpStorage("http://host", token=token)
     assert not token.strip() or token not in str(caught.value)
 
 
-async def test_a_refused_token_is_not_told() -> None:
+async def test_the_error_of_a_refused_token_does_not_show_it() -> None:
     response = ok(b"", status="401 Unauthorized")
     text = await fails(Denied, get, response, match="refused the token", token=SECRET)
     assert SECRET not in text
@@ -688,7 +690,7 @@ async def test_a_refused_token_is_not_told() -> None:
 # ---- a whole store
 
 
-async def test_a_server_that_has_everything_is_no_endless_log() -> None:
+async def test_a_server_with_every_object_is_not_an_endless_log() -> None:
     async def everything(request: Request) -> RawResponse:
         return ok(MARKER if request.path.endswith("tstore.json") else b"")
 

@@ -1,4 +1,4 @@
-"""Policy files, odd in every way: a quantization follows them, or says what is wrong with them."""
+"""Fuzzed policy files: a quantization follows them, or says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_pattern_of_many_wildcards_is_matched_at_once(glob: str) -> None:
 
 
 def test_patterns_match_as_their_regular_expressions_say() -> None:
-    """Both ways to match are one rule: patterns of few wildcards take the first, doubled ones the second."""
+    """Both matchers implement one rule: patterns of few wildcards use the first, others the second."""
     names = {"**/": "(?:[^/]+/)*", "/**$": "(?:/.*)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "/": "/"}
     pieces = ["a", "b", "ab", "/", "/", "*", "*", "**", "**/", "/**", "?"]
     choice, matched = random.Random(1), 0

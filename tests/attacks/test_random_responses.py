@@ -1,7 +1,7 @@
-"""A fuzzer of HTTP answers: status, headers, framing, bodies and timing at random, for each protocol of a server.
+"""A fuzzer of HTTP responses: random status, headers, framing, bodies and timing, for each server protocol.
 
-Whatever a server says, a call returns what was asked for or raises an error of tstore, in bounded time, which is
-short and shows no token. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_responses.py` runs each for
+Whatever a server sends, a call returns the requested data or raises a short error of tstore that shows no token,
+in bounded time. `TSTORE_FUZZ_SECONDS=600 pytest -s tests/attacks/test_random_responses.py` runs each for
 ten minutes; `TSTORE_FUZZ_SEED=7` repeats one case.
 """
 
@@ -236,7 +236,7 @@ DATA = bytes(range(200))
 
 
 def right(request: Request) -> bytes:
-    """What a server of any of the three would say."""
+    """Return a valid response of any of the three servers."""
     path, span = request.path, re.fullmatch(r"bytes=(-?\d+)(?:-(\d+))?", request.headers.get("Range", ""))
     if request.method in ("PUT", "DELETE"):
         return ok(b"", "Server: tstore/1", status="200 OK" if request.method == "PUT" else "204 No Content")
@@ -257,7 +257,7 @@ def right(request: Request) -> bytes:
 
 
 def changed(chance: random.Random, response_bytes: bytes) -> bytes:
-    """The same with a header more, a line less, or another byte; or as it is."""
+    """Return the response, perhaps with a header added, a line removed or a byte changed."""
     head, _, body = response_bytes.partition(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     match chance.randrange(5):
@@ -289,7 +289,7 @@ def response(chance: random.Random, request: Request) -> bytes:
 
 
 async def played(chance: random.Random, request: Request) -> None:
-    """Say it at once, in pieces, in part, or never to an end."""
+    """Send a response at once, in pieces, in part, or endlessly."""
     data, writer = response(chance, request), request.writer
     if chance.random() < 0.03:
         data = b"HTTP/1.1 100 Continue\r\n\r\n" * chance.choice([1, 3, 5000]) + data
@@ -374,7 +374,9 @@ def check_error(error: BaseException, hidden: bool) -> None:
 )  # botocore leaves some bodies unread
 @pytest.mark.filterwarnings("ignore:Unclosed connection:ResourceWarning")
 @pytest.mark.timeout(int(float(os.environ.get("TSTORE_FUZZ_SECONDS", "0"))) + 300)
-async def test_whatever_a_server_answers(kind: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_responses_end_in_data_or_an_error_of_tstore(
+    kind: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
     monkeypatch.setattr(listing, "BARREN", 5)
     seconds, seed = os.environ.get("TSTORE_FUZZ_SECONDS"), os.environ.get("TSTORE_FUZZ_SEED")
@@ -403,7 +405,7 @@ async def test_whatever_a_server_answers(kind: Callable[[str], Storage], monkeyp
             outcomes[outcome] += 1
             if case % 50 == 49 and kind is not s3:
                 await on_io(objects.close())
-                objects = kind(server.url)  # what one has learned of the server, another has not
+                objects = kind(server.url)  # a new client has not learned what the server supports
         await on_io(objects.close())
     print(f"{kind.__name__} answers: {sum(outcomes.values())} cases, {dict(outcomes)}")
     assert seed or (outcomes["returned"] and outcomes["Corrupt"] and outcomes["Unavailable"])

@@ -1,7 +1,7 @@
-"""Every field of every kind of record, with every absurd value, under valid checksums.
+"""Every field of every metadata object with every absurd value, under valid checksums.
 
-First each is decoded: it is `Corrupt` or reads well, at once. What reads well is then the newest record of a
-store, and every verb must do its work or end in a `TStoreError`.
+Decoding either raises `Corrupt` or succeeds, at once. What decodes becomes the newest record of a store, on which
+every verb must work or raise a `TStoreError`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ ABSURD: list[Any] = [
 
 
 def places(values: Any, at: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Every place in nested lists and maps, that of the whole apart."""
+    """Yield every position in nested lists and maps, except the root."""
     items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, dict) else ()
     for key, value in items:
         yield (*at, key)
@@ -107,7 +107,7 @@ def places(values: Any, at: tuple[int | str, ...] = ()) -> Iterator[tuple[int | 
 
 
 def changed(values: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """Return the values with another one in one place."""
+    """Return the values with the one at `place` replaced."""
     copy = dict(values) if isinstance(values, dict) else list(values)
     copy[place[0]] = changed(copy[place[0]], place[1:], value) if place[1:] else value
     return copy
@@ -124,7 +124,7 @@ def variants(name: str) -> Iterator[bytes]:
 
 
 def survivors(name: str) -> list[tuple[bytes, Body]]:
-    """Return those that read well; all others are `Corrupt`."""
+    """Return the variants that decode; all others are `Corrupt`."""
     readable = []
     for data in variants(name):
         with suppress(Corrupt):
@@ -133,7 +133,7 @@ def survivors(name: str) -> list[tuple[bytes, Body]]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_it_is_corrupt_or_reads_well(name: str) -> None:
+def test_a_variant_is_corrupt_or_decodes(name: str) -> None:
     assert decode(forged(BODIES[name]), type(BODIES[name])) == BODIES[name]
     count = sum(1 for _ in variants(name))
     read = survivors(name)
@@ -167,7 +167,7 @@ def test_a_long_record_of_empty_lists_is_refused_at_once(field: str, size: int) 
     began = time.process_time()
     with pytest.raises(Corrupt):
         decode(data, Record)
-    assert time.process_time() - began < 5  # 10 s for 16 MiB before
+    assert time.process_time() - began < 5  # it once took 10 s for 16 MiB
 
 
 async def small() -> tstore.Store:
@@ -231,7 +231,7 @@ async def attack(storage: Storage, key: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["record", "collection", "parts", "reference"])
-async def test_every_verb_works_or_says_why(name: str) -> None:
+async def test_every_verb_works_or_raises_an_error_of_tstore(name: str) -> None:
     read = survivors(name)
     rng = np.random.default_rng(0)
     for at in rng.choice(len(read), min(12, len(read)), replace=False).tolist():
@@ -241,6 +241,6 @@ async def test_every_verb_works_or_says_why(name: str) -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 6])
 @pytest.mark.parametrize("data", [b"", b"garbage", forged(Record("t", 0, math.nan)), forged(BODIES["collection"])])
-async def test_a_bad_record_anywhere_is_told_and_can_be_voided(at: int, data: bytes) -> None:
+async def test_a_bad_record_anywhere_is_reported_and_can_be_voided(at: int, data: bytes) -> None:
     store = await small()
     await attack(store.log.storage, commit_key(at), data)

@@ -1,9 +1,8 @@
-"""Objects that another program wrote: every checksum is right, and what they say is absurd.
+"""Objects written by another program, with valid checksums and absurd content.
 
-A store is taken apart, one of its objects is changed in one or a few places (`absurd`), and all checksums that lie
-over it are made right again. Then every verb must do its work or end in a `TStoreError`: soon, in little memory,
-and without harm to what is there. `TSTORE_FORGERIES` sets how many such stores are tried, `TSTORE_FORGERY` tries
-one.
+One object of a store is changed in a few places (`absurd`), and all checksums over it are recomputed. Then every
+verb must work or raise a `TStoreError`, soon, in little memory, and without damage to other data.
+`TSTORE_FORGERIES` sets the number of such stores; `TSTORE_FORGERY` tries a single one.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ ABSURD: list[Callable[[], Any]] = [
     lambda: nested(10),
     lambda: nested(100_000),
 ]
-"""What may stand in place of a value."""
+"""The values that may replace another."""
 
 TEXT: list[Callable[[], Any]] = [
     *(make for make in ABSURD if not isinstance(make(), bytes | msgspec.Raw | float)),
@@ -113,7 +112,7 @@ NAMES = ["", "step/007", "7", "a/../b", "nul\0name", "tstore.json", "é" * 2000]
 
 
 def mutated(value: Any, choice: random.Random, absurd: list[Callable[[], Any]]) -> Any:
-    """Return the value with another one in one place."""
+    """Return the value with one part of it replaced."""
     if isinstance(value, (list, tuple)) and value and choice.random() < 0.93:
         items, at = list(value), choice.randrange(len(value))
         match choice.randrange(10):
@@ -147,19 +146,19 @@ def mutated(value: Any, choice: random.Random, absurd: list[Callable[[], Any]]) 
 
 
 def document(data: bytes, choice: random.Random) -> bytes:
-    """Return another `zarr.json`, or the marker."""
+    """Return a mutated `zarr.json` or marker."""
     if choice.random() < 0.03:
         return b"[" * 100_000
     return msgspec.json.encode(mutated(json.loads(data), choice, TEXT))
 
 
 def opened(data: bytes) -> Any:
-    """Return the values in a frame."""
+    """Return the decoded values of a frame."""
     return msgspec.msgpack.decode(data[8:-16])
 
 
 def framed(head: bytes, values: Any) -> bytes:
-    """Return the frame of values, with its checksum."""
+    """Return values in a frame with a valid checksum."""
     data = head + msgspec.msgpack.encode(values)
     return data + xxhash.xxh3_128_digest(data)
 
@@ -169,7 +168,7 @@ def versions(objects: Objects) -> list[str]:
 
 
 def forge(good: Objects, seed: int) -> Objects:
-    """Return the objects of a store in which one says something absurd, or of which one more does."""
+    """Return the objects of a store with an absurd one, changed or added."""
     choice = random.Random(seed)
     objects = dict(good)
     records = versions(objects)
@@ -204,11 +203,11 @@ def forge(good: Objects, seed: int) -> Objects:
         key = choice.choice(records)
         objects[key] = changed(key)
         bind(objects, key)
-    elif kind == "new":  # behind the newest
+    elif kind == "new":  # above the newest version
         key = f"commits/{len(records) + 1:020d}"
         rich = [r for r in records if len(objects[r]) > 150]
         made = changed(choice.choice(rich))
-        if choice.random() < 0.5:  # not as a transaction that is committed already
+        if choice.random() < 0.5:  # not the id of a committed transaction
             name = opened(objects[choice.choice(rich)])[0]
             made = made[:8] + made[8:-16].replace(
                 msgspec.msgpack.encode(name), msgspec.msgpack.encode("f" * len(name))
@@ -250,7 +249,7 @@ def forge(good: Objects, seed: int) -> Objects:
 
 
 def refer(values: Any, key: str, before: bytes, after: bytes) -> bool:
-    """Let a record refer to what an object has become; return whether it does."""
+    """Update the reference of a record to a changed object; return whether it has one."""
     referred = False
     for item in values if isinstance(values, list) else ():
         if isinstance(item, list) and item[:2] == ["object", key]:
@@ -262,7 +261,7 @@ def refer(values: Any, key: str, before: bytes, after: bytes) -> bool:
 
 
 def bind(objects: Objects, record: str) -> None:
-    """Let the root of a version name the record that it has now."""
+    """Update the root of a version so that it names the changed record."""
     key = record.replace("commits", "roots")
     if key in objects:
         values = opened(objects[key])
@@ -276,7 +275,7 @@ TREES = [{"w": np.arange(1200, dtype="f4").reshape(30, 40) + i, "l": [np.arange(
 async def taken(storage: Any) -> Objects:
     contents = {}
     for key in await storage.list(""):
-        contents[key] = bytearray(await storage.size(key) or 0)  # of any length: `get` has a bound for each kind
+        contents[key] = bytearray(await storage.size(key) or 0)  # `read` has no bound on the length, unlike `get`
         storage.reader(key).read_into(0, [memoryview(contents[key])], len(contents[key]))
     return {key: bytes(data) for key, data in contents.items()}
 
@@ -289,7 +288,7 @@ async def put(url: str, objects: Objects) -> None:
 
 @pytest.fixture(scope="module")
 def stores() -> tuple[Objects, Objects]:
-    """A store with an object of every kind, and one that is a copy of an older version of it."""
+    """Return a store with an object of every kind, and a copy of an older version of it."""
 
     async def make() -> tuple[Objects, Objects]:
         store = await tstore.open(f"memory://{uuid.uuid4()}")
@@ -316,7 +315,7 @@ def stores() -> tuple[Objects, Objects]:
                 await (await tx.create_array(f"{name}", (8,), "f4", (4,)))[4 * host : 4 * host + 4].write(
                     np.ones(4)
                 )
-                with suppress(TStoreError):  # whose other host has not come
+                with suppress(TStoreError):  # the other host is absent
                     await tx.commit(timeout=0.01)
         objects = await taken(store.log.storage)
         part = next(k for k in objects if "/part-00001" in k)
@@ -328,7 +327,7 @@ def stores() -> tuple[Objects, Objects]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Let the block take some seconds and some memory at most."""
+    """Limit the time and memory of the block."""
 
     def late(*_: object) -> None:
         raise AssertionError("it takes too long")
@@ -440,7 +439,7 @@ async def writes(url: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_forged_object(seed: int, stores: tuple[Objects, Objects], tmp_path: Any) -> None:
+def test_every_verb_survives_a_forged_object(seed: int, stores: tuple[Objects, Objects], tmp_path: Any) -> None:
     good, older = stores
     objects = forge(good, seed)
     names = [f"memory://{uuid.uuid4()}" for _ in range(4)]

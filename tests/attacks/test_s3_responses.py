@@ -1,4 +1,4 @@
-"""What a server of S3 may answer, and the error that follows, always one of tstore's."""
+"""Responses of an S3 server, each of which becomes an error of tstore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = "not-to-be-shown"
 
 
 def refusal(status: str, code: str, *fields: str) -> bytes:
-    """An error as S3 words it."""
+    """Return an error response in the format of S3."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no {code}</Message></Error>"
     return ok(body.encode(), "Content-Type: application/xml", *fields, status=status)
 
@@ -92,7 +92,7 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
 
 @pytest.mark.parametrize(("response", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
 async def test_refusals(response: bytes, error: type[TStoreError]) -> None:
-    async with serving(response) as server, connected(server) as objects:  # to connect is what takes time
+    async with serving(response) as server, connected(server) as objects:  # connecting takes most of the time
         for call, arguments in CALLS:
             server.requests.clear()
             with pytest.raises(error, match="s3://bucket/x") as raised:
@@ -100,10 +100,10 @@ async def test_refusals(response: bytes, error: type[TStoreError]) -> None:
             if isinstance(raised.value, Throttled) and b"Retry-After" in response:
                 assert raised.value.retry_after == 7
             assert SECRET not in f"{raised.value!r} {raised.value.__cause__!r}"
-            assert len(server.requests) == 1, "a request is made once; repeating is not decided here"
+            assert len(server.requests) == 1, "a request is made once; retries are decided elsewhere"
 
 
-async def test_a_create_that_fails_its_condition() -> None:
+async def test_the_outcomes_of_a_create_that_fails_its_condition() -> None:
     taken = refusal("412 Precondition Failed", "PreconditionFailed")
     async with serving(taken, ok(b"", "x-amz-meta-tstore-put: anothers", length=3)) as server:
         with pytest.raises(AlreadyExists, match="k"):
@@ -115,7 +115,7 @@ async def test_a_create_that_fails_its_condition() -> None:
 
 
 READS: list[tuple[RawResponse, type[TStoreError]]] = [
-    (part(b"abc", "0-2/9"), Corrupt),  # shorter than was asked for, and says so
+    (part(b"abc", "0-2/9"), Corrupt),  # shorter than requested, with a matching Content-Range
     (part(b"abcde", "1-5/9"), Corrupt),  # other bytes
     (ok(b"abcdefghi"), Corrupt),  # ranges are ignored
     (part(b"abc", "0-4/9"), Corrupt),
@@ -137,7 +137,7 @@ async def test_reads(response: RawResponse, error: type[TStoreError]) -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"{}", b""])
-async def test_a_list_that_is_none(body: bytes) -> None:
+async def test_an_invalid_list_is_corrupt(body: bytes) -> None:
     async with serving(ok(body, "Content-Type: text/html")) as server:
         with pytest.raises(TStoreError, match="s3://bucket/x"):
             await asked(server, "pages")
@@ -154,12 +154,12 @@ GIVEN_UP: dict[str, tuple[str, tuple[object, ...], bytes]] = {
 
 
 @pytest.mark.parametrize(("call", "arguments", "response"), GIVEN_UP.values(), ids=GIVEN_UP)
-async def test_an_answer_that_was_not_read_to_its_end_leaves_no_connection_open(
+async def test_a_response_not_read_to_its_end_leaves_no_connection_open(
     call: str, arguments: tuple[object, ...], response: bytes
 ) -> None:
     async with serving(response) as server, connected(server) as objects:
         with pytest.raises(TStoreError) as raised:
             await on_io(calling(objects, call, *arguments))
-        async with asyncio.timeout(10):  # while the error is kept, and with it all that its traceback has
+        async with asyncio.timeout(10):  # while the error and the objects of its traceback are alive
             await server.left.wait()
         assert raised.value

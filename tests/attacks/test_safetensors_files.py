@@ -1,4 +1,4 @@
-"""safetensors files that lie: each is imported whole, or refused before a store is made."""
+"""Fuzzed safetensors files: each is imported completely, or refused before a store is made."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def file(header: bytes, data: bytes = DATA, length: int | None = None) -> bytes:
 
 
 def hostile(choice: random.Random) -> bytes:
-    """Return the bytes of a file of which something is not as it should be."""
+    """Return the bytes of a file with one kind of fault."""
     whole = file(json.dumps(FIELDS).encode())
     match choice.randrange(8):
         case 0:

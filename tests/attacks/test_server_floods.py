@@ -1,4 +1,4 @@
-"""Floods: slow, silent and senseless clients, beside which honest ones are served, and what they may cost."""
+"""Slow, silent and senseless clients: honest ones beside them are served, and their cost is bounded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def slow_uploads(server: Server, count: int, length: int, kind: str = "pack") -> AsyncIterator[list[Wire]]:
-    """Uploads that have begun, of which a little comes twenty times a second."""
+    """Begin uploads that each send a little twenty times a second."""
     async with contextlib.AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(wire(server)) for _ in range(count)]
         for i, raw in enumerate(slow):
@@ -67,14 +67,14 @@ async def save(server: Server, step: int = 1) -> None:
 
 
 @pytest.mark.parametrize("count", [8, 128])
-async def test_slow_packs_stop_nobody(place: str, count: int) -> None:
+async def test_slow_packs_block_nobody(place: str, count: int) -> None:
     async with Server(place, access=everybody()) as server, slow_uploads(server, count, 16 << 20):
         async with asyncio.timeout(60):
             await save(server)
 
 
-async def test_slow_packs_on_every_place_there_is_make_room(place: str) -> None:
-    """More of them than requests are answered at once: the slowest have to go, with 503, and may come again."""
+async def test_slow_packs_that_take_every_slot_are_aborted(place: str) -> None:
+    """With more of them than concurrent requests, the slowest are aborted with 503 and may retry."""
     async with Server(place, access=everybody(), limits=Limits(requests=12)) as server:
         async with slow_uploads(server, 30, 16 << 20) as slow, asyncio.timeout(60):
             await save(server)
@@ -83,11 +83,11 @@ async def test_slow_packs_on_every_place_there_is_make_room(place: str) -> None:
             assert {a[0] for a in responses if isinstance(a, tuple)} == {503}
 
 
-async def test_who_may_do_nothing_ends_nothing(place: str) -> None:
+async def test_requests_without_permission_abort_no_upload(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=2)) as server:
         async with slow_uploads(server, 2, 16 << 20) as slow, client_of(server) as stranger:
             ended = [asyncio.ensure_future(raw.response()) for raw in slow]
-            await asyncio.wait(ended, timeout=2.5)  # by then one would make room
+            await asyncio.wait(ended, timeout=2.5)  # by then one would have been aborted
             for _ in range(5):
                 assert (await stranger("GET", "/latest")).status == 401
             assert not (await asyncio.wait(ended, timeout=0.2))[0]
@@ -97,7 +97,7 @@ async def test_who_may_do_nothing_ends_nothing(place: str) -> None:
             last.cancel()
 
 
-async def test_a_long_manifest_that_hardly_comes_stops_nobody(place: str) -> None:
+async def test_a_slow_long_manifest_blocks_nobody(place: str) -> None:
     async with Server(place, access=everybody()) as server:
         async with slow_uploads(server, 8, 100 << 20, "manifest"), client_of(server, WRITE) as client:
             async with asyncio.timeout(60):
@@ -106,8 +106,8 @@ async def test_a_long_manifest_that_hardly_comes_stops_nobody(place: str) -> Non
                 await save(server)
 
 
-async def test_a_body_needs_an_average_pace(place: str) -> None:
-    """Each piece comes in time, but the whole would take for ever."""
+async def test_a_body_needs_a_minimum_average_rate(place: str) -> None:
+    """Each piece comes in time, but the whole would take forever."""
     limits = Limits(stall=0.5, rate=1 << 20)
     async with Server(place, access=everybody(), limits=limits) as server, asyncio.timeout(60):
         async with wire(server) as raw:
@@ -123,7 +123,7 @@ async def test_a_body_needs_an_average_pace(place: str) -> None:
             assert (await client.create(PACK, b"x" * (5 << 20))).status == 201
 
 
-async def test_slow_readers_make_room(place: str) -> None:
+async def test_slow_readers_are_aborted_for_others(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=4)) as server:
         await save(server)
         async with client_of(server, WRITE) as client, contextlib.AsyncExitStack() as stack:
@@ -136,8 +136,8 @@ async def test_slow_readers_make_room(place: str) -> None:
                 await save(server, 2)
 
 
-async def test_a_reader_needs_a_mebibyte_in_time_and_no_more(tmp_path: Path) -> None:
-    """What counts is each MiB of progress, however much one call to the system may send."""
+async def test_a_reader_must_receive_each_mebibyte_in_time(tmp_path: Path) -> None:
+    """Each MiB of progress counts, however much one system call sends."""
     size = 16 << 20
     async with Server(tmp_path, access=everybody(), limits=Limits(stall=1.2, rate=1 << 10)) as server:
         async with client_of(server, WRITE) as client:
@@ -157,8 +157,8 @@ async def test_a_reader_needs_a_mebibyte_in_time_and_no_more(tmp_path: Path) -> 
             assert received >= size
 
 
-async def test_who_waits_for_memory_is_told_to_come_again(tmp_path: Path) -> None:
-    """What is whole waits for memory only so long."""
+async def test_a_request_that_waits_for_memory_gets_503(tmp_path: Path) -> None:
+    """A complete body waits for memory only for a limited time."""
     limits = Limits(wait=0.1)
     async with Server(tmp_path, access=everybody(), limits=limits) as server, client_of(server, WRITE) as client:
         responses = await asyncio.gather(
@@ -168,7 +168,7 @@ async def test_who_waits_for_memory_is_told_to_come_again(tmp_path: Path) -> Non
         assert all("Retry-After" in a.headers for a in responses if a.status == 503)
 
 
-async def test_shares_go_to_who_has_least() -> None:
+async def test_shares_go_to_the_client_with_the_least() -> None:
     shares, served = Shares(10, 0.2, "a turn"), list[str]()
 
     async def claim(client: str, size: int) -> None:
@@ -186,7 +186,7 @@ async def test_shares_go_to_who_has_least() -> None:
         await asyncio.gather(*waiting[1:])
         assert served[0] == "modest"
         assert sorted(served) == ["greedy", "greedy", "modest", "modest"]
-        async with shares.claim("anybody", 10):  # nothing was lost
+        async with shares.claim("anybody", 10):  # no share was lost
             with pytest.raises(Refused, match="a turn") as refused:
                 await claim("other", 1)
         assert (refused.value.status, refused.value.headers["Retry-After"]) == (503, "5")
@@ -221,10 +221,10 @@ def open_files(pid: int) -> int:
 @pytest.mark.parametrize(
     "first", [b"", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\n\r\n"], ids=["silent", "begun", "plain"]
 )
-async def test_handshakes_that_never_end(
+async def test_endless_handshakes_are_bounded(
     tmp_path: Path, certificate: tuple[Certificate, ssl.SSLContext], first: bytes
 ) -> None:
-    """They are counted from when they are accepted; the oldest gives its place to a new one."""
+    """They count from when they are accepted; the oldest one is closed for a new one."""
     (cert, key), trusting = certificate
     options = ("--tls-cert", cert, "--tls-key", key, "--connections", "100")
     with serving(tmp_path / "store", *options) as served:
@@ -253,7 +253,7 @@ async def test_handshakes_that_never_end(
     assert not [line for line in said if line["level"] == "error"], said
 
 
-async def test_who_has_asked_stays_where_others_are_silent(tmp_path: Path) -> None:
+async def test_active_connections_survive_a_flood_of_silent_ones(tmp_path: Path) -> None:
     limits = Limits(connections=10, idle=60)
     async with Server(tmp_path, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as stack:
         honest = await stack.enter_async_context(wire(server))
@@ -265,7 +265,7 @@ async def test_who_has_asked_stays_where_others_are_silent(tmp_path: Path) -> No
             assert (await stranger.response())[0] in (0, 401)
             for _ in range(30):
                 await stack.enter_async_context(wire(server))
-        for _ in range(10):  # who was refused goes before who was served
+        for _ in range(10):  # refused clients are closed before served ones
             raw = await stack.enter_async_context(wire(server))
             await raw.send(b"GET /latest HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await raw.response())[0] == 401
@@ -273,8 +273,8 @@ async def test_who_has_asked_stays_where_others_are_silent(tmp_path: Path) -> No
         assert (await honest.response())[0] == 404
 
 
-async def test_who_takes_no_answer_does_not_stay(tmp_path: Path) -> None:
-    """Many small answers of which none is read: what waits is bounded, and ends in time."""
+async def test_a_client_that_reads_no_response_is_disconnected(tmp_path: Path) -> None:
+    """Many small responses that nobody reads: the queued bytes are bounded, and the connection ends in time."""
     (tmp_path / "tstore.json").write_bytes(MARKER)
     (tmp_path / "txn" / "abc").mkdir(parents=True)
     for i in range(1000):

@@ -1,4 +1,4 @@
-"""Odd but whole requests, and what clients and servers that go leave: pipelines, tiny chunks, killed uploads."""
+"""Odd but complete requests, and the remains of aborted clients and servers: pipelines, tiny chunks, uploads."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
-# ---- who may ask without a token
+# ---- requests without a token
 
 
 @pytest.mark.parametrize("access", [Access(anonymous="write"), Access({WRITE: "write"}, anonymous="read")])
-async def test_a_page_of_another_name_gets_nothing_without_a_token(place: Path, access: Access) -> None:
+async def test_other_host_names_are_refused_without_a_token(place: Path, access: Access) -> None:
     async with Server(place, access=access, hostnames=["Store.example"]) as server, client_of(server) as client:
         for host in ("127.0.0.1", "localhost:1", "[::1]:8080", "store.example:443", "STORE.EXAMPLE"):
             assert (await client("GET", "/tstore.json", Host=host)).status == 200
@@ -70,10 +70,10 @@ async def test_a_page_of_another_name_gets_nothing_without_a_token(place: Path, 
         assert named.status == (200 if access.tokens else 401)
 
 
-# ---- conditions and tags
+# ---- conditions and entity tags
 
 
-async def test_conditions_that_are_not_known_are_refused(place: Path) -> None:
+async def test_unknown_conditions_are_refused(place: Path) -> None:
     async with Server(place, access=everybody()) as server, client_of(server, ADMIN) as client:
         for name in ("If_Match", "If_Unmodified_Since", "if_match"):
             assert (await client("PUT", "/latest", b"1", **{name: "*"})).status == 400
@@ -85,7 +85,7 @@ async def test_conditions_that_are_not_known_are_refused(place: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 @pytest.mark.parametrize("size", [10, 3 << 20])
-async def test_no_tag_stands_for_two_contents(tmp_path: Path, kind: str, size: int) -> None:
+async def test_an_entity_tag_identifies_one_content(tmp_path: Path, kind: str, size: int) -> None:
     place = str(tmp_path / "any") if kind == "folder" else f"memory://tags-{tmp_path}"
     async with Server(place, access=everybody(), names="any") as server, client_of(server, WRITE) as client:
         tags: dict[str, bytes] = {}
@@ -102,10 +102,10 @@ async def test_no_tag_stands_for_two_contents(tmp_path: Path, kind: str, size: i
         assert size > 1 << 20 or len(tags) == 30
 
 
-# ---- what is left of clients and servers that go
+# ---- remains of clients and servers
 
 
-async def test_a_client_that_goes_when_asked_to_continue_is_no_fault(
+async def test_a_client_that_leaves_after_100_continue_is_not_logged_as_a_fault(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = f"PUT {PACK} HTTP/1.1\r\n".encode() + HEAD + b"If-None-Match: *\r\nContent-Length: 9\r\n"
@@ -118,7 +118,7 @@ async def test_a_client_that_goes_when_asked_to_continue_is_no_fault(
     assert files(place) == ["tstore.json"]
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next(place: Path) -> None:
+def test_the_next_server_removes_what_a_killed_one_left(place: Path) -> None:
     other = place / ".0123456789abcdef.0123456789abcdef.tmp"
     other.write_bytes(b"what a save beside the server is writing")
     with serving(place) as served, serving(place) as beside:
@@ -142,7 +142,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(place: Path) -> None:
     assert files(place) == sorted([other.name, f"{PACK[1:]}1", "tstore.json"])
 
 
-async def test_a_hint_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_hint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -152,11 +152,11 @@ async def test_a_hint_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert files(tmp_path) == []
 
 
-# ---- files of tokens
+# ---- token files
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "long"])
-def test_a_file_of_tokens_that_is_none(tmp_path: Path, kind: str) -> None:
+def test_invalid_token_files_are_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "tokens"
     if kind == "fifo":
         os.mkfifo(path, 0o600)
@@ -171,7 +171,7 @@ def test_a_file_of_tokens_that_is_none(tmp_path: Path, kind: str) -> None:
         Access.read(path)
 
 
-def test_the_group_may_read_the_tokens_that_are_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_may_read_a_token_file_of_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"read {READ}\n")
     path.chmod(0o440)
@@ -181,7 +181,7 @@ def test_the_group_may_read_the_tokens_that_are_roots(tmp_path: Path, monkeypatc
     assert Access.read(path).tokens == 1
 
 
-async def test_a_fifo_in_place_of_the_tokens_stops_nothing(place: Path) -> None:
+async def test_a_fifo_in_place_of_the_token_file_blocks_nothing(place: Path) -> None:
     tokens = place.parent / "tokens"
     tokens.write_text(f"write {WRITE}\n")
     tokens.chmod(0o600)
@@ -198,7 +198,7 @@ async def test_a_fifo_in_place_of_the_tokens_stops_nothing(place: Path) -> None:
 # ---- odd requests
 
 
-async def test_pipelines_are_answered_in_turn_and_cost_little(place: Path) -> None:
+async def test_pipelined_requests_are_served_in_turn_and_cost_little(place: Path) -> None:
     count = 3000
     with serving(place) as served:
         before = memory(served.process.pid)
@@ -221,8 +221,8 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"2\r\nxy\r\n", b"1;a=b\r\nx\r\n"])
-async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
-    """A body of the smallest chunks is refused before it has cost much, over and over; nobody else waits."""
+async def test_bodies_of_tiny_chunks_are_refused_early(place: Path, chunk: bytes) -> None:
+    """A body of tiny chunks is refused before it costs much, repeatedly, and other clients do not wait."""
     count = 200_000
     with serving(place) as served:
         before = memory(served.process.pid)
@@ -233,7 +233,7 @@ async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
             answering = asyncio.ensure_future(Wire(reader, writer).response())
             while not answering.done():
                 assert (await Client(session, WRITE)("GET", "/tstore.json")).status == 200
-            assert (await answering)[0] in (0, 400)  # 0: the end came before the answer was read
+            assert (await answering)[0] in (0, 400)  # 0: the connection ended before the response was read
             await sending
         assert memory(served.process.pid) - before < 48 << 20
         writer.close()
@@ -244,8 +244,8 @@ async def test_tiny_chunks(place: Path, chunk: bytes) -> None:
 async def test_tiny_chunks_are_not_read_for_long(
     place: Path, path: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither where a body is wanted nor where the request was refused without it."""
-    monkeypatch.setattr("tstore.server.connections._LINGER", 100.0)  # so long a refused one is read on else
+    """Neither if a body is wanted, nor if the request was refused without it."""
+    monkeypatch.setattr("tstore.server.connections._LINGER", 100.0)  # else a refused body is read on for this long
     async with Server(place, access=everybody()) as server, wire(server) as raw:
         await raw.send(CHUNKED.replace(PACK.encode(), path.encode()))
         if status == 403:
@@ -254,14 +254,17 @@ async def test_tiny_chunks_are_not_read_for_long(
             sending = asyncio.ensure_future(raw.send(b"1\r\nx\r\n" * 200_000))
             response = await raw.response()
             await sending
-        assert response[0] in (0, 400 if status == 400 else 0)  # 0: the end came before the answer was read
+        assert response[0] in (
+            0,
+            400 if status == 400 else 0,
+        )  # 0: the connection ended before the response was read
         assert not response[0] or b"chunks of the body are too small" in response[1]
     assert files(place) == ["tstore.json"]
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 4000), (128, 20_000)])
-async def test_chunks_of_honest_sizes_are_taken(place: Path, size: int, count: int) -> None:
-    """A short body in any pieces, and a long one in small pieces that come in packets of any size."""
+async def test_chunks_of_honest_sizes_are_accepted(place: Path, size: int, count: int) -> None:
+    """A short body in any pieces, and a long one in small pieces in packets of any size."""
     chunk = b"%x\r\n%s\r\n" % (size, b"x" * size)
     async with Server(place, access=everybody()) as server, wire(server) as raw:
         body = chunk * count + b"0\r\n\r\n"
@@ -281,7 +284,7 @@ async def test_chunks_of_honest_sizes_are_taken(place: Path, size: int, count: i
         b"Upgrade: tcp\r\nConnection: upgrade\r\nContent-Length: 5\r\n",
     ],
 )
-async def test_nothing_is_upgraded(place: Path, odd: bytes) -> None:
+async def test_upgrades_are_refused(place: Path, odd: bytes) -> None:
     with serving(place) as served:
         reader, writer = await asyncio.open_connection(*served.address)
         writer.write(b"GET /tstore.json HTTP/1.1\r\n" + HEAD + odd + b"\r\n")
@@ -299,7 +302,7 @@ async def test_nothing_is_upgraded(place: Path, odd: bytes) -> None:
         assert [line for line in served.end() if line["level"] == "error"] == []
 
 
-async def test_clients_that_close_their_half(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_half_close_get_their_response(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Server(place, access=everybody()) as server:
         head = f"PUT {PACK} HTTP/1.1\r\n".encode() + HEAD + b"If-None-Match: *\r\nContent-Length: 3\r\n\r\n"
         for sent in (GET, head, head + b"ab", CHUNKED, CHUNKED + b"3\r\nab", head + b"abc"):
@@ -313,7 +316,9 @@ async def test_clients_that_close_their_half(place: Path, caplog: pytest.LogCapt
     assert files(place) in (["tstore.json"], ["tstore.json", PACK[1:]])
 
 
-async def test_readers_that_go_in_the_middle(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_readers_that_leave_early_are_not_logged_as_faults(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (place / PACK[1:]).write_bytes(bytes(16 << 20))
     async with Server(place, access=everybody(), limits=Limits(requests=4)) as server:
         for i in range(40):
@@ -327,8 +332,8 @@ async def test_readers_that_go_in_the_middle(place: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("method", ["HEAD", "GET", "PUT"])
-async def test_floods_of_small_requests(place: Path, method: str) -> None:
-    """Heads, ranges and small objects without end from one side; another client is served beside them."""
+async def test_a_flood_of_small_requests_starves_nobody(place: Path, method: str) -> None:
+    """One client sends endless requests for heads, ranges and small objects; another one is still served."""
     with serving(place) as served:
         before = len(os.listdir(f"/proc/{served.process.pid}/fd"))
         (place / PACK[1:]).write_bytes(bytes(1 << 20))

@@ -1,7 +1,7 @@
-"""Records and roots with right checksums that a token may send to a server, and what they would break.
+"""Records and roots with valid checksums that a client with a token may send, and that would break a store.
 
-Each is refused and leaves nothing, and honest clients beside it are not disturbed: they read, commit, verify,
-collect and copy as before.
+Each is refused and leaves nothing behind. Honest clients are not disturbed: they read, commit, verify, collect and
+copy as before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tstore.server import Server, admission
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
-NEWEST = 4  # of `filled`
+NEWEST = 4  # the newest version of `filled`
 NEXT = NEWEST + 1
 META = ArrayMeta.new((4,), "f4", (4,))
 CHUNK = np.ones(4, "f4").tobytes()
@@ -44,7 +44,7 @@ PACK = "txn/forged/pack-0"
 
 
 class Place(NamedTuple):
-    """A server of a store with three steps and an array, and clients of each scope."""
+    """A server of a store with three steps and an array, and a client of each scope."""
 
     folder: Path
     server: Server
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     admin: Client
     store: tstore.Store
     collection: Collection
-    """What an honest garbage collection would decide that lets the oldest version expire."""
+    """The decisions of an honest garbage collection that expires the oldest version."""
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ KINDS = {Record: b"R", Manifest: b"M", Root: b"T"}
 
 
 def framed(body: Any, **fields: Any) -> bytes:
-    """Return the frame of a body, whatever it holds, with other values of some fields.
+    """Return the frame of a body with any content, with other values of some fields.
 
-    Not `encode`: that refuses what readers do.
+    `encode` would refuse what readers refuse.
     """
     version = 3 if getattr(body, "dropped", ()) else 2 if getattr(body, "collection", None) else 1
     named = {name: fields.get(name, getattr(body, name)) for name in body.__struct_fields__}
@@ -107,7 +107,7 @@ def frame(kind: bytes, version: int, values: Any) -> bytes:
 def manifest(
     path: str = "forged", *, document: bytes = META.document, fresh: bool = True, chunk: int = 0, **run: Any
 ) -> Manifest:
-    """Return the manifest of one array of one chunk, which travels in it."""
+    """Return the manifest of one array with one inline chunk."""
     data = run.pop("pack", CHUNK)
     table = ChunkTable.from_rows(
         [ChunkRow(chunk, data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))]
@@ -232,10 +232,10 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a body of too many fields": lambda: frame(b"R", 1, [0] * 100),
     "a manifest for a record": lambda: framed(manifest()),
 }
-"""What a write token can't make the next version of a store."""
+"""Records that a write token can't commit as the next version."""
 
 ABSENT = {"a manifest that is not there", "a pack that is not there"}
-"""Of which an admin's token may bring a copy."""
+"""Those of them that an admin token may commit, as part of a copy."""
 
 
 Change = Callable[[Collection, Record], Collection | bytes]
@@ -246,7 +246,7 @@ def changed(**fields: Any) -> Change:
 
 
 def entry(**fields: Any) -> Change:
-    """Change what is said of the first version that lives."""
+    """Change the entry of the first living version."""
     return lambda gone, record: msgspec.structs.replace(
         gone, alive=(msgspec.structs.replace(gone.alive[0], **fields), *gone.alive[1:])
     )
@@ -293,11 +293,11 @@ COLLECTIONS: dict[str, Change] = {
     "another before it": lambda gone, record: framed(msgspec.structs.replace(record, collected=3)),
     "versions that are text": lambda gone, record: framed(record, collection=[[], ["x"], {}, [], []]),
 }
-"""What not even an admin's token can make the record of a garbage collection."""
+"""Records of garbage collections that not even an admin token can commit."""
 
 
-async def test_a_record_that_the_log_does_not_bear_out_is_refused(place: Place) -> None:
-    """And honest clients go on as if nothing had been sent."""
+async def test_a_record_that_contradicts_the_log_is_refused(place: Place) -> None:
+    """Honest clients continue as if nothing had been sent."""
     for name in ("txn/forged/pack-0", "txn/other/pack-0"):
         assert (await place.write.create(f"/{name}", CHUNK)).status == 201
     before = files(place.folder)
@@ -315,7 +315,7 @@ async def test_a_record_that_the_log_does_not_bear_out_is_refused(place: Place) 
     await goes_on(place)
 
 
-async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> None:
+async def test_a_collection_that_contradicts_the_log_is_refused(place: Place) -> None:
     before = files(place.folder)
     record = Record("gc-1", NEWEST, 2.0, collection=place.collection)
     for client, status in ((place.write, 403), (place.admin, 422)):
@@ -337,8 +337,8 @@ async def test_a_collection_that_does_not_follow_is_refused(place: Place) -> Non
     await goes_on(place)
 
 
-async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place) -> None:
-    """Else they would be refused for another reason than the one that is meant."""
+async def test_the_honest_record_behind_the_forged_ones_is_accepted(place: Place) -> None:
+    """Otherwise the forged ones could be refused for another reason than the intended one."""
     record = Record("gc-1", NEWEST, 2.0, collection=place.collection)
     assert (await place.admin.create(f"/{commit_key(NEXT)}", framed(record))).status == 201
     made = [manifest(), manifest("g/h", pack=PACK), group("i")]
@@ -355,7 +355,7 @@ async def test_the_honest_record_that_the_forged_ones_were_made_of(place: Place)
 
 
 async def goes_on(place: Place) -> None:
-    """Honest clients read, commit, tag, verify, collect and copy."""
+    """Check that honest clients can read, commit, tag, verify, collect and copy."""
     async with await opened(place.server, ADMIN) as store:
         assert await tstore.steps(store) == [1, 2, 3]
         for step in (1, 2, 3):
@@ -383,8 +383,8 @@ async def many(store: tstore.Store, versions: int) -> None:
             pass
 
 
-async def test_a_root_of_a_version_to_come_is_refused(place: Place) -> None:
-    """Readers would believe it, once its version is there; the next gc would delete what it does not show."""
+async def test_a_root_of_a_future_version_is_refused(place: Place) -> None:
+    """Readers would trust it once its version exists, and the next gc would delete what it lacks."""
     key = f"/{root_key(ROOT_EVERY)}"
     other = {**dict.fromkeys(("step/1", "step/2"), 1)}
     for root in (Root(ROOT_EVERY, bytes(16), other, manifest()), Root(ROOT_EVERY, bytes(16), {}, manifest())):
@@ -399,7 +399,7 @@ async def test_a_root_of_a_version_to_come_is_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the server that took the records", "another"])
-async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
+async def test_only_the_correct_root_is_accepted(place: Place, again: bool) -> None:
     await many(place.store, ROOT_EVERY + 1)
     true = (place.folder / root_key(ROOT_EVERY)).read_bytes()
     (place.folder / root_key(ROOT_EVERY)).unlink()
@@ -427,7 +427,7 @@ async def test_only_the_true_root_is_taken(place: Place, again: bool) -> None:
 
 
 async def test_a_root_that_can_not_be_computed_is_refused(tmp_path: Path) -> None:
-    """Of the data that it is made of, a part is gone; and the root before it, from which it would be made."""
+    """A part of the data that it is computed from is gone, as is the root before it."""
     folder = tmp_path / "store"
     async with await tstore.open(folder) as store:
         await many(store, 3 * ROOT_EVERY)
@@ -452,8 +452,8 @@ async def test_a_root_that_can_not_be_computed_is_refused(tmp_path: Path) -> Non
         assert (await client.create(f"/{root_key(256)}", data[256])).status == 201
 
 
-async def test_the_manifest_of_a_group_that_somebody_else_wrote_first(place: Place) -> None:
-    """A record that refers to what the hosts made would name it, and nobody could read that."""
+async def test_a_manifest_of_a_group_written_first_by_another_client(place: Place) -> None:
+    """A record of the hosts' own manifests would refer to it, and nobody could read that."""
     hosts = [place.store.transaction(name="step/9", host=i, hosts=2, attempt="a") for i in range(2)]
     for j, tx in enumerate(hosts):
         for i in range(300):
@@ -466,11 +466,11 @@ async def test_the_manifest_of_a_group_that_somebody_else_wrote_first(place: Pla
     await goes_on(place)
 
 
-# ---- what one record costs
+# ---- the cost of a record
 
 
-async def test_the_tree_that_a_server_keeps_has_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is overwritten does not count."""
+async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwritten chunks do not count."""
     monkeypatch.setattr(admission, "_MAX_WEIGHT", 64 << 10)
     async with await opened(place.server) as store:
         async with store.transaction() as tx:
@@ -489,7 +489,9 @@ async def test_the_tree_that_a_server_keeps_has_a_bound(place: Place, monkeypatc
         assert await tstore.steps(store) == [1, 2, 3, 4]
 
 
-async def test_what_is_read_for_one_record_has_a_bound(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_data_read_to_validate_a_record_is_bounded(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "_MAX_READ", 1000)
     async with await opened(place.server) as store:
         with pytest.raises(
@@ -506,17 +508,17 @@ async def several(store: tstore.Store, arrays: int, size: int) -> None:
 
 
 async def large(store: tstore.Store) -> None:
-    """Commit so many chunks that their manifest does not travel in the record."""
+    """Commit enough chunks for a separate manifest object."""
     async with store.transaction() as tx:
         for i in range(300):
             await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
 
 
 @pytest.mark.parametrize("path", ["x", "many/7"])
-async def test_a_record_behind_a_version_that_can_not_be_read(
+async def test_a_record_above_an_unreadable_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """It can't be compared with that; once what was missing is there again, it can."""
+    """It can't be validated against that version until the missing object is restored."""
     monkeypatch.setattr(admission, "_RECHECK", 0.0)
     folder = tmp_path / "store"
     async with await tstore.open(folder) as local:
@@ -537,11 +539,11 @@ async def test_a_record_behind_a_version_that_can_not_be_read(
             assert (await store.verify()).ok
 
 
-# ---- what is removed
+# ---- deletions
 
 
-async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) -> None:
-    """One that came there otherwise, as in the files themselves."""
+async def test_no_forged_collection_removes_the_log(tmp_path: Path) -> None:
+    """Even one that was written directly into the folder."""
     folder = tmp_path / "store"
     async with await tstore.open(folder) as store:
         await filled(store)
@@ -556,15 +558,15 @@ async def test_no_forged_record_of_a_collection_removes_the_log(tmp_path: Path) 
         for name in ("tstore.json", "latest", commit_key(1)):
             assert (await client("DELETE", f"/{name}")).status == 403
         async with await opened(server, ADMIN) as store:
-            with pytest.raises((InvalidArgument, Corrupt)):  # the server refuses what follows from it
+            with pytest.raises((InvalidArgument, Corrupt)):  # the server refuses the resulting deletions
                 await store.collect(None, abandoned=NOW)
     with contextlib.suppress(Corrupt):
         await (await tstore.open(folder)).collect(None, abandoned=NOW)
     assert before <= files(folder).keys()
 
 
-async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
-    """Though a collection has condemned it, as a faulty one might."""
+async def test_objects_that_a_version_needs_are_not_removed(place: Place) -> None:
+    """Even if a faulty collection has condemned it."""
     record = await place.store.log.reader.record(3)
     gone = msgspec.structs.replace(place.collection, transactions=(record.transaction, "txn"))
     data = framed(Record("gc-1", NEWEST, 1.0, collection=gone))
@@ -572,14 +574,14 @@ async def test_what_a_version_is_made_of_is_not_removed(place: Place) -> None:
     (place.folder / commit_key(NEXT)).write_bytes(data)
     [pack] = place.folder.glob(f"txn/{record.transaction}/pack-*")
     assert (await place.admin("DELETE", f"/{pack.relative_to(place.folder)}")).status in (403, 422)
-    assert (await place.admin("DELETE", f"/{root_key(1)}")).status == 204  # there is none
+    assert (await place.admin("DELETE", f"/{root_key(1)}")).status == 204  # no such root exists
     assert pack.exists()
 
 
 # ---- honest clients
 
 
-async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path) -> None:
+async def test_honest_commits_with_a_write_token_are_accepted(tmp_path: Path) -> None:
     async with Server(tmp_path / "store", access=everybody()) as server, await opened(server) as store:
         await filled(store)
         async with store.transaction(tag="a", move_tag="own", metadata={"n": 1}) as tx:
@@ -590,7 +592,7 @@ async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path)
             await tx.delete("b")
         async with store.transaction(drop_tag="a", isolation="serializable") as tx:
             assert (await (await tx.array("x")).read())[4] == 0
-            for i in range(300):  # whose manifest does not travel in its record
+            for i in range(300):  # enough for a separate manifest object
                 await (await tx.create_array(f"many/{i}", (64,), "f4", (4,))).write(np.full(64, i))
         hosts = [store.transaction(name="step/7", host=i, hosts=3, attempt="a") for i in range(3)]
         shared = [await tx.create_array("shared", (6,), "f4", (2,)) for tx in hosts]
@@ -603,7 +605,7 @@ async def test_all_that_honest_clients_commit_with_a_write_token(tmp_path: Path)
                 await (await tx.array("x"))[i : i + 1].write(np.array([100 + i]))
 
         await asyncio.gather(*[change(i) for i in range(9)])
-        async with await opened(server) as other:  # which races with the first
+        async with await opened(server) as other:  # races with the first
             await asyncio.gather(
                 *[write(s, f"race/{j}/{i}") for i in range(8) for j, s in enumerate((store, other))]
             )
@@ -645,7 +647,7 @@ async def test_a_collected_history_is_copied_by_an_admin(place: Place) -> None:
                 assert (await copied.verify()).ok
 
 
-async def test_a_server_follows_others_who_write_to_its_folder(place: Place) -> None:
+async def test_a_server_follows_other_writers_of_its_folder(place: Place) -> None:
     async with await tstore.open(place.folder) as local:
         for step in (4, 6):
             await tstore.save(local, {"w": VALUES + step}, step)
@@ -656,10 +658,10 @@ async def test_a_server_follows_others_who_write_to_its_folder(place: Place) -> 
         assert await tstore.steps(place.store) == [6, 7, 8]
 
 
-async def test_a_server_goes_on_with_a_backup_that_was_restored(place: Place) -> None:
+async def test_a_server_continues_with_a_restored_backup(place: Place) -> None:
     for name in (commit_key(4), "latest"):
         (place.folder / name).unlink(missing_ok=True)
-    async with await tstore.open(place.folder) as local:  # as the backup went on before
+    async with await tstore.open(place.folder) as local:  # commits of the backup before it was restored
         await tstore.save(local, {"w": VALUES}, 5)
     async with await opened(place.server) as store:
         await tstore.save(store, {"w": VALUES + 6}, 6)
@@ -669,14 +671,14 @@ async def test_a_server_goes_on_with_a_backup_that_was_restored(place: Place) ->
 
 @pytest.mark.parametrize("rooted", [False, True])
 async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
-    """A voided version is no part of what it compares the next record with, nor of the roots that it makes."""
+    """A voided version is neither part of its validation of the next record, nor of the roots that it computes."""
     folder = tmp_path / "store"
     async with Server(folder, access=everybody()) as server, client_of(server, WRITE) as client:
         async with await opened(server) as store:
             await filled(store)
             if rooted:
                 await several(store, ROOT_EVERY - NEWEST, 4)
-        if rooted:  # which the server knows from now on
+        if rooted:  # the server knows the root from now on
             key = root_key(ROOT_EVERY)
             assert (await client.create(f"/{key}", (folder / key).read_bytes())).status == 412
             (folder / key).unlink()
@@ -703,7 +705,7 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
 
 
 async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
-    """Its last record tells what was voided."""
+    """Its last record names the voided versions."""
     async with await tstore.open(tmp_path / "a") as local:
         await filled(local)
         await local.repair((), void_readable=(NEWEST,))
@@ -714,7 +716,7 @@ async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scope", [WRITE, ADMIN])
-async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place, scope: str) -> None:
+async def test_inline_chunks_must_match_their_checksums(place: Place, scope: str) -> None:
     client = place.write.with_token(scope)
     other = np.full(4, 2, "f4").tobytes()
     twice = ChunkTable.from_rows(
@@ -737,7 +739,7 @@ async def test_chunks_that_travel_in_a_record_have_their_checksums(place: Place,
 
 
 @pytest.mark.parametrize("voided", [6, 8], ids=["a garbage collection", "an array"])
-async def test_a_repair_below_a_running_server_is_met(place: Place, voided: int) -> None:
+async def test_a_running_server_notices_a_repair_of_its_folder(place: Place, voided: int) -> None:
     store, admin = place.store, await opened(place.server, ADMIN)
     await tstore.save(store, {"w": VALUES, "late": VALUES + 9}, 5)
     await admin.collect(Keep(last=2))  # version 6

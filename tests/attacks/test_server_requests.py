@@ -1,4 +1,4 @@
-"""What hostile clients send to a server: it stays up, stays inside its store, and answers the next request."""
+"""Hostile requests to a server: it stays up, serves nothing outside its store, and serves the next request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tstore.server import Access, Limits, Server
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with a store, beside which a secret lies."""
+    """A folder with a store and a secret file beside it."""
     return lay_out(tmp_path)
 
 
@@ -60,12 +60,12 @@ async def still_well(server: Server) -> None:
 
 
 @pytest.mark.parametrize("case", requests.CASES, ids=[case.name for case in requests.CASES])
-async def test_requests(target: Target, case: Case) -> None:
-    """The cases that `python -m tests.attacks` sends to a process of its own."""
+async def test_hostile_requests_are_refused(target: Target, case: Case) -> None:
+    """The cases that `python -m tests.attacks` sends to a server process."""
     await case.run(target)
 
 
-async def test_paths_where_any_name_is_served(place: Path) -> None:
+async def test_no_path_leads_out_of_a_server_of_any_name(place: Path) -> None:
     async with Server(place, access=Access({ADMIN: "admin"}), names="any") as server:
         for path in paths.TRAVERSAL:
             await paths.no_path_leads_out(Target(server, place), path, strict=False)
@@ -88,14 +88,14 @@ async def test_no_link_leads_out_of_the_store(place: Path, server: Server) -> No
         listed = json.loads((await client("GET", "/?list")).body)
         assert [e["key"] for e in listed["entries"]] == ["tstore.json", "txn/old/pack-0"]
         assert (await client("GET", "/?list&prefix=txn/linked/")).status == 403
-        assert (await client("PUT", "/latest", b"1")).status == 204  # which takes the place of the link
+        assert (await client("PUT", "/latest", b"1")).status == 204  # which replaces the link
     after = files(place.parent)
     assert after.pop("store/latest") == b"1"
     before.pop("store/latest")
     assert after == before
 
 
-async def test_a_body_too_long_is_refused_before_it_comes(target: Target) -> None:
+async def test_a_body_too_long_is_refused_before_it_is_sent(target: Target) -> None:
     await requests.too_long(target, (4 << 20) + 1)
 
 
@@ -103,8 +103,8 @@ async def test_an_endless_pack_is_cut_off(target: Target) -> None:
     await requests.endless(target, PACK)
 
 
-async def test_heads_that_never_end(place: Path) -> None:
-    """Slowloris: connections that wait for ever neither keep others out nor stay."""
+async def test_endless_heads_are_bounded(place: Path) -> None:
+    """Slowloris: connections that wait forever neither block others nor stay open."""
     limits = Limits(connections=20, idle=0.5)
     async with Server(place, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as held:
         slow = [await held.enter_async_context(wire(server)) for _ in range(60)]
@@ -115,7 +115,7 @@ async def test_heads_that_never_end(place: Path) -> None:
             assert await raw.rest() == b""  # closed by the server
 
 
-async def test_a_body_that_stalls(place: Path) -> None:
+async def test_a_stalled_body_is_given_up(place: Path) -> None:
     before = files(place)
     async with Server(place, access=everybody(), limits=Limits(stall=0.1)) as server, wire(server) as raw:
         await raw.send(put(1000) + b"x" * 999)
@@ -125,7 +125,7 @@ async def test_a_body_that_stalls(place: Path) -> None:
 
 
 class Answered(logging.Handler):
-    """Waits until the server has done with a request."""
+    """Sets an event when the server has finished a request."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -135,7 +135,7 @@ class Answered(logging.Handler):
         self.event.set()
 
 
-async def test_a_reader_that_stalls(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stalled_reader_is_disconnected(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tstore.server")
     (place / PACK[1:]).parent.mkdir()
     with open(place / PACK[1:], "wb") as file:
@@ -148,7 +148,7 @@ async def test_a_reader_that_stalls(place: Path, caplog: pytest.LogCaptureFixtur
     logging.getLogger("tstore.server.access").removeHandler(answered)
 
 
-async def test_more_requests_than_are_taken(place: Path) -> None:
+async def test_requests_beyond_the_limit_get_503(place: Path) -> None:
     limits = Limits(requests=2, stall=20)
     async with Server(place, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as held:
         for i in range(2):
@@ -164,7 +164,7 @@ async def test_more_requests_than_are_taken(place: Path) -> None:
         await still_well(server)
 
 
-async def test_two_servers_of_one_store_race(place: Path) -> None:
+async def test_racing_creates_of_two_servers_have_one_winner(place: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         clients: list[Client] = []
         for _ in range(2):
@@ -181,7 +181,7 @@ async def test_two_servers_of_one_store_race(place: Path) -> None:
 # ---- processes
 
 
-def test_a_killed_server_has_stored_the_whole_or_nothing(place: Path) -> None:
+def test_a_killed_server_has_stored_the_whole_object_or_nothing(place: Path) -> None:
     with serving(place) as served, socket.create_connection(served.address) as raw:
         raw.sendall(put(1000) + b"x" * 100)
         raw.sendall(b"y" * 100)
@@ -195,7 +195,7 @@ def test_a_killed_server_has_stored_the_whole_or_nothing(place: Path) -> None:
 
 
 def test_a_full_disk_and_a_long_pack(place: Path) -> None:
-    """Where the server can make no file above 40 MiB the client is told, and nothing of it stays."""
+    """If the server can't create files above 40 MiB, the client gets an error and nothing stays."""
     with serving(place, FSIZE=40 << 20) as served:
         exchange(served, put(3, "/txn/new/pack-0") + b"abc", b"HTTP/1.1 201")
         before = high_water(served.process.pid)
@@ -206,7 +206,7 @@ def test_a_full_disk_and_a_long_pack(place: Path) -> None:
     assert sorted(p.name for p in (place / "txn" / "new").iterdir()) == ["pack-0", "pack-1", "pack-2"]
 
 
-def test_more_connections_than_files(place: Path) -> None:
+def test_more_connections_than_descriptors_are_survived(place: Path) -> None:
     with serving(place, NOFILE=96) as served, contextlib.ExitStack() as held:
         for _ in range(150):
             held.enter_context(socket.create_connection(served.address, timeout=60))
@@ -234,7 +234,7 @@ class Fuzzed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    """A server in a process of its own, which must be as well in the end as in the beginning."""
+    """A server process, which must be as healthy at the end as at the beginning."""
     place = tmp_path_factory.mktemp("fuzzed")
     (place / "tstore.json").write_bytes(MARKER)
     with serving(place) as served:
@@ -271,7 +271,7 @@ FIELDS = st.tuples(NAMES, VALUES).map(lambda f: f[0] + b": " + f[1]) | RANGES | 
 
 @st.composite
 def requested(draw: st.DrawFn) -> bytes:
-    """One that can be made out, more or less."""
+    """Return a request that is more or less well-formed."""
     body = draw(st.sampled_from([b"", MARKER, b"1", b"5\r\nabcde\r\n0\r\n\r\n"]) | ANY)
     head = [draw(METHODS) + b" " + draw(PATHS) + b" HTTP/1.1", HEAD[:-2], *draw(st.lists(FIELDS, max_size=3))]
     if draw(st.integers(0, 3)):
@@ -283,7 +283,7 @@ def requested(draw: st.DrawFn) -> bytes:
 @given(st.lists(requested() | requested() | ANY, min_size=1, max_size=3).map(b"".join))
 def test_fuzzed_requests(fuzzed: Fuzzed, sent: bytes) -> None:
     with socket.create_connection(fuzzed.served.address, timeout=60) as raw:
-        raw.settimeout(0.02)  # it may wait for the rest of what is no whole request
+        raw.settimeout(0.02)  # the server may wait for the rest of an incomplete request
         with contextlib.suppress(ConnectionError, TimeoutError):
             raw.sendall(sent)
             while raw.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Structure documents that another program wrote into a root group: a checkpoint is restored, or refused."""
+"""Structure documents written into a root group by another program: the checkpoint is restored or refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ODD += [["array", "params/0"], ["scalar", "opt/0"], ["complex", "1 2 3"], ["byte
 
 
 def document(choice: random.Random) -> Any:
-    """Return another structure document; None where its text is none of JSON any more."""
+    """Return a mutated structure document, or None if it is not JSON any more."""
     value: Any = DOCUMENT
     if choice.random() < 0.1:
         try:
@@ -73,7 +73,7 @@ def test_odd_structures() -> None:
         if structure is None:
             try:
                 there = list(paths_in(stored))
-            except Exception:  # it is no document
+            except Exception:  # it is not a document
                 return False
             structure = stored_document(stored, there)
             if structure is None or not set(there) <= VALUES.keys():
@@ -121,7 +121,7 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", [201, 300, 490, 980])
-def test_a_structure_deeper_than_a_tree_can_be_is_none(levels: int) -> None:
+def test_a_structure_deeper_than_any_tree_is_invalid(levels: int) -> None:
     structure: Any = ["array", "w"]
     for _ in range(levels):
         structure = ["list", [structure]]

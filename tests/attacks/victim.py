@@ -1,4 +1,4 @@
-"""A client that does with a store whatever can be done: a coroutine function for a child process."""
+"""A client that applies every verb to a hostile store: a coroutine function for a child process."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _VERBS: dict[str, Callable[[Store], Awaitable[Any]]] = {
 async def visit(
     tell: Callable[[Any], None], url: str, options: dict[str, Any] | None, verbs: tuple[str, ...]
 ) -> dict[str, str]:
-    """Open a store and do all this, and return what came of each: "", or the kind and text of a `TStoreError`.
+    """Open a store and apply verbs; return for each "", or the kind and text of a `TStoreError`.
 
-    Any other exception ends it. `tell` is called with each verb as it begins.
+    Any other exception is raised. `tell` is called with each verb before it begins.
     """
     outcomes: dict[str, str] = {}
     tell("open")
