@@ -1,5 +1,5 @@
 """Benchmarks of tstore, its peers and the raw limit of the machine, interleaved in one run.
 
 Run `python -m bench.save`, `bench.backends`, `bench.writers` or `bench.exmy`.
-`machine`: CPU, memory, page cache. `bars`: the target of each figure.
+`machine`: the machine and its page cache. `bars`: the targets of figures.
 """

@@ -1,4 +1,4 @@
-"""Bars: the targets of figures, and the table of targets met and missed."""
+"""Targets of measured figures (bars), and the table of those met and missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Bar:
-    """A target: `measured` must be at least `need`. NaN if it was not measured in this run."""
+    """A target: `measured` must be at least `need`; it is NaN if not measured in this run."""
 
     what: str
     need: float

@@ -1,1 +1,1 @@
-"""Benchmarks of several hosts on every backend, beside other clients of its server: `python -m bench.backends`."""
+"""Benchmarks of several hosts on every kind of storage, beside other clients: `python -m bench.backends`."""

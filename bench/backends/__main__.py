@@ -1,4 +1,4 @@
-"""Saves and restores of one checkpoint by several host processes: tstore and its peers on each backend.
+"""Saves and restores of one checkpoint by several host processes: tstore and its peers on each storage.
 
     pip install -e '.[bench,test]' && python -m bench.backends --json figures.json
 
@@ -78,10 +78,10 @@ class Hosts:
 class Measurement:
     """All rounds on all servers."""
 
-    def __init__(self, hosts: Hosts, parent: Path, say: Console) -> None:
+    def __init__(self, hosts: Hosts, parent: Path, log: Console) -> None:
         self.hosts = hosts
         self.parent = parent
-        self.say = say
+        self.log = log
         self.seconds: Figures = {}
         self.requests: dict[str, dict[str, dict[str, int]]] = {}
         self.peaks: dict[str, int] = {}
@@ -99,7 +99,7 @@ class Measurement:
                     self._measure(server, name, place, number)
                 except RuntimeError as error:
                     self.errors[f"{server} {name}"] = str(error)
-                    self.say.print(f"{server}: {name} failed: {error}")
+                    self.log.print(f"{server}: {name} failed: {error}")
 
     def _measure(self, server: str, name: str, place: Place, number: int) -> None:
         location = {**place._asdict(), "folder": str(place.folder)}

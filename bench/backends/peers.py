@@ -1,4 +1,4 @@
-"""The contenders on each backend, as one of several hosts: each saves and restores its share of some arrays.
+"""The contenders, as one of several hosts: each saves and restores its share of some arrays on a storage.
 
 A share is `ARRAYS` float32 arrays of equal size. With tstore, all hosts save one checkpoint in one commit; with
 the others, each host writes its own objects, without a commit. The time includes connecting, but not importing
@@ -70,7 +70,7 @@ class TStore:
         self.place = place
         self.server = server
         self.requests: dict[str, int] = {}
-        connect(place["store"], self._options())  # imports the modules of the backend
+        connect(place["store"], self._options())  # imports the modules of the storage
 
     def save(self, run: str) -> None:
         share = self.share

@@ -93,12 +93,12 @@ def measure(draws: int) -> tuple[dict[str, dict[str, Measured]], dict[str, dict[
     generators = [np.random.default_rng(seed) for seed in range(draws)]
     for name, draw in DRAWS.items():
         arrays = [draw(rng).astype(np.float32).reshape(-1, 4096) for rng in generators]
-        each = {}
+        sqnrs = {}
         for f in track([f for bits in WIDTHS for f in exmy.formats(bits)], name, console=console, transient=True):
-            each[f] = {m: [_sqnr(x, f, **options) for x in arrays] for m, options in MODES.items()}
+            sqnrs[f] = {m: [_sqnr(x, f, **options) for x in arrays] for m, options in MODES.items()}
         measured[name] = {
             f.name: Measured({mode: values[0] for mode, values in modes.items()}, figures[name, f.name])
-            for f, modes in each.items()
+            for f, modes in sqnrs.items()
             if (name, f.name) in figures
         }
         chosen[name] = {}
@@ -107,11 +107,11 @@ def measure(draws: int) -> tuple[dict[str, dict[str, Measured]], dict[str, dict[
             for i, x in enumerate(arrays):
                 f = exmy.choose(x, bits=bits).with_bias(0)
                 plain = next(g for g in exmy.formats(bits) if g.with_bias(0) == f)
-                achieved = {g: each[g]["power of two"][i] for g in exmy.formats(bits)}
-                most = max(achieved, key=achieved.__getitem__)
+                achieved = {g: sqnrs[g]["power of two"][i] for g in exmy.formats(bits)}
+                top = max(achieved, key=achieved.__getitem__)
                 names.append(plain.name)
-                best.append(most.name)
-                lost.append(achieved[most] - achieved[plain])
+                best.append(top.name)
+                lost.append(achieved[top] - achieved[plain])
             chosen[name][bits] = Chosen(names, best, max(lost))
     return measured, chosen
 
@@ -126,13 +126,14 @@ def table(name: str, figures: dict[str, Measured]) -> Table:
     for mode in MODES:
         out.add_column(mode, justify="right")
     bits = 0
-    for f, at in figures.items():
+    for f, figure in figures.items():
         if exmy.Format(f).bits != bits:
             bits = exmy.Format(f).bits
             out.add_section()
-        stored = (at.stored.p2, at.stored.opt, at.stored.mx32, at.stored.row4096)
-        cells = zip(at.sqnr.values(), stored, strict=True)
-        out.add_row(f, *(f"{have:.2f} ({have - want:+.2f})" for have, want in cells))
+        stored = figure.stored
+        expected = stored.p2, stored.opt, stored.mx32, stored.row4096
+        cells = zip(figure.sqnr.values(), expected, strict=True)
+        out.add_row(f, *(f"{sqnr:.2f} ({sqnr - reference:+.2f})" for sqnr, reference in cells))
     return out
 
 
@@ -142,9 +143,10 @@ def choice_table(chosen: dict[str, dict[int, Chosen]]) -> Table:
         out.add_column(head)
     for bits in WIDTHS:
         cells = []
-        for of in chosen.values():
-            names, best = "/".join(dict.fromkeys(of[bits].names)), "/".join(dict.fromkeys(of[bits].best))
-            cells.append(f"{names}  best {best}  −{of[bits].lost:.2f}")
+        for by_width in chosen.values():
+            choice = by_width[bits]
+            names, best = "/".join(dict.fromkeys(choice.names)), "/".join(dict.fromkeys(choice.best))
+            cells.append(f"{names}  best {best}  −{choice.lost:.2f}")
         out.add_row(str(bits), *cells)
     return out
 
@@ -157,13 +159,11 @@ def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, C
         worst = min(margins, key=margins.__getitem__)
         out.append(Bar(f"{what} (least: {worst})", need, margins[worst], unit=" dB"))
 
-    for name, of in measured.items():
-        add(
-            f"{name}: power-of-two offset − p2",
-            -0.15,
-            {f: a.sqnr["power of two"] - a.stored.p2 for f, a in of.items()},
-        )
-        add(f"{name}: float scale − opt", -0.3, {f: a.sqnr["float scale"] - a.stored.opt for f, a in of.items()})
+    for name, by_format in measured.items():
+        offsets = {f: a.sqnr["power of two"] - a.stored.p2 for f, a in by_format.items()}
+        add(f"{name}: power-of-two offset − p2", -0.15, offsets)
+        scales = {f: a.sqnr["float scale"] - a.stored.opt for f, a in by_format.items()}
+        add(f"{name}: float scale − opt", -0.3, scales)
     t5 = measured["t5"]
     add("t5: blocks of 32 − better mx32", -0.3, {f: a.sqnr["blocks of 32"] - a.stored.mx32 for f, a in t5.items()})
     _, lloyd = stored_figures()
@@ -171,7 +171,7 @@ def bars(measured: dict[str, dict[str, Measured]], chosen: dict[str, dict[int, C
     lead = {f"B={b}": max(a.sqnr["float scale"] for a in best[b]) - lloyd[b] for b in WIDTHS if b > 2}
     add("gauss: best format with a float scale − Lloyd-Max", -1.4, lead)
     for name, widths in chosen.items():
-        add(f"{name}: choose − best format", -0.3, {f"B={b}": -at.lost for b, at in widths.items()})
+        add(f"{name}: choose − best format", -0.3, {f"B={b}": -choice.lost for b, choice in widths.items()})
     return out
 
 
@@ -192,8 +192,8 @@ def quality(draws: int, json_file: Path | None) -> None:
         data = {
             "machine": machine.describe(Path.cwd()),
             "unit": "dB",
-            "formats": {name: {f: asdict(at) for f, at in of.items()} for name, of in measured.items()},
-            "choose": {name: {bits: asdict(at) for bits, at in of.items()} for name, of in chosen.items()},
+            "formats": {name: {f: asdict(m) for f, m in figures.items()} for name, figures in measured.items()},
+            "choose": {name: {bits: asdict(c) for bits, c in widths.items()} for name, widths in chosen.items()},
             "bars": [asdict(bar) | {"met": bar.met} for bar in margins],
         }
         json_file.write_text(json.dumps(data, indent=1) + "\n")

@@ -74,7 +74,7 @@ class Bench:
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.bars: list[Bar] = []
 
-    def casts_of(self, f: exmy.Format, x: Any, y: Any, kind: str) -> Calls:
+    def kernel_calls(self, f: exmy.Format, x: Any, y: Any, kind: str) -> Calls:
         """Return calls of the fused kernels of a format, to and from packed bytes."""
         packed = np.ones(exmy.packed_size(x.size, f.bits), np.uint8)
         codes = exmy.encode_packed(x, f)
@@ -89,7 +89,7 @@ class Bench:
             f = exmy.Format(name)
             with exmy.kernels.use(level):
                 calls = {COPY: lambda: np.copyto(self.y, self.x)}
-                seconds = measure(calls | self.casts_of(f, self.x, self.y, "float32"), self.rounds)
+                seconds = measure(calls | self.kernel_calls(f, self.x, self.y, "float32"), self.rounds)
             for call in list(seconds)[1:]:
                 self._row(
                     title, call, self.x.nbytes, seconds, {"× copyto": ratio(seconds, call, COPY)}, bits=f.bits
@@ -106,7 +106,7 @@ class Bench:
         for name in ("e4m3", "e3m2", "e2m1"):
             calls: Calls = {COPY: lambda: np.copyto(y.view(np.uint16), x.view(np.uint16))}
             with exmy.kernels.use(level):
-                seconds = measure(calls | self.casts_of(exmy.Format(name), x, y, "bfloat16"), self.rounds)
+                seconds = measure(calls | self.kernel_calls(exmy.Format(name), x, y, "bfloat16"), self.rounds)
             for call in list(seconds)[1:]:
                 slowest.append(ratio(seconds, call, COPY))
                 self._row(title, call, x.nbytes, seconds, {"× copyto": slowest[-1]})
@@ -121,7 +121,7 @@ class Bench:
         for dtype, name in CASTS.items():
             narrow = np.dtype(getattr(ml_dtypes, dtype))
             codes = x.astype(narrow)
-            calls = self.casts_of(exmy.Format(name), x, y, "float32")
+            calls = self.kernel_calls(exmy.Format(name), x, y, "float32")
             calls |= {"astype narrow": lambda x=x, narrow=narrow: x.astype(narrow)}
             calls |= {"astype float32": lambda codes=codes: codes.astype(np.float32)}
             seconds = measure(calls, self.rounds)
@@ -131,7 +131,7 @@ class Bench:
         self.bars.append(Bar("slowest ÷ ml_dtypes' cast", 20, min(slowest)))
         packed = floatx.encode(x)
         assert np.array_equal(floatx.decode(packed), exmy.round(x, "e3m2"))
-        calls = self.casts_of(exmy.Format("e3m2"), x, y, "float32")
+        calls = self.kernel_calls(exmy.Format("e3m2"), x, y, "float32")
         calls |= {"packing": lambda: floatx.encode(x), "unpacking": lambda: floatx.decode(packed)}
         seconds = measure(calls, self.rounds)
         for mine, other in (("encode e3m2", "packing"), ("decode e3m2", "unpacking")):

@@ -4,7 +4,7 @@
 
 Figures are medians of interleaved rounds, ratios are medians of the paired ratios of the rounds: quote ratios.
 Checks the restored values, and asserts no figure. Linux only; takes about eight minutes on two cores, 10 GB of
-free memory and 5 GB of free disk.
+free memory and 5 GB of free disk. The kernels of exmy are measured by `python -m bench.exmy speed`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench import machine
 from bench.bars import bar_table
-from bench.save import kernels, report
+from bench.save import report
 from bench.save.peers import CONTENDERS, LARGE_ONLY, RAW
 from bench.save.rounds import Race
 from bench.save.workloads import WORKLOADS
@@ -27,7 +27,7 @@ from bench.save.workloads import WORKLOADS
 
 @click.command(help=__doc__, context_settings={"max_content_width": 110})
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--only", default="", help=f"Comma-separated: {', '.join(WORKLOADS)}, kernels.")
+@click.option("--only", default="", help=f"Comma-separated: {', '.join(WORKLOADS)}.")
 @click.option("--peers", default="", help=f"Comma-separated: {', '.join(CONTENDERS)}; raw and tstore always run.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @click.option(
@@ -38,7 +38,7 @@ from bench.save.workloads import WORKLOADS
     type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
 def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Path) -> None:
-    chosen = _among(only, [*WORKLOADS, "kernels"], "--only")
+    chosen = _among(only, list(WORKLOADS), "--only")
     names = _among(peers, list(CONTENDERS), "--peers")
     names = [n for n in CONTENDERS if n in names or n in RAW or n.startswith("tstore")]
     console = Console()
@@ -57,12 +57,9 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
             console.print(report.table(workload.title, races[workload.name]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    speeds = kernels.measure(rounds) if "kernels" in chosen else {}
-    if speeds:
-        console.print(report.kernel_table(speeds))
-    console.print(bar_table(report.bars(races, speeds, about["kernels"])))
+    console.print(bar_table(report.bars(races)))
     if json_file:
-        json_file.write_text(json.dumps(report.as_data(about, races, speeds), indent=1) + "\n")
+        json_file.write_text(json.dumps(report.as_data(about, races), indent=1) + "\n")
 
 
 def _among(text: str, known: list[str], option: str) -> list[str]:

@@ -20,8 +20,8 @@ from bench.save.workloads import Arrays, Workload
 class Contender(Protocol):
     """A way of saving and restoring arrays.
 
-    `exact`: a restore returns the saved values bit for bit. `restores`: its restores are measured, because they
-    are not the same code as those of another contender.
+    `exact`: a restore returns the saved values bit for bit. `restores`: restores are measured too; those of some
+    contenders run the same code as another's.
     """
 
     title: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import isnan
-from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -57,19 +56,7 @@ def table(title: str, figures: dict[str, Figures]) -> Table:
     return out
 
 
-def kernel_table(figures: dict[str, list[float]]) -> Table:
-    out = Table(title="exmy on one core, GB/s of float32", title_justify="left")
-    for head in ("", "GB/s", "min–max", "× np.copyto"):
-        out.add_column(head, justify="left" if not head else "right")
-    for name, values in figures.items():
-        ratio = number(_paired(values, figures["copyto"]))
-        out.add_row(name, f"{median(values):.3g}", f"{min(values):.3g}–{max(values):.3g}", ratio)
-    if len(figures) == 1:
-        out.caption = "exmy: absent"
-    return out
-
-
-def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]:
+def bars(races: Races) -> list[Bar]:
     """Return the bars of the workloads that ran."""
     out: list[Bar] = []
 
@@ -93,10 +80,6 @@ def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]
         for measure, least in ((durable, save), (not_durable, save), (warm, restore)):
             add(workload, measure, ("ts-ocdbt",), least, "tensorstore ocdbt")
     add("large", durable, RAW, 2, "raw, logical bytes", name="tstore-e4m3")
-    for name, values in kernels.items():
-        if name != "copyto":
-            need = 1.0 if level == "avx512" else 0.5
-            out.append(Bar(f"exmy {name} ÷ np.copyto ({level})", need, _paired(values, kernels["copyto"])))
     for workload, figures in races.items():
         peaks = [p for n, f in figures.items() if n.startswith("tstore") for p in f.peak.values()]
         most = max(peaks) / MIB if peaks else float("nan")
@@ -104,10 +87,10 @@ def bars(races: Races, kernels: dict[str, list[float]], level: str) -> list[Bar]
     return out
 
 
-def as_data(machine: dict[str, Any], races: Races, kernels: dict[str, list[float]]) -> dict[str, Any]:
+def as_data(about: dict[str, Any], races: Races) -> dict[str, Any]:
     """Return the data that `--json` writes, without NaN."""
     return {
-        "machine": machine,
+        "machine": about,
         "unit": "GB/s (1e9 bytes of float32)",
         "workloads": {
             w: {
@@ -121,21 +104,13 @@ def as_data(machine: dict[str, Any], races: Races, kernels: dict[str, list[float
             }
             for w, figures in races.items()
         },
-        "kernels": kernels,
-        "bars": [
-            asdict(bar) | {"measured": _or_none(bar.measured), "met": bar.met}
-            for bar in bars(races, kernels, machine["kernels"])
-        ],
+        "bars": [asdict(bar) | {"measured": _or_none(bar.measured), "met": bar.met} for bar in bars(races)],
     }
 
 
 def _ratios(f: Figures, figures: dict[str, Figures], names: tuple[str, ...]) -> dict[str, float | None]:
     others = {m: best(figures, names, m) for m in MEASURES}
     return {m: _or_none(f.ratio(m, other)) if other else None for m, other in others.items()}
-
-
-def _paired(values: list[float], others: list[float]) -> float:
-    return median(a / b for a, b in zip(values, others, strict=True))
 
 
 def _or_none(value: float) -> float | None:

@@ -25,13 +25,11 @@ MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 
 @dataclass
 class Figures:
-    """The figures of one contender on one workload. A slow one has fewer rounds; `error` is what ended it."""
+    """The figures of one contender on one workload: fewer rounds if it is slow, and the `error` if it failed."""
 
     title: str
     gbps: dict[str, dict[int, float]] = field(default_factory=lambda: {m: {} for m in MEASURES})  # by round
-    cold_share: list[float] = field(
-        default_factory=list
-    )  # the share of a cold restore's bytes that was read from disk
+    cold_share: list[float] = field(default_factory=list)  # of the bytes of a cold restore, read from disk
     peak: dict[str, int] = field(default_factory=dict)  # bytes by "save", "restore"
     seconds: float = 0.0
     error: str = ""
@@ -48,14 +46,14 @@ class Figures:
 
 
 class Race:
-    """A run of all contenders on one workload; one that has used `patience` seconds gets no more rounds."""
+    """A run of all contenders on one workload; one that has taken `limit` seconds gets no more rounds."""
 
-    patience = 25.0
+    limit = 25.0
 
-    def __init__(self, workload: Workload, names: list[str], folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, workload: Workload, names: list[str], folder: Path, log: Callable[[str], None]) -> None:
         self.workload = workload
         self.folder = folder / workload.name
-        self.say = say
+        self.log = log
         self.reserve = machine.Reserve()
         self.figures = {name: Figures(CONTENDERS[name].title) for name in names}
         self.contenders: dict[str, Contender] = {}
@@ -70,14 +68,14 @@ class Race:
         for i in range(rounds):
             names = list(self.contenders)
             names = names[i % len(names) :] + names[: i % len(names)]
-            self.say(f"{self.workload.name}: round {i + 1} of {rounds}")
+            self.log(f"{self.workload.name}: round {i + 1} of {rounds}")
             for one_pass in (self._save_not_durable, self._save_and_restore):
                 for name in names:
-                    if name in self.contenders and self.figures[name].seconds < self.patience:
+                    if name in self.contenders and self.figures[name].seconds < self.limit:
                         self._attempt(name, one_pass, arrays, i)
         del arrays
         self.reserve.release()
-        self.say(f"{self.workload.name}: peak memory")
+        self.log(f"{self.workload.name}: peak memory")
         for name in list(self.contenders):
             self._measure_memory(name)
         machine.clear(self.folder)
@@ -126,7 +124,7 @@ class Race:
             try:
                 peak = memory.beyond_arrays(name, self.workload.name, phase, self.folder)
             except RuntimeError as error:
-                self.say(f"{self.workload.name}: no peak memory of {name} in {phase}: {error}")
+                self.log(f"{self.workload.name}: no peak memory of {name} in {phase}: {error}")
                 return
             self.figures[name].peak[phase] = peak
 
@@ -139,7 +137,7 @@ class Race:
     def _drop(self, name: str, why: str) -> None:
         self.contenders.pop(name, None)
         self.figures[name].error = why
-        self.say(f"{self.workload.name}: {name} {why}")
+        self.log(f"{self.workload.name}: {name} {why}")
 
 
 class _Timed:

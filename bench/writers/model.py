@@ -44,7 +44,7 @@ PAGE = 1000
 OBJECTS, OBJECT = 4, 64 << 20
 BANDWIDTH, BANDWIDTH_SPREAD = 200e6, 0.1
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
-WIDTH = 2048  # values that each host really writes: enough for a pack
+WIDTH = 2048  # values that each host writes: enough for a pack
 
 
 class Commit(NamedTuple):
@@ -69,7 +69,7 @@ class _Rate:
         self._rate = rate
         self._left, self._at = rate, 0.0
 
-    def takes(self, now: float) -> bool:
+    def admit(self, now: float) -> bool:
         self._left = min(self._rate, self._left + (now - self._at) * self._rate)
         self._at = now
         if self._left < 1:
@@ -112,7 +112,7 @@ class Bucket(SharedObjects):
             self.requests[kind] += 1
             await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
             now = self.loop.time()
-            if now - self.replaced.get(name, -1.0) >= 1.0 and rate.takes(now):
+            if now - self.replaced.get(name, -1.0) >= 1.0 and rate.admit(now):
                 if name:
                     self.replaced[name] = now
                 return
@@ -120,7 +120,7 @@ class Bucket(SharedObjects):
             pause = min(LONGEST_PAUSE, self.random.uniform(PAUSE, 3 * pause))
             await asyncio.sleep(0.5 * READ + pause)
 
-    async def answer(self, median: float) -> None:
+    async def respond(self, median: float) -> None:
         """Wait for the response to arrive."""
         await asyncio.sleep(0.5 * self.random.lognormvariate(math.log(median), SPREAD))
 
@@ -140,7 +140,7 @@ class GcsStorage(Storage):
     async def get(self, key: str, most: int | None = None) -> bytes:
         await self._bucket.request("get", READ, self._bucket.reads)
         data = self._bucket.objects.get(key)
-        await self._bucket.answer(READ)
+        await self._bucket.respond(READ)
         if data is None:
             raise NotFound(f"model: there is no object {key}")
         return data
@@ -151,7 +151,7 @@ class GcsStorage(Storage):
     async def head(self, key: str) -> Entry | None:
         await self._bucket.request("head", READ, self._bucket.reads)
         data = self._bucket.objects.get(key)
-        await self._bucket.answer(READ)
+        await self._bucket.respond(READ)
         return None if data is None else Entry(key, len(data))
 
     async def put(
@@ -165,12 +165,12 @@ class GcsStorage(Storage):
         try:
             self._bucket.create(key, data)
         finally:
-            await self._bucket.answer(WRITE)
+            await self._bucket.respond(WRITE)
 
     async def _replace(self, key: str, data: bytes) -> None:
         await self._bucket.request("replace", WRITE, self._bucket.writes, key)
         self._bucket.objects[key] = data
-        await self._bucket.answer(WRITE)
+        await self._bucket.respond(WRITE)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         if delimiter:
@@ -182,19 +182,19 @@ class GcsStorage(Storage):
         for _ in range(max(1, -(-len(self._bucket.keys(prefix)) // PAGE))):
             await self._bucket.request("list", READ, self._bucket.reads)
             keys = self._bucket.keys(prefix)
-            await self._bucket.answer(READ)
+            await self._bucket.respond(READ)
         return keys
 
     async def folders(self, prefix: str) -> Keys:
         await self._bucket.request("list", READ, self._bucket.reads)
-        begun = [f"{folder}/" for folder in self._bucket.folders]
-        await self._bucket.answer(READ)
-        return sorted({f[len(prefix) :].partition("/")[0] for f in begun if f.startswith(prefix)})
+        folders = [f"{folder}/" for folder in self._bucket.folders]
+        await self._bucket.respond(READ)
+        return sorted({f[len(prefix) :].partition("/")[0] for f in folders if f.startswith(prefix)})
 
     async def delete(self, key: str) -> None:
         await self._bucket.request("delete", WRITE, self._bucket.writes)
         self._bucket.objects.pop(key, None)
-        await self._bucket.answer(WRITE)
+        await self._bucket.respond(WRITE)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         """Upload the packs, in the time of the modelled sizes."""
@@ -215,7 +215,7 @@ class GcsStorage(Storage):
     async def _upload(self, seconds: float) -> None:
         await self._bucket.request("upload", WRITE, self._bucket.writes)
         await asyncio.sleep(seconds)
-        await self._bucket.answer(WRITE)
+        await self._bucket.respond(WRITE)
 
     async def empty(self) -> bool:
         return not self._bucket.objects

@@ -1,9 +1,9 @@
-"""Host processes that a driver calls at the same moment, and kills.
+"""Host processes that a driver calls simultaneously, and kills.
 
 1. A fork server imports every library once; each host is forked from it, so that 64 of them start in a second and
    no library is used before the fork.
-2. A host has one object, created from the class and the arguments that the driver passes, and calls its methods
-   one after the other. The driver raises their errors.
+2. A host has one object, created at the first call from the class and the arguments that the driver passes, and
+   calls its methods one after the other. The driver raises their errors.
 3. `call_at_once` sets a time of the machine's monotonic clock at which all hosts begin. Times that they report are
    comparable.
 """
@@ -36,11 +36,11 @@ class Hosts:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(count):
-            mine, its = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(its, make, number, count, arguments), daemon=True)
+            own_end, host_end = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(host_end, make, number, count, arguments), daemon=True)
             process.start()
-            its.close()
-            self._pipes.append(mine)
+            host_end.close()
+            self._pipes.append(own_end)
             self._processes.append(process)
 
     def __enter__(self) -> Self:
@@ -52,9 +52,9 @@ class Hosts:
         for number in range(len(self._processes)):
             self.kill(number)
 
-    def send(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[int]:
+    def send(self, do: str, *arguments: Any, hosts: Sequence[int] | None = None) -> list[int]:
         """Start a call of a method on hosts (all by default); `results` waits for it."""
-        numbers = list(range(len(self._pipes)) if of is None else of)
+        numbers = list(range(len(self._pipes)) if hosts is None else hosts)
         for number in numbers:
             self._pipes[number].send((do, arguments))
         return numbers
@@ -74,9 +74,9 @@ class Hosts:
             raise HostError(errors[0] + (f" (and {len(errors) - 1} more)" if errors[1:] else ""))
         return values
 
-    def call(self, do: str, *arguments: Any, of: Sequence[int] | None = None) -> list[Any]:
+    def call(self, do: str, *arguments: Any, hosts: Sequence[int] | None = None) -> list[Any]:
         """Call a method on hosts (all by default), and return the results."""
-        return self.results(self.send(do, *arguments, of=of))
+        return self.results(self.send(do, *arguments, hosts=hosts))
 
     def call_at_once(self, do: str, *arguments: Any) -> tuple[float, list[int]]:
         """Start a call on all hosts; its first argument is the time at which all begin."""
@@ -99,10 +99,11 @@ def until(moment: float) -> None:
 
 def _serve(pipe: Connection, make: Callable[..., Any], number: int, count: int, extra: Sequence[Any]) -> None:
     try:
-        subject = make(number, count, *extra)
+        subject = None
         while True:
             do, arguments = pipe.recv()
             try:
+                subject = subject or make(number, count, *extra)
                 result: tuple[Any, str | None] = getattr(subject, do)(*arguments), None
             except Exception as error:  # the driver raises it
                 result = None, f"{type(error).__name__}: {error}"

@@ -2,11 +2,10 @@
 
 cooperative    All hosts save their parts of 1 GiB as one state: seconds until the last call has returned (and host
                0 has merged, if it must), and the share of this time after the last host's bytes were written.
-independent    Small commits for some seconds, each to a different chunk: their rate and latency, and the number of
+independent    Small commits for some seconds, each of another chunk: their rate and latency, and the number of
                acknowledged commits that are lost.
-killed         One of the saving hosts is killed in the middle, and then the rest of its job, as a launcher does.
-               The hosts of the next attempt, which are already running, begin at once: seconds from the kill to
-               its commit.
+killed         One host is killed while all save, and then the rest of the job, as a launcher does. The hosts of
+               the next attempt, which run already, begin at once: seconds from the kill to its commit.
 
 All contenders of one question take turns, in an order that rotates by one each round. Not timed are: starting
 processes, emptying the folder, syncing the disk, opening stores, generating the arrays, the first use in each
@@ -38,12 +37,12 @@ _KILL_AFTER = 0.1  # seconds; no contender has saved a gigabyte by then
 
 
 class Bench:
-    """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `say`."""
+    """Runs measurements in a folder, appends their rows to `rows`, and reports progress to `log`."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
         self.folder = folder
         self.rows: list[Row] = []
-        self._say = say
+        self._log = log
         self._reserve = machine.Reserve()
 
     def cooperative(self, hosts: int, durable: bool, turn: int) -> None:
@@ -80,7 +79,7 @@ class Bench:
     ) -> None:
         row: Row = {"question": question, "contender": name, "hosts": hosts}
         row |= {"tasks": tasks, "durable": durable, "round": turn}
-        self._say(
+        self._log(
             f"{question}: {CONTENDERS[name].title}, {hosts} hosts" + (f" × {tasks} tasks" if tasks > 1 else "")
         )
         machine.clear(self.folder)
@@ -89,7 +88,7 @@ class Bench:
             row |= measure(name, hosts, tasks, durable)
         except (HostError, ImportError, ValueError) as error:
             row["error"] = str(error).splitlines()[0][:200]
-            self._say(f"{question}: {name}: {row['error']}")
+            self._log(f"{question}: {name}: {row['error']}")
         self._reserve.release()
         self.rows.append(row)
 
@@ -100,7 +99,7 @@ class Bench:
         with self._hosts(name, hosts, durable) as job:
             self._rehearse(name, job, "rehearsal")
             self._enter(job, "store")
-            job.call("create", 0, of=[0])
+            job.call("create", 0, hosts=[0])
             job.call("open", 0)
             self._make_room()
             start, numbers = job.call_at_once("save", 0)
@@ -118,7 +117,7 @@ class Bench:
     def _rehearse(self, name: str, job: Hosts, folder: str) -> None:
         """Run everything that is timed once, with a small state."""
         self._enter(job, folder, SMALL)
-        job.call("create", 0, of=[0])
+        job.call("create", 0, hosts=[0])
         job.call("open", 0)
         self._end(name, job, job.call_at_once("save", 0)[1])
 
@@ -126,19 +125,19 @@ class Bench:
         saved = job.results(numbers)
         end = max(s.ended for s in saved)
         if CONTENDERS[name].merges:
-            [end] = job.call("merge", [s.payload for s in saved], of=[0])
+            [end] = job.call("merge", [s.payload for s in saved], hosts=[0])
         return end, max(s.written for s in saved)
 
     def _commit(self, name: str, hosts: int, tasks: int, durable: bool, seconds: float) -> Row:
         with self._hosts(name, hosts, durable) as job:
             job.call("enter", f"{self.folder}/store")
-            job.call("create", hosts * tasks, of=[0])
+            job.call("create", hosts * tasks, hosts=[0])
             job.call("open", 0)
             start, numbers = job.call_at_once("commit_for", seconds, tasks)
             writers = [writer for host in job.results(numbers) for writer in host]
             took = time.monotonic() - start
             made = [len(w.seconds) for w in writers]
-            [lost] = job.call("lost", made, of=[0])
+            [lost] = job.call("lost", made, hosts=[0])
         each = np.concatenate([w.seconds for w in writers]) * 1e3
         return {
             "rate": sum(made) / took,
@@ -157,7 +156,7 @@ class Bench:
             self._rehearse(name, after, "rehearsal of the next")
             self._enter(job, "store")
             self._enter(after, "store")
-            job.call("create", 0, of=[0])
+            job.call("create", 0, hosts=[0])
             job.call("open", 0)
             after.call("open", 1)
             self._make_room()

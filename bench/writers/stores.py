@@ -2,7 +2,7 @@
 
 A state is `COUNT` float32 arrays of `SIDE`×`SIDE`; a host has `SIDE` ÷ hosts rows of each. Stores are opened
 before the clock starts, and each process first runs everything once with a state of `SMALL`×`SMALL`, because the
-cost of the first save (threads, pages shared by a fork) is one of processes, not of stores.
+extra cost of the first save (threads, pages shared by a fork) is a cost of processes, not of stores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The latencies of one writer's small commits, in seconds, and the number of retries."""
+    """The latencies of one writer's small commits in seconds, and the number of retries."""
 
     seconds: list[float]
     retries: int
@@ -173,12 +173,12 @@ class TStore(Host):
         self.written, storage = 0.0, self.store.log.storage
         flush = storage.flush
 
-        async def settled(prefix: str, durability: Any) -> None:
+        async def timed_flush(prefix: str, durability: Any) -> None:
             await flush(prefix, durability)
             if prefix.startswith("txn/") and not self.written:
-                self.written = time.monotonic()  # the chunks of this process are written and durable
+                self.written = time.monotonic()  # the chunks of this process are durable
 
-        storage.flush = settled
+        storage.flush = timed_flush
 
     def save(self, start: float, attempt: int) -> Saved:
         import tstore

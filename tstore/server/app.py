@@ -110,9 +110,8 @@ class App:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _, query = request.raw_path.partition("?")
         if path == "/-/health" and request.method in ("GET", "HEAD"):
-            return json_response(
-                503 if self.draining else 200, {"status": "shutting down" if self.draining else "ok"}
-            )
+            status, text = (503, "shutting down") if self.draining else (200, "ok")
+            return json_response(status, {"status": text})
         if self.draining:
             raise Refused(503, "the server is shutting down", {"Retry-After": "1", "Connection": "close"})
         if request.method not in _NEEDED:
