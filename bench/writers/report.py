@@ -47,7 +47,9 @@ def show(console: Console, rows: list[Row], commits: list[tuple[bool, Commit]]) 
             console.print(table)
     for row in rows:
         if "error" in row:
-            console.print(f"{row['question']}, {row['way']}, {row['hosts']} hosts: {row['error']}", style="red")
+            console.print(
+                f"{row['question']}, {row['contender']}, {row['hosts']} hosts: {row['error']}", style="red"
+            )
     console.print(bar_table(bars(rows, commits)))
     for line in limits(rows):
         console.print(line)
