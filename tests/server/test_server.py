@@ -775,7 +775,7 @@ def test_a_server_waits_for_a_body_as_slow_as_clients_wait_for(piece: int) -> No
     async def moved(rate: float) -> int:
         with Transfers(LIMITS).track("client") as transfer:
             while transfer.moved < 64 << 20:
-                async with transfer.awaiting():
+                async with transfer:
                     silence = 0.99 * IDLE_SECONDS if not transfer.moved else 0
                     await asyncio.sleep(silence + piece / rate)
                     transfer.moved += piece

@@ -42,7 +42,7 @@ async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> As
         while not ended:
             pieces: list[bytes] = []
             enough = transfer.moved + _RECEIVED_PIECE
-            async with transfer.awaiting():
+            async with transfer:
                 while transfer.moved < enough and not ended:
                     pieces.append(await request.content.readany())
                     transfer.moved += len(pieces[-1])
@@ -84,7 +84,7 @@ async def send(
         if request.method == "HEAD":
             return response
         while start < stop:
-            async with transfer.awaiting():
+            async with transfer:
                 sent = await _send_piece(request, response, opened, start, min(stop - start, PIECE))
                 start, transfer.moved = start + sent, transfer.moved + sent
             tally.sent = transfer.moved

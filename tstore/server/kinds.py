@@ -71,6 +71,7 @@ class Kind(enum.Enum):
         return self in (Kind.PACK, Kind.OTHER)
 
 
+_NOT_PERMITTED = re.compile(r"%(?![0-9A-Fa-f]{2})|%(?:2[fF]|5[cC]|[01][0-9A-Fa-f]|7[fF])|[^!-~]|\\")
 _PATTERNS = {kind: re.compile(kind.value) for kind in Kind}
 
 
@@ -82,7 +83,7 @@ def key_of(path: str) -> str:
     """
     if not path.startswith("/") or len(path) > _MAX_PATH:
         raise InvalidArgument(f"the path of a request must begin with '/' and have at most {_MAX_PATH} characters")
-    if re.search(r"%(?![0-9A-Fa-f]{2})|%(?:2[fF]|5[cC]|[01][0-9A-Fa-f]|7[fF])|[^!-~]|\\", path):
+    if _NOT_PERMITTED.search(path):
         raise InvalidArgument("the path contains a character, plain or encoded, that is not permitted in a key")
     try:
         key = unquote_to_bytes(path[1:]).decode()

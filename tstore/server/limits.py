@@ -95,7 +95,13 @@ class Shares:
 
     @contextlib.asynccontextmanager
     async def claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
-        """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait."""
+        """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait.
+
+        To claim nothing takes no wait.
+        """
+        if not size:
+            yield
+            return
         size = min(size, self._total)
         if self._waiting or size > self._left:
             await self._turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import Hashable, Iterator
+from types import TracebackType
 
 from aiohttp import web
 
@@ -40,16 +42,20 @@ _HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
 
 def client_of(request: web.BaseRequest) -> Hashable:
     """Return the identity of a client: its address (for IPv6 the network) and its token."""
+    return _network(request.remote or ""), hash(request.headers.get("Authorization"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _network(remote: str) -> Hashable:
     try:
-        address = ipaddress.ip_address((request.remote or "").partition("%")[0])
+        address = ipaddress.ip_address(remote.partition("%")[0])
     except ValueError:
-        return request.remote, hash(request.headers.get("Authorization"))
-    network = int(address) >> _HOST_BITS if address.version == 6 else int(address)
-    return network, hash(request.headers.get("Authorization"))
+        return remote
+    return int(address) >> _HOST_BITS if address.version == 6 else int(address)
 
 
 class Transfer:
-    """The transfer of one body; the server waits for its client only inside `awaiting`."""
+    """The transfer of one body; the server waits for its client only in `async with transfer:`."""
 
     def __init__(self, client: Hashable, limits: Limits) -> None:
         self.client = client
@@ -62,19 +68,26 @@ class Transfer:
         self._timeout: asyncio.Timeout | None = None
         self._displaced = False
 
-    @contextlib.asynccontextmanager
-    async def awaiting(self) -> AsyncIterator[None]:
-        """Bound the block, which waits for the client, by the rules; raise `Refused` (408, 503) beyond them."""
-        loop = asyncio.get_running_loop()
-        self._began = loop.time()
+    async def __aenter__(self) -> None:
+        """Begin to wait for the client, as long as the rules allow."""
+        self._began = asyncio.get_running_loop().time()
+        self._timeout = asyncio.timeout(self._remaining())
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raise `Refused` (408, 503) if the client took longer than the rules allow."""
+        assert self._timeout is not None
         try:
-            async with asyncio.timeout(self._remaining()) as self._timeout:
-                yield
+            await self._timeout.__aexit__(kind, error, trace)
+            if kind is TimeoutError:
+                raise TimeoutError
         except TimeoutError:
             raise self._refusal() from None
         finally:
             self._timeout, self._displaced = None, False
-            self._waited += loop.time() - self._began
+            self._waited += asyncio.get_running_loop().time() - self._began
             if self.moved - self._piece[0] >= PIECE:
                 self._piece = self.moved, self._waited
 
