@@ -3,7 +3,7 @@
 A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
 exists: each manifest with the length and checksum in the record, each pack as long as its chunks require, and
 inline chunks with their checksums. All this is checked before the record is created; of concurrent creates of one
-version, one succeeds as usual.
+version, exactly one succeeds as usual.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
@@ -100,7 +100,7 @@ class Admission:
         check_form(record)
         if record.transaction.startswith(REPAIR) and scope < Scope.ADMIN:
             raise _needs_admin(
-                f"a transaction whose id begins with {REPAIR!r} is that of a repair, which to copy", scope
+                f"copying a repair, whose transaction has an id that begins with {REPAIR!r},", scope
             )
         await self._check_collected(state, record, scope)
         if (committed := state.committed_as(record)) is not None:
@@ -283,7 +283,7 @@ class Admission:
                 break
         if absent and scope < Scope.ADMIN:
             raise _needs_admin(
-                f"the record names {absent[0][:99]}, which is not here; to copy a collected store", scope
+                f"the record names {absent[0][:99]}, which does not exist; copying a collected store", scope
             )
 
         def apply() -> NextVersion:

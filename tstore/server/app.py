@@ -40,8 +40,8 @@ from tstore.server.kinds import Kind, Names, key_of, kind_of
 from tstore.server.limits import Limits
 from tstore.server.responses import Refused, json_response, refusal_from
 from tstore.server.served import ServedStorage
-from tstore.server.storing import Storing
 from tstore.server.transfers import Transfers, client_of
+from tstore.server.writes import Writes
 from tstore.storage.objects import PutMode, checked_key
 
 __all__ = ["App"]
@@ -74,7 +74,7 @@ class App:
         self.draining = False
         self._served = served
         self._transfers = Transfers(limits)
-        self._storing = Storing(served, limits, self._transfers)
+        self._writes = Writes(served, limits, self._transfers)
         self._access = access
         self._max_scope = max_scope
         self._names = names
@@ -185,13 +185,13 @@ class App:
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"a store has no object named {key}")
         if request.method == "PUT":
-            mode = await self._storing.put(request, key, kind, scope)
+            mode = await self._writes.put(request, key, kind, scope)
             return json_response(201 if mode is PutMode.CREATE else 204)
         if any(name in request.headers for name in _CONDITIONS):
             raise Refused(400, "DELETE takes no conditions")
         if kind is not Kind.HEARTBEAT:
             self._check_scope(scope, Scope.ADMIN)
-        await self._storing.remove(key, kind)
+        await self._writes.delete(key, kind)
         return json_response(204)
 
     async def _list(self, request: web.BaseRequest, query: str) -> web.StreamResponse:

@@ -1,8 +1,8 @@
 """The state of the log behind a server, as needed to validate the next record.
 
 It advances with each record that the server accepts, so that a commit reads only the newest record. It is read
-again if a backup was restored under the server, or if `tstore repair` voided a record, as the repair's own commit
-says.
+again if a backup was restored under the server, or if `tstore repair` voided a record, which the commit of the
+repair tells.
 """
 
 from __future__ import annotations

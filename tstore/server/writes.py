@@ -1,8 +1,8 @@
-"""Writes and deletions of objects, as requested by clients.
+"""Writes and deletions of objects, as clients request them.
 
-1. A pack is streamed to a temporary object until complete; other objects are small, held in memory, and validated
-   before they are stored.
-2. A body that is truncated, stalls, is too long or has another checksum leaves nothing.
+1. A pack is streamed to a temporary object, published when it is complete; other objects are small, and are
+   received into memory and validated before they are stored.
+2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log (`admission`). The same holds for a root.
 4. Except for the heartbeats of hosts, an object is deleted only if a garbage collection condemned it and no
@@ -31,14 +31,14 @@ from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers, client_of
 from tstore.storage.objects import PutMode
 
-__all__ = ["Storing"]
+__all__ = ["Writes"]
 
-_SHORT = 16 << 10  # bytes; parsing as much is faster than waking a thread
+_SHORT = 16 << 10  # bytes that are parsed in less time than it takes to wake a thread
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
-class Storing:
-    """Stores and removes the objects of one server."""
+class Writes:
+    """Stores and deletes the objects of one server."""
 
     def __init__(self, served: ServedStorage, limits: Limits, transfers: Transfers) -> None:
         self._served = served
@@ -56,13 +56,13 @@ class Storing:
         if mode is PutMode.CREATE and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was not changed")
         if kind.streamed and mode is PutMode.CREATE:
-            await self._stream(request, key)
+            await self._put_pack(request, key)
         else:
-            await self._hold(request, key, kind, mode, scope)
+            await self._put_small(request, key, kind, mode, scope)
         return mode
 
-    async def remove(self, key: str, kind: Kind) -> None:
-        """Delete an object if that is permitted."""
+    async def delete(self, key: str, kind: Kind) -> None:
+        """Delete an object; raise `Refused` if that is not permitted."""
         if kind in (Kind.MARKER, Kind.RECORD, Kind.HINT):
             raise Refused(403, f"{key} can't be deleted: markers, records and hints never are")
         if kind is not Kind.FOLDER and await self._storage.head(key) is None:
@@ -81,19 +81,21 @@ class Storing:
         if kind is not Kind.ROOT:
             await self._served.remove_empty_folder("/".join(key.split("/")[:2]))
 
-    async def _stream(self, request: web.BaseRequest, key: str) -> None:
+    async def _put_pack(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
         declared_length(request, most)
         async with self._served.incoming(key, client_of(request)) as incoming:
             await self._receive(request, most, incoming.write)
 
-    async def _hold(self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope) -> None:
+    async def _put_small(
+        self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope
+    ) -> None:
         most = min(LONGEST_IN_MEMORY, longest(key) or LONGEST_IN_MEMORY)
         declared_length(request, most)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
             await self._receive(request, most, spool.write)
-            # the bytes and the parsed object; short bodies need no claim, since concurrent requests are bounded
+            # for the bytes and the parsed object; few requests are concurrent, so short bodies need no claim
             claimed = 3 * spool.size if spool.size > PIECE else 0
             async with self._memory.claim(client, claimed):
                 try:
