@@ -1,9 +1,9 @@
 """The tree as of a version: the nearest root below it, and the records from there on.
 
-A root counts only if it names the checksum of the record of its version. Any other root, and one that cannot be
-read, is skipped, and older roots and the records serve instead. A root covers all records up to its own, which
-holds as long as every number is written once. Somebody who replaces single records of a store breaks that;
-`tstore verify` compares every root with the records.
+A root is used only if it names the checksum of the record of its version. Any other root, and one that cannot be
+read, is skipped in favour of older roots and the records. A root stands for all records up to its own, because
+every number is written only once. Replacing single records of a store by hand would break that; `tstore verify`
+compares every root with the records.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Forget what was built on records that a repair has voided since, here and in the local cache.
+        """Drop the cached trees, records and roots of versions that a repair has voided, also in the local cache.
 
         Raises `TimelineChanged` if such a record is cached.
         """
