@@ -21,7 +21,7 @@ from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.snapshot import Snapshot
 from tstore.steps import steps
-from tstore.storage.cache.folder import Cache
+from tstore.storage.cache import Cache
 from tstore.store import Store, open
 from tstore.transactions.pending import PendingTransaction
 from tstore.transactions.transaction import Transaction

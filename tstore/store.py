@@ -36,12 +36,11 @@ from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
-from tstore.storage.cache.folder import Cache
-from tstore.storage.cache.store import CachedStorage, uncached
+from tstore.storage.cache import Cache, CachedStorage, uncached
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, prove
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import PendingTransaction, find_pending, pending
@@ -156,7 +155,7 @@ class Store:
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
         storage = uncached(self._log.storage)
-        return storage.traffic if isinstance(storage, Remote) else None
+        return storage.traffic if isinstance(storage, RemoteStorage) else None
 
     @property
     def log(self) -> Log:

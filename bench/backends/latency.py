@@ -14,7 +14,7 @@ import tstore
 from bench.bars import Bar
 from tstore.conformance.faults import Faults
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 
 ARRAYS = 1000
 EACH = 16 << 10
@@ -52,19 +52,19 @@ def measure(rounds: int) -> Latencies:
 async def _measure(rounds: int) -> Latencies:
     values = np.random.default_rng(0).random((ARRAYS, EACH // 8))
     many, one = uuid.uuid4().hex, uuid.uuid4().hex
-    async with await tstore.open(served(MemoryStorage(many))) as store:
+    async with await tstore.open(as_remote(MemoryStorage(many))) as store:
         before = store.traffic.requests if store.traffic else {}
         await tstore.save(store, {f"a{i}": values[i] for i in range(ARRAYS)}, 0)
         after = store.traffic.requests if store.traffic else {}
         objects = len(await store.log.storage.list("txn/")) + 1
-    async with await tstore.open(served(MemoryStorage(one))) as store:
+    async with await tstore.open(as_remote(MemoryStorage(one))) as store:
         await tstore.save(store, {"a": values}, 0)
     requests = {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
     result = Latencies(ARRAYS, [], [], requests, objects)
     for _ in range(rounds):
         for name, seconds in ((many, result.many), (one, result.one)):
             began = time.perf_counter()
-            async with await tstore.open(served(Faults(MemoryStorage(name), latency=LATENCY)), "r") as store:
+            async with await tstore.open(as_remote(Faults(MemoryStorage(name), latency=LATENCY)), "r") as store:
                 await tstore.restore(store, 0)
             seconds.append(time.perf_counter() - began)
     return result

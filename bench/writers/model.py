@@ -137,7 +137,7 @@ class GcsStorage(Storage):
         self._uploads = uploads
         self._packs: dict[str, bytearray] = {}
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         await self._bucket.request("get", READ, self._bucket.reads)
         data = self._bucket.objects.get(key)
         await self._bucket.respond(READ)

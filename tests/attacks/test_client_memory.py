@@ -17,17 +17,17 @@ from tests.support.raw_http import Request, ok, part, serving
 CHUNK = b"10000\r\n" + bytes(0x10000) + b"\r\n"
 CHUNKED = "Transfer-Encoding: chunked"
 BOMB = gzip.compress(bytes(64 << 20))
-MOST = 420  # MiB beyond an idle client: `storage.room` with the longest record of a gc
+MOST = 420  # MiB beyond an idle client: `storage.limits` with the longest record of a gc
 
 CLIENT = """
     import asyncio, json, resource, sys
     from tstore.errors import TStoreError
-    from tstore.storage import listing
-    from tstore.storage.remote import served
+    from tstore.storage import limits
+    from tstore.storage.remote import as_remote
     import tstore
 
     kind, url, small = sys.argv[1:]
-    listing.LISTED = int(small)
+    limits.LISTING_BYTES = int(small)
 
     def objects(path):
         if kind == "http":
@@ -55,10 +55,10 @@ CLIENT = """
             except TStoreError as error:
                 result = error
             note(name, result)
-        first = served(objects("endless"))
+        first = as_remote(objects("endless"))
         await refused("nothing", first.get("nothing"))
         for path in ("endless", "gzip", "refusal"):
-            storage = served(objects(path), policy)
+            storage = as_remote(objects(path), policy)
             await refused(f"{path} marker", storage.get("tstore.json"))
             await refused(f"{path} records", many(lambda n: storage.get(f"commits/{n:020d}")))
             await refused(f"{path} gc records", many(lambda n: storage.get(f"commits/{n + 100:020d}")))
@@ -67,7 +67,7 @@ CLIENT = """
                 f"txn/a/pack-{n}", 0, [bytearray(1 << 16)], 1 << 16)))
             await refused(f"{path} list", storage.list("p"))
             await storage.close()
-        storage = served(objects("list"), policy)
+        storage = as_remote(objects("list"), policy)
         await refused("a list that goes on", storage.list("p"))
         await refused("folders that go on", storage.folders("p"))
         await storage.close()

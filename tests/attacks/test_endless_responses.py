@@ -19,20 +19,18 @@ from tstore.format.bounds import COLLECTION_BYTES
 from tstore.log.reader import LogReader
 from tstore.runtime.event_loops import on_io
 from tstore.runtime.pool import Workers
-from tstore.storage import listing, pace
+from tstore.storage import limits
 from tstore.storage.base import Storage
-from tstore.storage.cache.folder import Cache
-from tstore.storage.cache.store import CachedStorage
+from tstore.storage.cache import Cache, CachedStorage
 from tstore.storage.connect import connect
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.http.store import HttpStorage
+from tstore.storage.limits import FREE, SHARED, Deadline, ResponseMemory
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability, PutMode, overlong
-from tstore.storage.pace import Pace
-from tstore.storage.remote import Remote, served
+from tstore.storage.remote import RemoteStorage, as_remote
 from tstore.storage.retry import RetryPolicy
-from tstore.storage.room import FREE, SHARED, Room
 from tstore.storage.s3.store import S3Storage
 
 TIMEOUT = 0.3
@@ -58,14 +56,14 @@ DIALECTS = [http, gcs, s3]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr(pace, "SLOWEST", 4096)
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "BODY_RATE", 4096)
 
 
 @contextlib.asynccontextmanager
-async def asking(kind: Callable[[str], Storage], *responses: RawResponse) -> AsyncIterator[Remote]:
+async def asking(kind: Callable[[str], Storage], *responses: RawResponse) -> AsyncIterator[RemoteStorage]:
     async with serving(*responses) as server:
-        storage = Remote(kind(server.url))
+        storage = RemoteStorage(kind(server.url))
         try:
             yield storage
         finally:
@@ -147,9 +145,9 @@ async def test_a_server_that_receives_below_the_minimum_rate_is_given_up(impatie
 
 
 async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "SLOWEST", 1000)
+    monkeypatch.setattr(limits, "BODY_RATE", 1000)
     clock = asyncio.get_running_loop().time
-    async with Pace(0.4) as within:
+    async with Deadline(0.4) as within:
         began = clock()
         while clock() < began + 1.2:
             await asyncio.sleep(0.02)
@@ -160,14 +158,14 @@ async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: py
 
 
 async def moving(size: int, pause: float) -> None:
-    async with Pace(0.1) as within:
+    async with Deadline(0.1) as within:
         while True:
             within.moved(size)
             await asyncio.sleep(pause)
 
 
 async def test_time_spent_by_the_client_does_not_count() -> None:
-    async with Pace(0.2) as within:
+    async with Deadline(0.2) as within:
         await within.pause(asyncio.sleep(0.5))
         within.moved(1)
 
@@ -225,7 +223,7 @@ async def storage_of(kind: str, tmp_path: Any) -> AsyncIterator[Storage]:
         case "memory":
             made = MemoryStorage(name)
         case "objects":
-            made = served(MemoryStorage(name))
+            made = as_remote(MemoryStorage(name))
         case "cached":
             made = CachedStorage(LocalStorage(tmp_path / "store"), Cache(tmp_path / "cache"), "x")
         case _:
@@ -264,10 +262,10 @@ async def test_objects_share_a_bounded_amount_of_memory() -> None:
 
     async def receive(number: int) -> None:
         taken.append(0)
-        async with Room() as room:
+        async with ResponseMemory() as memory:
             while taken[number] < 100 << 20:
-                if not room.has(FREE):
-                    await room.wait()
+                if not memory.take(FREE):
+                    await memory.wait()
                 taken[number] += FREE
                 await asyncio.sleep(0)
             if number == 0:
@@ -285,9 +283,9 @@ async def test_objects_share_a_bounded_amount_of_memory() -> None:
 
 async def test_a_cancelled_receiver_releases_its_memory() -> None:
     async def receive(size: int) -> None:
-        async with Room() as room:
-            if not room.has(size):
-                await room.wait()
+        async with ResponseMemory() as memory:
+            if not memory.take(size):
+                await memory.wait()
             await asyncio.Event().wait()
 
     first = asyncio.ensure_future(receive(SHARED))
@@ -299,9 +297,9 @@ async def test_a_cancelled_receiver_releases_its_memory() -> None:
     await asyncio.wait([first, others[0]])
 
     async def later() -> None:
-        async with Room() as room:
-            if not room.has(2 * FREE):
-                await room.wait()
+        async with ResponseMemory() as memory:
+            if not memory.take(2 * FREE):
+                await memory.wait()
 
     waiting = asyncio.ensure_future(later())
     for task in others[1:]:
@@ -345,7 +343,7 @@ def pages(dialect: Callable[[str], Storage], page: Callable[[int], list[str]]) -
     return response
 
 
-Listing = Callable[[Remote], Awaitable[object]]
+Listing = Callable[[RemoteStorage], Awaitable[object]]
 LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda b: b.age("p")]
 
 
@@ -355,7 +353,7 @@ LISTS: list[Listing] = [lambda b: b.list("p"), lambda b: b.folders("p"), lambda 
 async def test_a_list_without_new_names_ends(
     dialect: Callable[[str], Storage], listing_of: Listing, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "BARREN", 10)
+    monkeypatch.setattr(limits, "EMPTY_PAGES", 10)
     async with asking(dialect, pages(dialect, lambda number: names)) as storage:
         with pytest.raises(Corrupt, match="no new name for 10 pages"):
             await asyncio.wait_for(listing_of(storage), 60)
@@ -365,7 +363,7 @@ async def test_a_list_without_new_names_ends(
 async def test_an_endless_list_of_new_names_ends(
     dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "LISTED", 100_000)
+    monkeypatch.setattr(limits, "LISTING_BYTES", 100_000)
 
     def page(number: int) -> list[str]:
         return [f"p{number:09d}-{i:03d}" for i in range(100)]
@@ -379,8 +377,8 @@ async def test_an_endless_list_of_new_names_ends(
 async def test_a_list_that_is_too_slow_ends(
     dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "GRACE", 0.2)
-    monkeypatch.setattr(listing, "SLOWEST", 1_000_000)  # more than one name per page reaches
+    monkeypatch.setattr(limits, "LISTING_GRACE", 0.2)
+    monkeypatch.setattr(limits, "LISTING_RATE", 1_000_000)  # more than one name per page reaches
 
     def page(number: int) -> list[str]:
         return [f"p{number:09d}"]
@@ -392,9 +390,9 @@ async def test_a_list_that_is_too_slow_ends(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_retried_list_ends_too(dialect: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "BARREN", 10)
+    monkeypatch.setattr(limits, "EMPTY_PAGES", 10)
     async with serving(pages(dialect, lambda number: ["p/a"])) as server:
-        storage = served(dialect(server.url))
+        storage = as_remote(dialect(server.url))
         with pytest.raises(Corrupt, match="no new name"):
             await asyncio.wait_for(storage.list("p"), 60)
         await storage.close()
@@ -447,9 +445,9 @@ async def test_an_endless_error_response_is_reported_by_its_status(
 async def test_each_kind_of_object_keeps_its_own_bound() -> None:
     objects = MemoryStorage(str(uuid.uuid4()))
     await on_io(objects.put("k", [b"12345"], PutMode.CREATE))
-    assert await on_io(objects.get("k", most=5)) == b"12345"
+    assert await on_io(objects.get("k", max_size=5)) == b"12345"
     with pytest.raises(Corrupt, match="longer than 4 bytes"):
-        await on_io(objects.get("k", most=4))
+        await on_io(objects.get("k", max_size=4))
 
 
 # ---- one call with many requests
@@ -457,15 +455,15 @@ async def test_each_kind_of_object_keeps_its_own_bound() -> None:
 
 async def silent(silence: float) -> str:
     """Return the error of a request to a silent server."""
-    within = Pace(silence)
+    within = Deadline(silence)
     with pytest.raises(TimeoutError):
         async with within:
             await asyncio.Event().wait()
-    return within.lost
+    return within.message
 
 
 async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> None:
-    with pace.one_call(0.7) as call:
+    with limits.one_call(0.7) as call:
         said = [await silent(0.2)]  # plus 0.2 s for the connection
         assert call.left <= 0.3
         said += [await silent(0.2)]
@@ -476,8 +474,8 @@ async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> Non
 
 async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_call(impatient: None) -> None:
     clock = asyncio.get_running_loop().time
-    with pace.one_call(0.4) as call:
-        async with Pace(0.4) as within:
+    with limits.one_call(0.4) as call:
+        async with Deadline(0.4) as within:
             began = clock()
             while clock() < began + 1.0:
                 await asyncio.sleep(0.01)
@@ -486,7 +484,7 @@ async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_cal
 
 
 async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(impatient: None) -> None:
-    with pace.one_call(0.1) as call:
+    with limits.one_call(0.1) as call:
         assert "silent for 0.3 s" in await silent(0.3)
         assert call.left == 0.1
 
@@ -494,14 +492,14 @@ async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(imp
 class Silent(MemoryStorage):
     """Does not respond; requests end at their deadline."""
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         raise Unavailable(await silent(0.3))
 
 
 async def test_retries_belong_to_one_call(impatient: None) -> None:
     brisk = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
     with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
-        await served(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
+        await as_remote(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
 
 
 # ---- abandoned calls
@@ -535,11 +533,11 @@ class Held(MemoryStorage):
 
     held = most_held = 0
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         if not key.startswith("commits/"):
-            return await super().get(key, most)
-        if most is not None and most < len(LONG_RECORD):
-            raise overlong(key, most)
+            return await super().get(key, max_size)
+        if max_size is not None and max_size < len(LONG_RECORD):
+            raise overlong(key, max_size)
         self.held += 1
         self.most_held = max(self.held, self.most_held)
         await asyncio.sleep(0.01)
@@ -549,7 +547,7 @@ class Held(MemoryStorage):
 
 async def test_long_records_are_read_one_at_a_time() -> None:
     objects = Held(str(uuid.uuid4()))
-    log = LogReader(served(objects))
+    log = LogReader(as_remote(objects))
     results = await asyncio.gather(*[log.record(version) for version in range(1, 33)], return_exceptions=True)
     assert {type(error) for error in results} == {Corrupt}
     assert objects.most_held == 1
@@ -558,8 +556,8 @@ async def test_long_records_are_read_one_at_a_time() -> None:
 async def test_long_objects_are_not_read_ahead() -> None:
     objects = Held(str(uuid.uuid4()))
     keys = [f"commits/{version:020d}" for version in range(1, 33)]
-    read, broken, cut = await served(objects).leading(keys)
-    assert ([len(data) for data in read], broken, cut) == ([COLLECTION_BYTES] * 2, False, True)
+    read, hole, cut = await as_remote(objects).leading(keys)
+    assert ([len(data) for data in read], hole, cut) == ([COLLECTION_BYTES] * 2, False, True)
     assert objects.most_held == 1
 
 
@@ -573,4 +571,4 @@ async def test_short_objects_are_read_together_and_long_ones_in_small_groups(kin
         first = await storage.leading(keys)
         assert ([len(data) - 8 for data in first.objects], first.cut) == (sizes[:3], True)
         rest = await storage.leading(keys[3:])
-        assert ([len(data) - 8 for data in rest.objects], rest.broken, rest.cut) == (sizes[3:], False, False)
+        assert ([len(data) - 8 for data in rest.objects], rest.hole, rest.cut) == (sizes[3:], False, False)

@@ -27,7 +27,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.storage import pace
+from tstore.storage import limits
 from tstore.storage.http.store import HttpStorage
 from tstore.storage.objects import PutMode
 
@@ -79,8 +79,8 @@ ALL = [*READS, *WRITES, pages]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.2)
-    monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
 
 
 async def fails(
@@ -134,8 +134,8 @@ async def test_a_server_that_stops_reading_a_body_is_unavailable(impatient: None
 
 
 async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(pace, "SLOWEST", 8)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "BODY_RATE", 8)
 
     async def drip(request: Request) -> bytes:
         request.writer.write(ok(b"", length=20))
@@ -149,7 +149,7 @@ async def test_a_slow_server_that_goes_on_is_waited_for(monkeypatch: pytest.Monk
 
 
 async def test_a_server_that_reads_a_body_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 1.0)
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -279,7 +279,7 @@ async def test_an_endless_response_is_given_up() -> None:
             await request.writer.drain()
 
     async def bounded(store: HttpStorage) -> None:
-        await store.get("k", most=1 << 20)
+        await store.get("k", max_size=1 << 20)
 
     await fails(Corrupt, bounded, endless, match="is longer than 1048576 bytes")
 

@@ -24,7 +24,7 @@ import pytest
 from tests.support.raw_http import Request, ok, part, serving
 from tstore.errors import TStoreError
 from tstore.runtime.event_loops import on_io
-from tstore.storage import listing, pace
+from tstore.storage import limits
 from tstore.storage.base import Storage
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.http.store import HttpStorage
@@ -326,7 +326,7 @@ def s3(url: str) -> Storage:
 
 
 async def got(objects: Storage) -> None:
-    assert len(await objects.get("tstore.json", most=MOST)) <= MOST
+    assert len(await objects.get("tstore.json", max_size=MOST)) <= MOST
 
 
 async def read(objects: Storage) -> None:
@@ -377,8 +377,8 @@ def check_error(error: BaseException, hidden: bool) -> None:
 async def test_random_responses_end_in_data_or_an_error_of_tstore(
     kind: Callable[[str], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr(listing, "BARREN", 5)
+    monkeypatch.setattr(limits, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "EMPTY_PAGES", 5)
     seconds, seed = os.environ.get("TSTORE_FUZZ_SECONDS"), os.environ.get("TSTORE_FUZZ_SEED")
     end = time.monotonic() + float(seconds) if seconds else None
     outcomes: Counter[str] = Counter()

@@ -236,7 +236,7 @@ def test_a_limit_of_file_size(saved: Path, limit: int, size: int, codecs: object
     told, after = processes.python(FULL, saved, limit, size, json.dumps(codecs)).splitlines()
     assert told.startswith("StorageFull")
     assert str(saved) in told
-    assert "make room" in told
+    assert "free space" in told
     assert after == "[0]"
     assert files(saved) == before  # what was written is given back
     asyncio.run(intact(saved))

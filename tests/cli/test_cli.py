@@ -29,8 +29,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main
-from tstore.cli.columns import wrap
-from tstore.cli.text import counted, plain, ranges, shortened, sized
+from tstore.cli.text import counted, plain, ranges, shortened, sized, wrap
 from tstore.quantization.plot import plot_report
 
 Call = Callable[..., tuple[int, str, str]]
@@ -668,12 +667,12 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     before = run("log", store, "--json").stdout
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
     process = run("import", tmp_path / "big", store, "--step", 5, **limit)
-    failed((process.returncode, process.stdout, process.stderr), "make room")
+    failed((process.returncode, process.stdout, process.stderr), "free space")
     assert run("log", store, "--json").stdout == before
     assert run("verify", store).returncode == 0
     assert run("import", tmp_path / "big", store, "--step", 5).returncode == 0
     process = run("export", store, tmp_path / "out", **limit)
-    failed((process.returncode, process.stdout, process.stderr), "make room")
+    failed((process.returncode, process.stdout, process.stderr), "free space")
     assert not (tmp_path / "out").exists()
     process = run("probe", tmp_path / "probed", **limit)
     assert (process.returncode, process.stderr) == (1, "")

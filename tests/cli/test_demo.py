@@ -281,7 +281,7 @@ async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, w
     async with Job(2) as job:
         await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
         fill_disk_of(job.hosts[1].pid)
-        with pytest.raises(StorageFull, match="make room"):
+        with pytest.raises(StorageFull, match="free space"):
             async with asyncio.timeout(30):
                 await job.ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=100)
         assert all(gone(host.pid) for host in job.hosts)
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary:
     assert process.returncode == 1
     assert err.startswith("tstore: ")
     assert err.count("\n") == 1
-    assert "make room" in err
+    assert "free space" in err
     assert "saved step 0" not in out
     assert time.monotonic() - started < 60  # the other hosts wait for 120 s
     assert os.listdir(temporary) == []

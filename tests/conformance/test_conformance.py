@@ -15,7 +15,7 @@ from tstore.errors import AlreadyExists, Corrupt, StorageFull, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, Entry, Page, PutMode
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 
 CHECKS = {check.name: check for check in conformance.CHECKS}
 
@@ -29,7 +29,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> conformance.Subje
         case "memory":
             return conformance.Subject(lambda: connect(f"memory://{name}"))
         case _:
-            return conformance.Subject(lambda: Remote(MemoryStorage(name)))
+            return conformance.Subject(lambda: RemoteStorage(MemoryStorage(name)))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
@@ -65,7 +65,7 @@ class GoesAway(MemoryStorage):
 @pytest.mark.parametrize(("kind", "check"), [(NoRoom, "large_objects"), (GoesAway, "listing")])
 async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
-    subject = conformance.Subject(lambda: Remote(kind(name)))
+    subject = conformance.Subject(lambda: RemoteStorage(kind(name)))
     findings = {f.check: f for f in await conformance.run_checks(subject)}
     assert findings[check].outcome == "unknown"
     assert findings[check].detail.startswith("no ")
@@ -153,10 +153,10 @@ class IgnoresRanges(MemoryStorage):
 class RefusesLate(MemoryStorage):
     """Checks the length of an object when it has received all of it."""
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         whole = bytes(bytearray(await super().get(key)))
-        if most is not None and len(whole) > most:
-            raise Corrupt(f"{key} is longer than {most} bytes")
+        if max_size is not None and len(whole) > max_size:
+            raise Corrupt(f"{key} is longer than {max_size} bytes")
         return whole
 
 
@@ -167,7 +167,7 @@ class Stale(MemoryStorage):
         super().__init__(name)
         self._seen: dict[str, bytes] = {}
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         if key not in self._seen:
             self._seen[key] = await super().get(key)
         return self._seen[key]
@@ -199,7 +199,7 @@ class FoldsCase(MemoryStorage):
     def _folded(self, key: str) -> str:
         return key.replace("%2f", "/").replace("A/a", "a/a").replace("+", " ")
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         return await super().get(self._folded(key))
 
     async def put(
@@ -232,7 +232,7 @@ class CutsLargeObjects(MemoryStorage):
 class MissesSilently(MemoryStorage):
     """Gives nothing for what is not there."""
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         return b"" if await self.head(key) is None else await super().get(key)
 
 
@@ -277,4 +277,4 @@ LIES = [
 async def test_a_liar_is_found(liar: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(AssertionError):
-        await CHECKS[check](conformance.Subject(lambda: Remote(liar(name))))
+        await CHECKS[check](conformance.Subject(lambda: RemoteStorage(liar(name))))

@@ -19,7 +19,7 @@ from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, Unav
 from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 
 
 class Forgets(MemoryStorage):
@@ -36,7 +36,7 @@ class Forgets(MemoryStorage):
 async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryStorage], mode: tstore.Mode) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(Denied, match=r"does not create exclusively.*two jobs.*Use a local folder") as raised:
-        await tstore.open(Remote(liar(name)), mode)
+        await tstore.open(RemoteStorage(liar(name)), mode)
     assert name in str(raised.value)
     assert await MemoryStorage(name).empty()
 

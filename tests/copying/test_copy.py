@@ -39,7 +39,7 @@ from tstore.errors import (
 )
 from tstore.format.layout import commit_key
 from tstore.log.expiry import living_versions
-from tstore.storage import upload
+from tstore.storage import packs
 from tstore.storage.base import PackWriter
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
@@ -641,7 +641,7 @@ async def test_to_a_server_and_back(
     kind: str, new: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a pack that is too long for memory; the second copy dies on its way."""
-    monkeypatch.setattr(upload, "IN_MEMORY", 1 << 20)
+    monkeypatch.setattr(packs, "IN_MEMORY", 1 << 20)
     source = new("local")
     big = {str(i): np.random.default_rng(i).random(1 << 19) for i in range(3)}
     store = await tstore.open(source)

@@ -26,7 +26,7 @@ from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.log.reader import LogReader
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 
 NONE = Durability.NONE
 
@@ -115,7 +115,7 @@ async def test_opening_and_following_cost_a_bounded_number_of_reads() -> None:
 @pytest.mark.parametrize("kind", ["memory", "served"])
 async def test_the_gallop_ends_at_the_newest(kind: str) -> None:
     memory = MemoryStorage(str(uuid.uuid4()))
-    storage = served(memory) if kind == "served" else memory
+    storage = as_remote(memory) if kind == "served" else memory
     for version in range(1, 140):
         await storage.create(commit_key(version), b"a record", NONE)
         if version % 7 in (1, 2) or version % ROOT_EVERY < 4:

@@ -26,7 +26,7 @@ from tstore.log.records import VersionCache
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 from tstore.transactions.transaction import staging_of
 
 
@@ -162,7 +162,7 @@ async def backed_up(storage: Storage) -> dict[str, bytes]:
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
     """Return another storage of the same store, as another process has one."""
     name = str(uuid.uuid4())
-    return lambda: tmp_path / "store" if request.param == "local" else Remote(MemoryStorage(name))
+    return lambda: tmp_path / "store" if request.param == "local" else RemoteStorage(MemoryStorage(name))
 
 
 @pytest.mark.parametrize("since", [0, 1, 5, 9])

@@ -1049,7 +1049,7 @@ async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
 def test_what_killed_creates_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
     place = tmp_path / "s"
     blocking.save(place, tree_of(0), 0)
-    old, new, locked = [place / "commits" / f".offer.{name}.tmp" for name in ("old", "new", "locked")]
+    old, new, locked = [place / "commits" / f".object.{name}.tmp" for name in ("old", "new", "locked")]
     marker = place / ".0123.tmp"
     with locked.open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -35,8 +35,8 @@ from tstore.server.limits import LIMITS, PIECE
 from tstore.server.responses import Refused
 from tstore.server.transfers import Transfers
 from tstore.simulation.virtual import VirtualLoop
+from tstore.storage.limits import BODY_RATE, IDLE_SECONDS
 from tstore.storage.objects import Durability
-from tstore.storage.pace import IDLE_SECONDS, SLOWEST
 
 NO_CHUNKS = Manifest((), (), (), (), b"", b"", b"", b"", b"", b"", b"", b"")
 
@@ -782,6 +782,6 @@ def test_a_server_waits_for_a_body_as_slow_as_clients_wait_for(piece: int) -> No
         return transfer.moved
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert runner.run(moved(SLOWEST)) == 64 << 20
+        assert runner.run(moved(BODY_RATE)) == 64 << 20
         with pytest.raises(Refused, match="bytes/s on average"):
-            runner.run(moved(SLOWEST / 2))
+            runner.run(moved(BODY_RATE / 2))

@@ -16,10 +16,10 @@ import tstore
 from tests.support import processes
 from tstore import Cache, Keep
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.storage.cache.store import PIECE
+from tstore.storage.cache import PIECE
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 
 BIG = np.random.default_rng(0).random((3 << 20) // 8 * 4).reshape(-1, 1024)  # 12 MB: several pieces
 MANY = {str(i): np.arange(500) + i for i in range(300)}
@@ -31,13 +31,13 @@ def name() -> str:
 
 
 async def saved(name: str) -> None:
-    store = await tstore.open(served(MemoryStorage(name)))
+    store = await tstore.open(as_remote(MemoryStorage(name)))
     for step in range(3):
         await tstore.save(store, {"big": BIG + step, "many": MANY, "small": step}, step)
 
 
 async def opened(name: str, cache: Cache | str | Path, objects: MemoryStorage | None = None) -> tstore.Store:
-    return await tstore.open(served(objects or MemoryStorage(name)), "r", cache=cache)
+    return await tstore.open(as_remote(objects or MemoryStorage(name)), "r", cache=cache)
 
 
 async def check(store: tstore.Store, step: int) -> None:
@@ -95,7 +95,7 @@ async def test_new_commits_show_at_once(name: str, tmp_path: Path) -> None:
     await saved(name)
     reader = await opened(name, tmp_path)
     await check(reader, 2)
-    writer = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
+    writer = await tstore.open(as_remote(MemoryStorage(name)), cache=tmp_path)
     await tstore.save(writer, {"big": BIG + 3, "many": MANY, "small": 3}, 3)
     await check(reader, 3)
     await check(writer, 3)
@@ -163,16 +163,16 @@ async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
     copied = str(tmp_path / "copy")
     await tstore.copy(await opened(name, tmp_path), copied)
     await tstore.save(copied, {"own": 1}, 7)
-    writer = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
+    writer = await tstore.open(as_remote(MemoryStorage(name)), cache=tmp_path)
     await tstore.save(writer, {"own": 1}, 8)
-    for place, step in ((copied, 7), (served(MemoryStorage(name)), 8)):
+    for place, step in ((copied, 7), (as_remote(MemoryStorage(name)), 8)):
         store = await tstore.open(place, cache=tmp_path)
         assert await tstore.steps(store) == [0, 1, 2, step]
     objects = MemoryStorage(name)
     for page in [p async for p in objects.pages("")]:
         for entry in page.entries:
             await objects.delete(entry.key)
-    fresh = await tstore.open(served(objects), cache=tmp_path)
+    fresh = await tstore.open(as_remote(objects), cache=tmp_path)
     await tstore.save(fresh, {"x": np.ones(3)}, 0)
     reader = await opened(name, tmp_path)
     assert (await tstore.restore(reader, 0))["x"].tolist() == [1, 1, 1]
@@ -253,7 +253,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 
 async def test_everything_else_passes_through(name: str, tmp_path: Path) -> None:
     """A writer with a cache does all that one without does."""
-    store = await tstore.open(served(MemoryStorage(name)), cache=tmp_path)
+    store = await tstore.open(as_remote(MemoryStorage(name)), cache=tmp_path)
     tree: dict[str, Any] = {"x": np.arange(10_000)}
     for step in range(4):
         await tstore.save(store, {**tree, "step": step}, step)

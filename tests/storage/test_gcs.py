@@ -34,7 +34,7 @@ from tstore.errors import (
 )
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.objects import Entry, PutMode
-from tstore.storage.retry import Retry
+from tstore.storage.retry import RetryingStorage
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 
@@ -144,7 +144,7 @@ async def test_lists(objects: GcsStorage, server: str, monkeypatch: pytest.Monke
         assert all(e.age is not None and 0 <= e.age < 100 for e in listed)
     for prefix in ("", "many/", "at/"):
         keys, folders = [], []
-        async for page in Retry(objects).pages(prefix, "/"):
+        async for page in RetryingStorage(objects).pages(prefix, "/"):
             keys += [entry.key for entry in page.entries]
             folders += page.folders
         rest = sorted(name[len(prefix) :] for name in names if name.startswith(prefix))
@@ -330,7 +330,7 @@ async def test_a_page_is_no_object(endpoint: Endpoint, faulty: GcsStorage) -> No
 async def test_a_silent_server_is_given_up(
     endpoint: Endpoint, faulty: GcsStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.storage.pace.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("tstore.storage.limits.IDLE_SECONDS", 0.1)
     for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
         endpoint.faults = at(Fault(Wrong.SILENT), method)
         with pytest.raises(Unavailable, match="silent"):

@@ -19,7 +19,7 @@ from tests.support import forks, gcs
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 from tstore.storage.retry import RetryPolicy
 
 HOSTS = 8
@@ -150,7 +150,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
 
     async def opened(mode: tstore.Mode = "a") -> tstore.Store:
         objects = GcsStorage(url, endpoint_url=endpoint.url)
-        return await tstore.open(served(objects, policy=RetryPolicy(shortest=0.001, longest=0.01)), mode)
+        return await tstore.open(as_remote(objects, policy=RetryPolicy(shortest=0.001, longest=0.01)), mode)
 
     async def write(writer: int) -> None:
         store = await opened()

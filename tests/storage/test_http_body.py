@@ -17,13 +17,12 @@ import trustme
 
 from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok, part, reset, serving, then
 from tstore.errors import Corrupt, TStoreError, Unavailable
-from tstore.storage import pace
-from tstore.storage.http.body import fill
+from tstore.storage import limits
+from tstore.storage.http.body import Sink, fill
 from tstore.storage.http.session import trusting
-from tstore.storage.http.sink import Sink
 from tstore.storage.http.store import HttpStorage
-from tstore.storage.pace import Pace
-from tstore.storage.remote import served
+from tstore.storage.limits import Deadline
+from tstore.storage.remote import as_remote
 
 SIZE = 3 << 20
 BODY = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8).tobytes()  # no byte is what a room holds before
@@ -144,7 +143,7 @@ async def test_a_body_comes_in_any_way_that_http_has(places: Places, response: R
 
 
 async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.8)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.8)
     size = 1 << 20
     response = part(BODY[:size], f"0-{size - 1}/{size}")
 
@@ -188,7 +187,7 @@ async def test_a_long_body_takes_no_memory_of_its_own(places: Places) -> None:
 async def test_a_body_that_breaks_off_is_unavailable(
     places: Places, begun: bytes, behave: Any, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
     async with places.serving(then(begun, behave), WHOLE) as place:
         with pytest.raises(Unavailable, match=match) as caught:
             await place.read()
@@ -200,7 +199,7 @@ async def test_a_body_that_breaks_off_is_unavailable(
 async def test_a_body_that_broke_off_is_asked_for_again(places: Places) -> None:
     async with places.serving(then(HALF, close), WHOLE) as place:
         room = bytearray(SIZE)
-        await served(place.store).read("k", 0, [room], SIZE)
+        await as_remote(place.store).read("k", 0, [room], SIZE)
         assert room == BODY
 
 
@@ -229,7 +228,7 @@ async def test_nothing_is_written_once_a_read_was_cancelled(places: Places, sent
 
 
 async def filled(room: bytearray, response: aiohttp.ClientResponse) -> bool:
-    async with Pace(20) as within:
+    async with Deadline(20) as within:
         return await fill(Sink([room]), response, within)
 
 
@@ -275,7 +274,7 @@ async def test_nothing_is_written_once_a_server_was_silent_for_too_long(
     async with places.serving(then(HALF, halt), WHOLE) as place:
         room = bytearray(SIZE)
         with monkeypatch.context() as hasty:
-            hasty.setattr(pace, "IDLE_SECONDS", 0.2)
+            hasty.setattr(limits, "IDLE_SECONDS", 0.2)
             with pytest.raises(Unavailable, match="silent"):
                 await place.store.read("k", 0, [room], SIZE)
         room[:] = bytes(SIZE)

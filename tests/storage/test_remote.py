@@ -35,7 +35,7 @@ from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.packs import PACK
-from tstore.storage.remote import Remote, served
+from tstore.storage.remote import RemoteStorage, as_remote
 from tstore.storage.retry import RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
 
@@ -51,7 +51,7 @@ async def open_remote(name: str, *around: Callable[[Storage], Storage]) -> tstor
     objects: Storage = MemoryStorage(name)
     for wrap in around:
         objects = wrap(objects)
-    return await tstore.open(served(objects, BRISK))
+    return await tstore.open(as_remote(objects, BRISK))
 
 
 def tree(arrays: int, values: int = 100) -> dict[str, Any]:
@@ -101,7 +101,7 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
     rounds = Rounds(MemoryStorage(name))
-    storage = Remote(rounds)
+    storage = RemoteStorage(rounds)
     store = await rounds.expect(tstore.open(storage), 2)  # the marker and the hint
     restored = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
     assert np.array_equal(restored["w0003"], tree(10, 20_000)["w0003"])
@@ -134,7 +134,7 @@ async def test_a_snapshot_takes_the_looks_for_the_newest_version_alone(commits: 
     for i in range(commits):
         await small_commit(first, f"a{i}")
     rounds = Rounds(MemoryStorage(name))
-    store = await rounds.expect(tstore.open(Remote(rounds)), 2)  # the marker and the hint
+    store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)  # the marker and the hint
     assert len((await rounds.expect(store.snapshot(), *looks)).paths()) == commits
 
 
@@ -143,7 +143,7 @@ async def test_what_others_committed_is_read_many_records_at_once() -> None:
     first = await open_remote(name)
     await small_commit(first, "first")
     rounds = Rounds(MemoryStorage(name))
-    store = await rounds.expect(tstore.open(Remote(rounds)), 2)
+    store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
     await rounds.expect(store.snapshot(), 2)
     for i in range(40):
         await small_commit(first, f"a{i}")
@@ -160,7 +160,7 @@ async def test_the_history_is_read_ever_more_records_at_once() -> None:
     rounds = Rounds(MemoryStorage(name))
 
     async def reopened() -> tstore.Store:
-        store = await rounds.expect(tstore.open(Remote(rounds)), 2)
+        store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
         # 64, its root and up to 66; up to 128; those between 80 and 96, and below 80 those that are not known
         await rounds.expect(store.log.reader.newest(), 4, 6, 15 + 10)
         return store
@@ -318,7 +318,7 @@ async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
         ) -> None:
             raise StorageFull("no room")
 
-    storage = Remote(Full(MemoryStorage(anew())))
+    storage = RemoteStorage(Full(MemoryStorage(anew())))
     pack = storage.writer("txn/a/pack-0", Durability.FSYNC)
     pack.append([b"x"], 1)
     pack.finish()
@@ -351,7 +351,7 @@ FLAT = """
     import numpy as np
     import tstore
     from tstore.storage.memory import MemoryStorage
-    from tstore.storage.remote import served
+    from tstore.storage.remote import as_remote
     from tstore.storage.wrapper import Wrapper
 
     class Sink(Wrapper):
@@ -364,7 +364,7 @@ FLAT = """
             return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
 
     async def main():
-        store = await tstore.open(served(Sink(MemoryStorage("x"))))
+        store = await tstore.open(as_remote(Sink(MemoryStorage("x"))))
         tree = {f"w{i}": v for i, v in enumerate(np.ones((1 << 27), "f4").reshape(32, 1024, -1))}
         before = peak()
         await tstore.save(store, tree, step=1)
@@ -406,7 +406,7 @@ def test_one_session_serves_the_blocking_twins_and_many_loops() -> None:
             self.seen.add(asyncio.get_running_loop())
             return await call()
 
-    storage = served(Loops(MemoryStorage(name)))
+    storage = as_remote(Loops(MemoryStorage(name)))
     with blocking.open(storage) as store:
         blocking.save(store, tree(5, 10_000), step=1)
 
@@ -464,7 +464,7 @@ async def test_the_loop_does_not_wait_for_itself() -> None:
 
 
 def test_a_forked_child_has_a_loop_of_its_own() -> None:
-    store = blocking.open(served(MemoryStorage(anew())))
+    store = blocking.open(as_remote(MemoryStorage(anew())))
     blocking.save(store, tree(5, 10_000), step=1)
     tx = store.transaction()
     tx.create_array("unfinished", (100_000,), "f8").write(np.ones(100_000))
@@ -495,10 +495,10 @@ class World:
 
     async def host(self, number: int) -> tstore.Store:
         faults = Faults(MemoryStorage(self.name), self._chances, jitter=0.002, seed=self._seed * 100 + number)
-        return await tstore.open(served(faults, BRISK))
+        return await tstore.open(as_remote(faults, BRISK))
 
     async def calm(self) -> tstore.Store:
-        return await tstore.open(Remote(MemoryStorage(self.name)))
+        return await tstore.open(RemoteStorage(MemoryStorage(self.name)))
 
 
 CHANCES = Chances(throttled=0.04, lost=0.04, unanswered=0.04, late=0.04, repeated=0.04)
@@ -539,10 +539,10 @@ async def test_no_acknowledged_commit_is_lost_to_a_bad_network(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(4))
 async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None:
     name = anew()
-    calm = await tstore.open(Remote(MemoryStorage(name)))
+    calm = await tstore.open(RemoteStorage(MemoryStorage(name)))
     faults = Faults(MemoryStorage(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
     impatient = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.0, first_deadline=0.0)
-    store = tstore.Store(served(faults, impatient), calm.uuid, "a")
+    store = tstore.Store(as_remote(faults, impatient), calm.uuid, "a")
     outcomes: dict[str, int | None] = {}
     named: list[bool] = []
     for turn in range(60):

@@ -21,7 +21,7 @@ from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 
 FSYNC, NONE = Durability.FSYNC, Durability.NONE
 MARKS = [b"", b"x", bytes(range(256)) * 100]
@@ -32,7 +32,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "local":
         return connect(tmp_path / "new" / "store")
     if request.param == "remote":
-        return Remote(MemoryStorage(str(uuid.uuid4())))
+        return RemoteStorage(MemoryStorage(str(uuid.uuid4())))
     memory = connect(f"memory://{uuid.uuid4()}")
     return memory if request.param == "memory" else Faults(memory)
 

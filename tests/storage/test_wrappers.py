@@ -27,11 +27,10 @@ from tstore.errors import (
 from tstore.runtime import world
 from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.base import Storage
-from tstore.storage.concurrency import Concurrency
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Page, PutMode
-from tstore.storage.retry import RETRY_POLICY, Retry
-from tstore.storage.trace import Trace
+from tstore.storage.remote import LimitedStorage, TracedStorage
+from tstore.storage.retry import RETRY_POLICY, RetryingStorage
 from tstore.storage.wrapper import Request, Wrapper
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
@@ -96,7 +95,7 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
         scripted = Scripted(
             inner, ("before", Unavailable("1")), ("before", Throttled("2")), ("before", Unavailable("3"))
         )
-        objects, buffer = Retry(scripted), bytearray(3)
+        objects, buffer = RetryingStorage(scripted), bytearray(3)
         match operation:
             case "get":
                 assert await objects.get("a/b") == b"123"
@@ -130,7 +129,7 @@ def test_an_answer_is_no_reason_to_ask_again(error: Exception) -> None:
     async def test() -> None:
         scripted = Scripted(memory(), ("before", error))
         with pytest.raises(type(error)):
-            await Retry(scripted).put("k", [b""], CREATE)
+            await RetryingStorage(scripted).put("k", [b""], CREATE)
         assert len(scripted.times) == 1
 
     on_virtual_time(test)
@@ -140,15 +139,15 @@ def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
     async def test() -> None:
         inner = memory()
         lost = Scripted(inner, ("after", Unavailable("lost")))
-        await Retry(lost).put("mine", [b"ab", b"c"], CREATE)
+        await RetryingStorage(lost).put("mine", [b"ab", b"c"], CREATE)
         assert lost.asked == ["create", "create", "head", "read", "read"]
         await inner.put("theirs", [b"xyz"], CREATE)
-        with pytest.raises(AlreadyExists, match="something else"):
-            await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"abc"], CREATE)
-        with pytest.raises(AlreadyExists, match="something else"):
-            await Retry(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"ab"], CREATE)
+        with pytest.raises(AlreadyExists, match="with other contents"):
+            await RetryingStorage(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"abc"], CREATE)
+        with pytest.raises(AlreadyExists, match="with other contents"):
+            await RetryingStorage(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"ab"], CREATE)
         with pytest.raises(AlreadyExists):  # an answer to the first try, whatever the bytes are
-            await Retry(Scripted(inner)).put("theirs", [b"xyz"], CREATE)
+            await RetryingStorage(Scripted(inner)).put("theirs", [b"xyz"], CREATE)
 
     on_virtual_time(test)
 
@@ -159,14 +158,14 @@ def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TSto
         inner = memory()
         scripted = Scripted(inner, ("before", Unavailable("lost")), ("before", error))
         with pytest.raises(Unavailable, match=rf"{error}.*no response"):
-            await Retry(scripted).put("k", [b"1"], CREATE)
+            await RetryingStorage(scripted).put("k", [b"1"], CREATE)
         unreadable = Scripted(
             inner, ("after", Unavailable("lost")), ("before", AlreadyExists("there")), ("before", error)
         )
         with pytest.raises(Unavailable, match=rf"{error}.*no response"):
-            await Retry(unreadable).put("k", [b"1"], CREATE)
+            await RetryingStorage(unreadable).put("k", [b"1"], CREATE)
         with pytest.raises(type(error)):  # what may be done twice may be refused
-            await Retry(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
+            await RetryingStorage(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
                 "k", [b""], REPLACE
             )
 
@@ -176,7 +175,7 @@ def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TSto
 def test_a_server_names_the_time_to_wait() -> None:
     async def test() -> None:
         scripted = Scripted(memory(), ("before", Throttled("later", 7.5)), ("before", Throttled("later", 0.0)))
-        await Retry(scripted).put("k", [b""], REPLACE)
+        await RetryingStorage(scripted).put("k", [b""], REPLACE)
         first, second, third = scripted.times
         assert first + 7.5 <= second < third < second + RETRY_POLICY.longest
 
@@ -187,7 +186,7 @@ def test_asking_again_ends() -> None:
     async def test() -> None:
         clock = asyncio.get_running_loop().time
         dead = Scripted(memory(), *[("before", Unavailable("down"))] * 10_000)
-        objects = Retry(dead)
+        objects = RetryingStorage(dead)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
         assert clock() <= RETRY_POLICY.first_deadline  # it never answered: perhaps a wrong address
@@ -207,7 +206,7 @@ def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server
     async def test() -> None:
         clock = asyncio.get_running_loop().time
         scripted = Scripted(memory(), *[("before", Unreachable("refused"))] * 10_000)
-        objects = Retry(scripted)
+        objects = RetryingStorage(scripted)
         with pytest.raises(Unreachable):
             await objects.head("k")
         assert clock() <= RETRY_POLICY.connect_deadline < RETRY_POLICY.first_deadline
@@ -231,7 +230,7 @@ def test_pauses_are_drawn_anew_and_grow() -> None:
     async def test() -> None:
         scripted = Scripted(memory(), *[("before", Unavailable(""))] * 3)
         with world.use_world(Loaded()):
-            await Retry(scripted).head("k")
+            await RetryingStorage(scripted).head("k")
         pauses = [round(b - a, 6) for a, b in zip(scripted.times, scripted.times[1:], strict=False)]
         assert (
             pauses == [0.3, 0.9, 2.7, RETRY_POLICY.longest if RETRY_POLICY.longest < 8.1 else 8.1][: len(pauses)]
@@ -259,7 +258,7 @@ def test_a_listing_that_broke_off_is_taken_up_without_doubles() -> None:
         for name in names:
             await inner.put(name, [b""], CREATE)
         breaking = Breaking(inner)
-        assert await keys(Retry(breaking)) == names
+        assert await keys(RetryingStorage(breaking)) == names
         assert breaking.listings > 2
 
     on_virtual_time(test)
@@ -280,7 +279,7 @@ async def test_no_more_requests_and_bytes_are_under_way_than_allowed() -> None:
             return await call()
 
     gauge = Gauge(memory())
-    objects = Concurrency(gauge, 4, 1000)
+    objects = LimitedStorage(gauge, 4, 1000)
     await asyncio.gather(*[objects.head("x") for _ in range(50)])
     assert gauge.most == 4
     await asyncio.gather(*[objects.put(f"k{i}", [bytes(400)], CREATE) for i in range(20)])
@@ -297,7 +296,7 @@ async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None
             await gate.wait()
             return await call()
 
-    objects = Concurrency(Slow(memory()), 1, 100)
+    objects = LimitedStorage(Slow(memory()), 1, 100)
     tasks = [asyncio.create_task(objects.head("x")) for _ in range(4)]
     await asyncio.sleep(0)
     for task in tasks[:3]:  # one that is under way, two that wait
@@ -315,7 +314,7 @@ async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> No
             await gate.wait()
             return await call()
 
-    objects = Concurrency(Slow(memory()), 1, 100)
+    objects = LimitedStorage(Slow(memory()), 1, 100)
 
     async def first() -> None:
         await objects.head("x")
@@ -336,7 +335,7 @@ async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> No
 
 async def test_requests_and_bytes_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     scripted = Scripted(memory())
-    objects = Trace(scripted)
+    objects = TracedStorage(scripted)
     with caplog.at_level(logging.DEBUG, "tstore.storage"):
         await objects.put("a", [b"12", b"345"], CREATE)
         with pytest.raises(AlreadyExists):
@@ -393,7 +392,7 @@ def test_every_object_is_created_once_through_faults_and_retries() -> None:
     async def test() -> None:
         inner = memory()
         chances = Chances(0.05, 0.05, 0.05, 0.05, 0.05)
-        hosts = [Retry(Faults(inner, chances, jitter=0.05, seed=seed)) for seed in range(4)]
+        hosts = [RetryingStorage(Faults(inner, chances, jitter=0.05, seed=seed)) for seed in range(4)]
 
         async def race(objects: Storage, number: int, key: str) -> bool:
             try:

@@ -17,7 +17,7 @@ from tstore.errors import Misuse, NotFound, StorageFull
 from tstore.storage.base import PackWriter
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import BufferStream, Durability
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 from tstore.transactions.transaction import staging_of
 
 BIG = 200_000
@@ -28,7 +28,7 @@ BIG = 200_000
 async def store(request: pytest.FixtureRequest, tmp_path: Any) -> tstore.Store:
     """Return the URL of an empty store; the remote one is on a slow server."""
     if request.param == "remote":
-        return await tstore.open(served(Faults(MemoryStorage(uuid.uuid4().hex), latency=0.005)))
+        return await tstore.open(as_remote(Faults(MemoryStorage(uuid.uuid4().hex), latency=0.005)))
     return await tstore.open(tmp_path / "store" if request.param == "local" else f"memory://{uuid.uuid4()}")
 
 

@@ -13,7 +13,7 @@ import tstore
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Corrupt, SnapshotExpired
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 from tstore.store import Store
 
 CHUNK = 2000  # float64, so that a chunk lies in a pack and not in its manifest
@@ -133,7 +133,7 @@ async def test_a_base_that_expired_is_told(url: str) -> None:
 async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path) -> None:
     """On a server a pack exists once it is finished; on a disk it is durable only then."""
     name = uuid.uuid4().hex
-    for store in (await tstore.open(served(MemoryStorage(name))), await tstore.open(tmp_path / "store")):
+    for store in (await tstore.open(as_remote(MemoryStorage(name))), await tstore.open(tmp_path / "store")):
         async with store.transaction() as tx:
             await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)
         faults = Faults(store.log.storage)

@@ -1,6 +1,6 @@
-"""The click group of all commands, the short commands, and `main`, which runs one.
+"""`main`, the group of all commands, and the commands that read a store: `demo`, `log`, `ls` and `diff`.
 
-Every command produces one document. With `--json` that document alone is printed on standard output; otherwise its
+Every command produces one document. With `--json` only that document is printed on standard output; otherwise its
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
@@ -16,35 +16,26 @@ from collections.abc import Sequence
 import click
 
 import tstore
-from tstore.cli.bench import bench
-from tstore.cli.console import INTERRUPTED, MISUSED, Document, exmy_format, path_or_url, version_or_tag
-from tstore.cli.console import at_option as _at
-from tstore.cli.console import at_step_option as _at_step
-from tstore.cli.console import fail as _fail
-from tstore.cli.console import json_option as _json
-from tstore.cli.console import run as _run
-from tstore.cli.console import store_argument as _store
-from tstore.cli.copy import copy
-from tstore.cli.gc import gc
-from tstore.cli.probe import probe
-from tstore.cli.progress import Progress
-from tstore.cli.quantize import quantize, report
-from tstore.cli.repair import repair
-from tstore.cli.serve import serve
-from tstore.cli.tables import (
-    show_demo,
-    show_diff,
-    show_exported,
-    show_finished,
-    show_imported,
-    show_log,
-    show_ls,
-    show_pending,
-    show_verified,
+from tstore.cli.console import (
+    INTERRUPTED,
+    MISUSED,
+    Document,
+    Progress,
+    at_option,
+    fail,
+    json_option,
+    path_or_url,
+    run,
+    store_argument,
+    version_or_tag,
 )
+from tstore.cli.maintenance import finish, gc, repair, verify
+from tstore.cli.measure import bench, probe
+from tstore.cli.quantize import quantize, report
+from tstore.cli.serve import serve
+from tstore.cli.tables import show_demo, show_diff, show_log, show_ls, show_pending
 from tstore.cli.text import adapt_streams
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import read_header
+from tstore.cli.transfer import copy, export, import_file
 from tstore.errors import TStoreError
 from tstore.maintenance.contents import listing
 
@@ -52,7 +43,7 @@ __all__ = ["cli", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; raise no exception."""
+    """Run the command line and return its exit code; never raise an exception."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     adapt_streams()
     as_json = "--json" in words
@@ -63,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = context.command_path if context is not None else "tstore"
         message = error.format_message()
         see = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
-        return _fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
+        return fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
-        return _fail(type(error).__name__, str(error), as_json)
+        return fail(type(error).__name__, str(error), as_json)
     except click.Abort:
-        return _fail("Interrupted", "interrupted", as_json, INTERRUPTED)
+        return fail("Interrupted", "interrupted", as_json, INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
@@ -100,7 +91,7 @@ def cli(context: click.Context) -> int:
     metavar="MB",
     help="The size of the generated model.",
 )
-@_json
+@json_option
 def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int:
     """Demonstrate a save, a crash and a restore.
 
@@ -117,66 +108,12 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
         document["commits"] = [_with_decibel(row._asdict()) for row in report.commits]
         return document
 
-    return _run(work, show_demo, as_json, milestones=True)
-
-
-@cli.command("import")
-@click.argument("file", type=path_or_url, metavar="FILE.safetensors")
-@_store
-@click.option("--step", type=click.IntRange(0), required=True, metavar="N", help="The step to save it as.")
-@click.option("--codec", callback=exmy_format, metavar="F", help="Store float tensors in an eXmY format, as e4m3.")
-@_json
-def _import(file: str, store: str, step: int, codec: str | None, as_json: bool) -> int:
-    """Save a safetensors file as a checkpoint.
-
-    Creates the store if there is none.
-    """
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"importing {file}")
-        tensors = read_header(file).tensors.values()
-        version = await import_safetensors(file, store, step, codecs=codec)
-        size = sum(info.stop - info.start for info in tensors)
-        return {
-            "store": store,
-            "version": version,
-            "tag": f"step/{step}",
-            "tensors": len(tensors),
-            "bytes": size,
-        }
-
-    return _run(work, show_imported, as_json)
-
-
-@cli.command("export")
-@_store
-@click.argument("out", type=path_or_url, metavar="OUT.safetensors")
-@_at_step
-@click.option("--step", type=click.IntRange(0), metavar="N", help="The step to export.")
-@_json
-def _export(store: str, out: str, at: int | str | None, step: int | None, as_json: bool) -> int:
-    """Write a checkpoint to a safetensors file.
-
-    Quantized arrays are decoded to their original dtype. The file must not exist yet.
-    """
-    if at is not None and step is not None:
-        raise click.UsageError("--at and --step both name a version; pass one of them")
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"exporting to {out}")
-
-        def report_bytes(done: int, total: int) -> None:
-            progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
-
-        report = await export_safetensors(store, out, at=at, step=step, progress=report_bytes)
-        return {"store": store, "file": out, **report._asdict()}
-
-    return _run(work, show_exported, as_json)
+    return run(work, show_demo, as_json, milestones=True)
 
 
 @cli.command("log")
-@_store
-@_json
+@store_argument
+@json_option
 def _log(store: str, as_json: bool) -> int:
     """List the commits, newest first."""
 
@@ -200,15 +137,15 @@ def _log(store: str, as_json: bool) -> int:
             ]
         return {"store": opened.url, "commits": commits}
 
-    return _run(work, show_log, as_json)
+    return run(work, show_log, as_json)
 
 
 @cli.command("ls")
-@_store
+@store_argument
 @click.argument("path", default="")
-@_at
+@at_option
 @click.option("--pending", is_flag=True, help="List the cooperative transactions not committed yet.")
-@_json
+@json_option
 def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
     """List the arrays of a version.
 
@@ -225,37 +162,14 @@ def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: boo
                 return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
             return {"store": opened.url, **listing(await opened.snapshot(at), path)}
 
-    return _run(work, show_pending if pending else show_ls, as_json)
-
-
-@cli.command("finish")
-@_store
-@click.argument("transaction")
-@_json
-def _finish(store: str, transaction: str, as_json: bool) -> int:
-    """Commit a transaction whose hosts have died.
-
-    TRANSACTION is the id or name of a cooperative transaction, as listed by `tstore ls STORE --pending`. All of
-    its hosts must have delivered their parts.
-    """
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"finishing {transaction}")
-        async with await tstore.open(store, "r+") as opened:
-            return {
-                "store": opened.url,
-                "transaction": transaction,
-                "version": await opened.finish(transaction),
-            }
-
-    return _run(work, show_finished, as_json)
+    return run(work, show_pending if pending else show_ls, as_json)
 
 
 @cli.command("diff")
-@_store
+@store_argument
 @click.argument("before", callback=version_or_tag, metavar="A")
 @click.argument("after", callback=version_or_tag, metavar="B")
-@_json
+@json_option
 def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
     """Show what changed between two versions.
 
@@ -268,35 +182,11 @@ def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int
         async with await tstore.open(store, "r") as opened:
             return {"store": opened.url, **(await opened.diff(before, after)).document()}
 
-    return _run(work, show_diff, as_json)
+    return run(work, show_diff, as_json)
 
 
-@cli.command("verify")
-@_store
-@_json
-def _verify(store: str, as_json: bool) -> int:
-    """Read and check every byte of a store.
-
-    Prints one line for each fault and exits with status 1 if there are any.
-    """
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"verifying {store}")
-        async with await tstore.open(store, "r") as opened:
-            report = await opened.verify()
-        return {"store": opened.url, "ok": report.ok, **report._asdict()}
-
-    return _run(work, show_verified, as_json)
-
-
-cli.add_command(bench)
-cli.add_command(copy)
-cli.add_command(gc)
-cli.add_command(probe)
-cli.add_command(quantize)
-cli.add_command(repair)
-cli.add_command(report)
-cli.add_command(serve)
+for _command in (bench, copy, export, finish, gc, import_file, probe, quantize, repair, report, serve, verify):
+    cli.add_command(_command)
 
 
 def _with_decibel(row: Document) -> Document:

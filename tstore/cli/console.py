@@ -1,4 +1,4 @@
-"""Running a command: its arguments, its result on standard output, and errors as one sentence."""
+"""Running a command: its arguments, its progress, its result on standard output, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import click
 import exmy
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
-from tstore.cli.progress import Progress
 from tstore.cli.text import plain
 from tstore.errors import TStoreError
 
@@ -25,6 +28,7 @@ __all__ = [
     "PIPE_CLOSED",
     "TERMINATED",
     "Document",
+    "Progress",
     "Work",
     "at_option",
     "at_step_option",
@@ -38,31 +42,75 @@ __all__ = [
     "version_or_tag",
 ]
 
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
+
+
+class Progress:
+    """Progress of a command: a status line on standard error if that is a terminal.
+
+    With `milestones`, each finished part is also printed on standard output.
+    """
+
+    def __init__(self, milestones: bool = False) -> None:
+        self._milestones = milestones
+        self._console = Console(stderr=True, markup=False, emoji=False) if sys.stderr.isatty() else None
+        self._status: Status | None = None
+
+    def doing(self, what: str) -> None:
+        """Show the current work in the status line."""
+        if self._console is None:
+            return
+        if self._status is None:
+            spinner = "line" if self._console.options.ascii_only else "dots"
+            self._status = self._console.status(Text(plain(what)), spinner=spinner)
+            self._status.start()
+        else:
+            self._status.update(Text(plain(what)))
+
+    def done(self, what: str) -> None:
+        """Clear the status line and print a milestone."""
+        self.stop()
+        if self._milestones:
+            print("•", plain(what), flush=True)
+
+    def stop(self) -> None:
+        """Clear the status line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
 Document: TypeAlias = dict[str, Any]
 Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
 
-FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 path_or_url = click.Path(readable=False)
-"""The type of an argument that names a file, a folder or a store: shells complete it with file names."""
+"""An argument that is a path or URL of a file or store; shells complete it with file names."""
 
 store_argument = click.argument("store", type=path_or_url)
 plot_option = click.option(
     "--plot",
     type=path_or_url,
     metavar="FILE.png",
-    help="Plot error against size, and exponents (needs matplotlib).",
+    help="Plot errors against sizes, and exponents (needs matplotlib).",
 )
 
 
 def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Return the value of an option that names a version: digits are its number, anything else is a tag."""
+    """Convert the value of an option that names a version: digits are a number, anything else is a tag."""
     return int(value) if value is not None and value.isascii() and value.isdigit() else value
 
 
 def exmy_format(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of an option that names an eXmY format, in its standard form."""
+    """Convert the value of an option that names an eXmY format to its standard form."""
     try:
         return None if value is None else exmy.Format(value).name
     except ValueError as error:
@@ -135,7 +183,7 @@ def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_jso
 
 
 def _discard_output() -> None:
-    """Discard what was printed but not written, so that the flush at exit does not fail again."""
+    """Discard what was printed but not written yet, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -143,10 +191,10 @@ def _discard_output() -> None:
 def _terminable(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that temporary files and processes are removed; record it in `received`.
 
-    If Ctrl-C is ignored, SIGTERM cancels the task in `tasks`, which is empty before the work begins.
+    If Ctrl-C is ignored, SIGTERM cancels the task in `tasks`, which is empty until the work begins.
     """
     handler = signal.getsignal(signal.SIGINT)
-    ignored = handler == signal.SIG_IGN  # as in the background of a script
+    ignored = handler == signal.SIG_IGN  # as for a background job of a script
     if not ignored and handler is not signal.default_int_handler:
         yield  # the embedding program handles signals itself
         return

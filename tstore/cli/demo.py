@@ -7,7 +7,7 @@
 4. Three other processes restore it, each a third of every array, and compare it with the source bit for bit.
 5. It is quantized to e4m3 and to e3m2, each a new commit.
 
-Nothing is simulated; only the moment of the kill is chosen, which the host itself announces.
+Nothing is simulated. Only the moment of the kill is chosen: the host announces it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESTORING = {"hosts": 3}
 VICTIM = 5
 FORMATS = ("e4m3", "e3m2")
 
-_KILLED_TIMEOUT = 2.0  # seconds that hosts wait for a killed one
+_KILLED_TIMEOUT = 2.0  # seconds that the other hosts wait for the killed one
 _SAVE_TIMEOUT = 120.0  # seconds that hosts wait for a slow one
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -124,9 +124,9 @@ async def demo(
 ) -> DemoReport:
     """Run the demo and return its results; the store remains, by default in a new temporary folder.
 
-    `model` is a safetensors file; by default a transformer of `size` bytes is generated. A store that has steps
-    already gets the next ones. Errors of the store, the file or a host are raised; then the default folder is
-    removed, and no process or temporary file remains in any case.
+    `model` is a safetensors file; by default a transformer of `size` bytes is generated. A store with steps gets
+    the next ones. If the store, the file or a host fails, raise its error and remove the default folder.
+    No process or temporary file remains in any case.
     """
     if store is not None and store.startswith("memory:"):
         raise InvalidArgument(f"{store}: eight processes can't share a store in memory; pass a folder")
@@ -195,7 +195,7 @@ class _Demo:
         )
 
     def _prepare(self, model: str | None, size: int, step: int) -> str:
-        """Write the weights of both steps to files that every host can map, and return the name of the model."""
+        """Write the weights of both steps to files that every host can map; return the name of the model."""
         if model is not None:
             tensors, _ = open_tensors(model)
             os.symlink(os.path.abspath(model), self._files[0])
@@ -209,7 +209,7 @@ class _Demo:
 
     @contextlib.asynccontextmanager
     async def _hosts(self) -> AsyncIterator[Job]:
-        """Start a new incarnation of the job: new processes, which share a new attempt."""
+        """Start the job with new processes and a new attempt."""
         self._progress.doing(f"starting {HOSTS} host processes")
         self._attempt = f"demo-{self._job}.{self._starts}"
         self._starts += 1

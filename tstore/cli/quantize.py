@@ -10,6 +10,7 @@ import exmy
 import tstore
 from tstore.cli.console import (
     Document,
+    Progress,
     at_option,
     at_step_option,
     exmy_format,
@@ -18,7 +19,6 @@ from tstore.cli.console import (
     run,
     store_argument,
 )
-from tstore.cli.progress import Progress
 from tstore.cli.tables import show_quantized
 from tstore.quantization.plot import check_plot, plot_report
 from tstore.quantization.policy import parse_policy
@@ -47,7 +47,10 @@ Rules for some arrays and a target for all others:
     help="Give each array the fewest bits that keep this SQNR.",
 )
 @click.option(
-    "--bits", type=float, metavar="B", help="Choose formats of B bits/value over all arrays with the least error."
+    "--bits",
+    type=float,
+    metavar="B",
+    help="Choose the formats with the least error that take B bits/value on average.",
 )
 @click.option(
     "--error",
@@ -74,7 +77,7 @@ Rules for some arrays and a target for all others:
     default=MEMORY // 1_000_000,
     show_default=True,
     metavar="MB",
-    help="Keep values in memory, up to this size, in place of reading them again.",
+    help="The memory for values that would otherwise be read twice.",
 )
 @click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
 @plot_option

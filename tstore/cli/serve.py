@@ -10,14 +10,13 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 import tstore
-from tstore.cli.console import json_option, path_or_url, run, store_argument
-from tstore.cli.progress import Progress
+from tstore.cli.console import Progress, json_option, path_or_url, run, store_argument
 from tstore.errors import NotAStore, TStoreError
 
 if TYPE_CHECKING:
@@ -35,7 +34,10 @@ _log = logging.getLogger("tstore.server")
 @click.command("serve")
 @store_argument
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="The address to listen on; any other needs tokens."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The address to listen on; one that is not a loopback address needs tokens.",
 )
 @click.option(
     "--port",
@@ -49,7 +51,7 @@ _log = logging.getLogger("tstore.server")
     "--token-file",
     type=path_or_url,
     metavar="FILE",
-    help="A file with one line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
+    help="A file with a line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
     f"By default the environment variable {TOKENS} is used.",
 )
 @click.option(
@@ -100,7 +102,7 @@ _log = logging.getLogger("tstore.server")
     show_default=True,
     metavar="KB",
     help="The average rate, in KB per second, below which an upload or download is aborted after three minutes. "
-    "tstore's clients require 8 KB themselves.",
+    "tstore's own clients abort below 8.",
 )
 @click.option(
     "--hostname",
@@ -147,31 +149,21 @@ def serve(
         from tstore.server import Certificate, Limits, Server  # imports aiohttp.web; no other command needs it
 
         _allow_files(2 * connections + 64)
-        certificate = None if tls_cert is None or tls_key is None else Certificate(tls_cert, tls_key)
         server = Server(
             store,
             mode="r" if read_only else "a",
             host=host,
             port=port,
             access=_access(token_file, anonymous),
-            certificate=certificate,
+            certificate=None if tls_cert is None or tls_key is None else Certificate(tls_cert, tls_key),
             names=names,
             hostnames=hostname,
             limits=Limits(connections, requests, max_pack << 20, drain=drain, rate=min_rate << 10),
         )
         if not (create or read_only) and names == "layout":
             await _check_store(store)
-        ended = asyncio.Event()
-        with _signals(ended):
-            async with server:
-                if token_file is not None:
-                    reload = functools.partial(_reload_tokens, server, token_file, anonymous)
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-                if as_json:
-                    print(json.dumps({"store": server.store, "url": server.url}), flush=True)
-                else:
-                    print(f"serving {server.store} at {server.url}", flush=True)
-                await ended.wait()
+        reload = None if token_file is None else functools.partial(_reload_tokens, server, token_file, anonymous)
+        await _serve_until_signal(server, reload, as_json)
 
     from tstore.server import logging_to
 
@@ -179,8 +171,22 @@ def serve(
         return run(work, lambda document: None, as_json)
 
 
+async def _serve_until_signal(server: Server, reload: Callable[[], None] | None, as_json: bool) -> None:
+    """Serve until SIGTERM or Ctrl-C; call `reload` on SIGHUP."""
+    ended = asyncio.Event()
+    with _signals(ended):
+        async with server:
+            if reload is not None:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+            if as_json:
+                print(json.dumps({"store": server.store, "url": server.url}), flush=True)
+            else:
+                print(f"serving {server.store} at {server.url}", flush=True)
+            await ended.wait()
+
+
 async def _check_store(store: str) -> None:
-    """Raise `NotAStore` if there is none: a mistyped path must not create an empty store that all jobs save to."""
+    """Raise `NotAStore` if there is no store: jobs must not save to an empty one at a mistyped path."""
     try:
         async with await tstore.open(store, "r"):
             return
@@ -201,7 +207,7 @@ def _access(token_file: str | None, anonymous: str | None) -> Access | None:
 
     if token_file is not None:
         return Access.read(token_file, anonymous or "none")
-    if TOKENS in os.environ:  # even if empty: a secret that was not delivered must not let everybody write
+    if TOKENS in os.environ:  # even if empty, or everybody could write after a secret was not delivered
         return Access.parse(os.environ[TOKENS], f"the variable {TOKENS}", anonymous or "none")
     return None if anonymous is None else Access(anonymous=anonymous)
 

@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tstore.cli.columns import Column, print_table
-from tstore.cli.text import counted, plain, ranges, shortened, sized
+from tstore.cli.text import Column, counted, plain, print_table, ranges, shortened, sized
 
 __all__ = [
     "show_benched",
@@ -25,6 +24,7 @@ __all__ = [
     "show_pending",
     "show_probed",
     "show_quantized",
+    "show_repaired",
     "show_verified",
 ]
 

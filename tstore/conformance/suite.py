@@ -24,7 +24,7 @@ from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
-from tstore.storage.remote import Remote
+from tstore.storage.remote import RemoteStorage
 
 __all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "heartbeat", "many", "promise", "run_checks"]
 
@@ -191,7 +191,9 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 def _client(storage: Storage) -> Storage:
     """Return the storage as stores use it, but without retries."""
-    return storage if storage.capabilities.in_place or isinstance(storage, Remote) else Remote(storage)
+    return (
+        storage if storage.capabilities.in_place or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
+    )
 
 
 async def _is_read_only(scratch: Scratch) -> bool:

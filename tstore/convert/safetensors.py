@@ -16,7 +16,7 @@ import numpy as np
 
 from tstore.convert.safetensors_header import Header, Path, Spec, header_in, laid_out
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, listed
-from tstore.storage.local.atomic_file import explained, new_file, write_all
+from tstore.storage.local.atomic_file import mapped_errors, new_file, write_all
 from tstore.storage.objects import Durability
 
 __all__ = ["Writer", "open_tensors", "read_header"]
@@ -78,7 +78,7 @@ class Writer:
                 f"{self.path} exists already and is unchanged; choose another name, or remove it first"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(explained("write", self.path))
+            stack.enter_context(mapped_errors("write", self.path))
             self._fd = stack.enter_context(new_file(self.path, Durability.FSYNC))
             write_all(self._fd, [self._header], 0)
             self._open = stack.pop_all()
@@ -109,7 +109,7 @@ class Writer:
                 "once, in order"
             )
         flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
-        with explained("write", path):
+        with mapped_errors("write", path):
             write_all(self._fd, [flat.data], at)
         self._filled[name] = at + part.nbytes
 
@@ -143,5 +143,5 @@ class Writer:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    with explained("read", os.fspath(path)), open(path, "rb") as file:
+    with mapped_errors("read", os.fspath(path)), open(path, "rb") as file:
         yield file

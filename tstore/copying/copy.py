@@ -65,7 +65,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.cache.store import uncached
+from tstore.storage.cache import uncached
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened

@@ -21,7 +21,7 @@ from tstore.format.grid import chunk_number, part_of
 from tstore.runtime.budget import aligned, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import PackReader, Storage
-from tstore.storage.cache.store import forget
+from tstore.storage.cache import forget
 from tstore.storage.objects import Tuning
 
 __all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]

@@ -8,7 +8,7 @@ The data of the record is durable already. To append the record
    raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
-   (`Storage.offer`). A durable record requires a durable predecessor, and so by induction all are durable: if that
+   (`Storage.stage`). A durable record requires a durable predecessor, and so by induction all are durable: if that
    one was created with `durability="none"`, everything is flushed first.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
@@ -50,7 +50,7 @@ from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
-from tstore.storage.base import Offer, Storage
+from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
 __all__ = ["Append", "FramedRecord", "Log", "check_not_condemned"]
@@ -153,7 +153,7 @@ class Append:
         try:
             return await self._race()
         finally:
-            await self._candidate.withdraw()
+            await self._candidate.discard()
 
     async def _race(self) -> int:
         self._collected = await named_collection(self._log, self._seen)
@@ -283,7 +283,7 @@ class _Candidate:
         self._storage = storage
         self._durability = durability
         self._framed = first
-        self._offer: Offer | None = None
+        self._staged: StagedObject | None = None
 
     @property
     def size(self) -> int:
@@ -295,17 +295,17 @@ class _Candidate:
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self._framed.record and record != self._framed.record:
-            await self.withdraw()
-            self._framed, self._offer = FramedRecord.from_record(record), None
-        if self._offer is None:
-            self._offer = self._storage.offer(self._framed.data, self._durability)
-        await self._offer.create(commit_key(version))
+            await self.discard()
+            self._framed, self._staged = FramedRecord.from_record(record), None
+        if self._staged is None:
+            self._staged = self._storage.stage(self._framed.data, self._durability)
+        await self._staged.create(commit_key(version))
         return Stored(self._framed.record, check_of(self._framed.data))
 
-    async def withdraw(self) -> None:
+    async def discard(self) -> None:
         """Discard the prepared bytes."""
-        if self._offer is not None:
-            await self._offer.withdraw()
+        if self._staged is not None:
+            await self._staged.discard()
 
 
 async def _write_root(log: LogReader, version: int) -> None:

@@ -18,7 +18,7 @@ from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.cache.store import forget
+from tstore.storage.cache import forget
 from tstore.storage.objects import SHORT
 
 __all__ = ["MetadataObjects"]

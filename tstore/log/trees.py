@@ -22,7 +22,7 @@ from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.cache.store import forget
+from tstore.storage.cache import forget
 
 __all__ = ["Trees"]
 

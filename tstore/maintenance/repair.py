@@ -45,7 +45,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
-from tstore.storage.cache.store import uncached
+from tstore.storage.cache import uncached
 from tstore.storage.objects import Durability
 
 __all__ = ["DamagedVersion", "RepairReport", "repair_store"]

@@ -59,8 +59,8 @@ import stat
 from collections.abc import Mapping
 
 from tstore.errors import Denied, InvalidArgument
-from tstore.storage.local.atomic_file import explained
-from tstore.storage.secret_file import exposed_mode
+from tstore.storage.http.tokens import exposed_mode
+from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["Access", "Scope"]
 
@@ -110,7 +110,7 @@ class Access:
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
         """Read a token file; raise `Denied` if other users may read it (see `exposed_mode`)."""
         name = os.fspath(path)
-        with explained("read", name):
+        with mapped_errors("read", name):
             if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe or device may block or have effects
                 raise InvalidArgument(f"{name} is not a regular file; pass a file with lines of SCOPE TOKEN")
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

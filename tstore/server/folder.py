@@ -22,7 +22,7 @@ from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
 from tstore.server.served import SMALL, Incoming, OpenObject, ServedStorage
-from tstore.storage.local.atomic_file import StagedFile, explained, locked_draft, write_all
+from tstore.storage.local.atomic_file import StagedFile, mapped_errors, write_all
 from tstore.storage.local.confined import ConfinedStorage
 from tstore.storage.objects import Buffers, Durability, Page
 
@@ -76,17 +76,17 @@ class ServedFolder(ServedStorage):
 
     def _remove_unfinished(self) -> None:
         try:
-            draft = locked_draft(self.storage.url, _PREFIX, Durability.NONE)
+            staged = StagedFile.locked(self.storage.url, _PREFIX, Durability.NONE)
         except OSError:
             return  # the folder does not exist yet, or is read-only
         try:
-            draft.remove_abandoned()
+            staged.remove_abandoned()
         finally:
-            draft.close()
+            staged.close()
 
     def _open(self, key: str, kind: Kind) -> tuple[OpenObject, FileIO]:
         path = self.storage.path(key)
-        with explained("read", path):
+        with mapped_errors("read", path):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as error:
@@ -114,7 +114,7 @@ class _IncomingFile:
     def __init__(self, storage: ConfinedStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        self._draft: StagedFile | None = None
+        self._staged: StagedFile | None = None
         self._end = 0
 
     async def write(self, pieces: Buffers) -> None:
@@ -122,24 +122,24 @@ class _IncomingFile:
 
     def begin(self) -> None:
         """Open the temporary file. Blocking."""
-        with explained("create", self._path):
+        with mapped_errors("create", self._path):
             self._storage.make_folder(self._storage.url, Durability.FSYNC)
-            self._draft = locked_draft(self._storage.url, _PREFIX, Durability.FSYNC)
+            self._staged = StagedFile.locked(self._storage.url, _PREFIX, Durability.FSYNC)
 
     def finish(self) -> None:
         """Give the file its name. Blocking."""
-        assert self._draft is not None
-        with explained("create", self._path):
-            self._draft.force()
+        assert self._staged is not None
+        with mapped_errors("create", self._path):
+            self._staged.force()
             self._storage.make_folder(os.path.dirname(self._path), Durability.FSYNC)
-            self._draft.publish(self._path)
+            self._staged.publish(self._path)
 
     def close(self) -> None:
         """Remove the temporary file, if it exists; may be called repeatedly. Blocking."""
-        if self._draft is not None:
-            self._draft.close()
+        if self._staged is not None:
+            self._staged.close()
 
     def _write(self, pieces: Buffers) -> None:
-        assert self._draft is not None
-        with explained("write", self._path):
-            self._end += write_all(self._draft.fd, pieces, self._end)
+        assert self._staged is not None
+        with mapped_errors("write", self._path):
+            self._end += write_all(self._staged.fd, pieces, self._end)

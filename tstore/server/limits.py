@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tstore.errors import InvalidArgument
 from tstore.server.responses import Refused
-from tstore.storage.pace import SLOWEST
+from tstore.storage.limits import BODY_RATE
 
 __all__ = ["ADVICE", "BODY_MEMORY", "LIMITS", "LONGEST_IN_MEMORY", "PIECE", "Limits", "Shares", "checked_limits"]
 
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     """Seconds to receive the complete head of the next request."""
     drain: float = 30.0
     """Seconds for requests under way at shutdown."""
-    rate: int = SLOWEST
+    rate: int = BODY_RATE
     """Bytes per second that a body must reach on average, after `stall` seconds.
 
     The default is not higher than tstore's clients require themselves.

@@ -25,7 +25,7 @@ from tstore.runtime.pool import run
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS, PIECE, Shares
 from tstore.storage.base import PackReader, Storage
-from tstore.storage.local.atomic_file import explained, write_all
+from tstore.storage.local.atomic_file import mapped_errors, write_all
 from tstore.storage.objects import Buffers, Durability, Page
 
 __all__ = ["SMALL", "Incoming", "OpenObject", "ServedStorage", "Spool"]
@@ -112,7 +112,7 @@ class Spool:
             self._file.close()
 
     def _write(self, pieces: Buffers) -> None:
-        with explained("write", tempfile.gettempdir()):
+        with mapped_errors("write", tempfile.gettempdir()):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
             write_all(self._file.fileno(), pieces, self.size - sum(map(len, pieces)))

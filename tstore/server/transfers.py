@@ -5,8 +5,8 @@ client counts, not that of the server's storage.
 
 1. `Limits.stall`: each MiB must be transferred within this time.
 2. `Limits.rate`: the whole body must reach this average rate, or each MiB could take the whole stall time. The
-   defaults never end a body that tstore's own clients still wait for (`storage.pace`): 32 uploads of a client that
-   share 2 Mbit/s complete.
+   defaults never end a body that tstore's own clients still wait for (`storage.limits`): 32 uploads of a client
+   that share 2 Mbit/s complete.
 3. At the limit of concurrent requests the slowest transfer is ended, with 503, in favor of a new request.
 
 The third rule keeps a server reachable. It replaces a fixed quota per client: eight hosts of a job may share one

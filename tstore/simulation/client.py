@@ -11,7 +11,7 @@ from tstore.simulation.history import Attempt, History, cells_of
 from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.snapshot import Snapshot
-from tstore.storage.cache.folder import Cache
+from tstore.storage.cache import Cache
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction
 

@@ -30,7 +30,7 @@ from tstore.simulation.scenario import Scenario, reduced
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
-from tstore.storage.cache.folder import Cache
+from tstore.storage.cache import Cache
 
 __all__ = ["Outcome", "Tally", "simulate", "simulate_many"]
 

@@ -136,15 +136,15 @@ class HostStorage(Storage):
         """See `Storage.tuning`."""
         return self._tuning
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
         await self.host.step()
         found = self.storage.objects.get(key)
         await self._respond(f"get {key}")
         if found is None:
             raise NotFound(f"simulated: {key} does not exist")
-        if len(found) > (most := bound(key, most, found)):
-            raise overlong(f"{self.url}: {key}", most)
+        if len(found) > (max_size := bound(key, max_size, found)):
+            raise overlong(f"{self.url}: {key}", max_size)
         return found
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:

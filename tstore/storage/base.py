@@ -1,13 +1,13 @@
 """The one interface to storage: bytes by key under one URL.
 
-A new kind of storage implements `get`, `read`, `head`, `put`, `pages`, `delete` and `close`; everything else is
-derived from these here, and overridden by storage that has a better way, as local files do. `remote.served` adds
+A new kind of storage implements `get`, `read`, `head`, `put`, `pages`, `delete` and `close`. Everything else is
+derived from these here; storage that has a better way overrides it, as local files do. `remote.as_remote` adds
 retries, limits and the I/O loop to a storage behind a network, and `tstore.conformance` tests it. Wrappers
 (`wrapper.Wrapper`) implement the same interface.
 
-Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced.
-Control calls are awaited; pack writers and readers are blocking, and used by the pool's threads, so that the event
-loop is not crossed once per chunk.
+Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced. All
+methods are awaited, except those of pack writers and readers: they block and run in the pool's threads, so that
+the event loop is not crossed once per chunk.
 
 Every implementation maps its failures to these errors:
 
@@ -19,20 +19,22 @@ Every implementation maps its failures to these errors:
     Throttled       too many requests; `retry_after` if the server named a time
     Unavailable     no response, half a response, or one that means "not now"
 
-After `Unavailable` or `Throttled` from a write its outcome is unknown, and only a read tells.
+After `Unavailable` or `Throttled` the outcome of a write is unknown, and only a read can tell.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from tstore.errors import Corrupt, NotFound
 from tstore.runtime.pool import STREAMS
-from tstore.storage.leading import AT_ONCE, Leading, read_leading
-from tstore.storage.listing import bounded
+from tstore.storage.limits import bounded
 from tstore.storage.objects import (
+    SHORT,
     Buffers,
     BufferStream,
     Capabilities,
@@ -45,23 +47,38 @@ from tstore.storage.objects import (
     Tuning,
     checked_key,
 )
-from tstore.storage.packs import PACK, Packs
-from tstore.storage.upload import Upload
+from tstore.storage.packs import PACK, Packs, Upload
 
-__all__ = ["SERVED", "Offer", "PackReader", "PackWriter", "Storage"]
+__all__ = ["LEADING_BYTES", "REMOTE", "Leading", "PackReader", "PackWriter", "StagedObject", "Storage"]
 
-SERVED = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
-"""How to read packs from a server."""
+REMOTE = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
+"""How to read packs behind a network."""
+
+_AT_ONCE = 32
+"""Concurrent requests to a server."""
+
+LEADING_BYTES = 32 << 20
+"""The maximum bytes of objects that are returned together, not counting the last."""
 
 
-class Offer(Protocol):
-    """An object without a key yet: one key after another is tried until one is free."""
+class Leading(NamedTuple):
+    """The consecutive objects found, and whether a hole follows them."""
+
+    objects: list[bytes]
+    hole: bool
+    """Whether the key after the first missing one exists."""
+    cut: bool = False
+    """Whether reading stopped at `LEADING_BYTES` bytes, so that more objects may follow."""
+
+
+class StagedObject(Protocol):
+    """An object that has no key yet, for a writer that tries one key after another until one is free."""
 
     async def create(self, key: str) -> None:
         """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
 
-    async def withdraw(self) -> None:
-        """Release what was prepared; every offer ends with this call."""
+    async def discard(self) -> None:
+        """Release what was staged. Always the last call, also after `create`."""
 
 
 class PackWriter(Protocol):
@@ -72,14 +89,14 @@ class PackWriter(Protocol):
     def append(self, buffers: BufferStream, size: int) -> int | None:
         """Append the buffers (`size` bytes in total) and return their offset.
 
-        Return None and draw nothing if the object is full: finish it and begin another.
+        If the object is full, return None without drawing a buffer; the caller finishes it and begins another.
         """
 
     def finish(self) -> None:
         """End the object. It is complete after `Storage.flush` of its folder."""
 
     def discard(self) -> None:
-        """Give the object up; what was written may be deleted."""
+        """Abandon the object; what was written may be deleted."""
 
 
 class PackReader(Protocol):
@@ -101,20 +118,20 @@ class Storage(abc.ABC):
     @property
     @abc.abstractmethod
     def capabilities(self) -> Capabilities:
-        """What the storage can do, as far as that is known yet."""
+        """What the storage can do, as far as is known yet."""
 
     @abc.abstractmethod
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """Return a whole object; raise `NotFound` if it does not exist.
 
-        Raise `Corrupt` if it is longer than `bound(key, most)` bytes, having received no more than these.
+        Raise `Corrupt` if it is longer than `bound(key, max_size)` bytes; no more than these are received.
         """
 
     @abc.abstractmethod
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """Fill the buffers (`size` bytes in total) from `offset`.
 
-        Raise `NotFound`, or `Corrupt` if the object ends before.
+        Raise `NotFound`, or `Corrupt` if the object ends earlier.
         """
 
     @abc.abstractmethod
@@ -127,7 +144,7 @@ class Storage(abc.ABC):
     ) -> None:
         """Store the joined buffers as one object, all or nothing, durable on return if asked.
 
-        If a response was lost, raise `Unavailable`; the caller reads back.
+        Raise `Unavailable` if the response was lost; the caller then reads the object back.
         """
 
     @abc.abstractmethod
@@ -145,7 +162,7 @@ class Storage(abc.ABC):
     @property
     def tuning(self) -> Tuning:
         """How to read packs fast."""
-        return SERVED
+        return REMOTE
 
     @property
     def traffic(self) -> Traffic | None:
@@ -166,15 +183,15 @@ class Storage(abc.ABC):
         return None if entry is None else entry.size
 
     async def leading(self, keys: Iterable[str]) -> Leading:
-        """Return the objects of the keys up to the first that is missing, and whether the one behind it exists.
+        """Return the objects of the keys up to the first that is missing, and whether the one after that exists.
 
         At least the first two objects are returned, if they exist. Raise `Corrupt`.
         """
-        return await read_leading(self, keys, AT_ONCE if self.tuning.waits else 1)
+        return await _read_leading(self, keys, _AT_ONCE if self.tuning.waits else 1)
 
-    def offer(self, data: bytes, durability: Durability) -> Offer:
-        """Return a new object without a key; what every try has in common is done once."""
-        return _PlainOffer(self, data, durability)
+    def stage(self, data: bytes, durability: Durability) -> StagedObject:
+        """Return a new object that has no key yet; what all tries to create it have in common is done once."""
+        return _StagedInMemory(self, data, durability)
 
     async def empty(self) -> bool:
         """Return whether there is no object at all."""
@@ -191,7 +208,7 @@ class Storage(abc.ABC):
         return keys
 
     async def folders(self, prefix: str) -> Keys:
-        """Return what stands between the prefix and the next `/` in all keys, sorted and without duplicates."""
+        """Return the distinct parts of all keys between the prefix and the next `/`, sorted."""
         pages, cut = bounded(self.pages(prefix, "/"), prefix, self.url), len(prefix)
         names = [folder[cut:].rstrip("/") async for page in pages for folder in page.folders]
         names.sort()
@@ -232,7 +249,7 @@ class Storage(abc.ABC):
         await self._packs.flush(prefix)
 
     async def sync(self) -> None:
-        """Make durable what any process has written here before, whatever its durability."""
+        """Make everything durable that any process has written here so far, whatever its durability."""
         return
 
     async def sweep(self) -> None:
@@ -246,7 +263,7 @@ class Storage(abc.ABC):
         return packs
 
 
-class _PlainOffer:
+class _StagedInMemory:
     def __init__(self, storage: Storage, data: bytes, durability: Durability) -> None:
         self._storage = storage
         self._data = data
@@ -255,5 +272,65 @@ class _PlainOffer:
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)
 
-    async def withdraw(self) -> None:
+    async def discard(self) -> None:
+        return None
+
+
+async def _read_leading(storage: Storage, keys: Iterable[str], at_once: int) -> Leading:
+    """Return the objects of the keys up to the first that is missing, with up to `at_once` requests at a time."""
+    drawn, objects, size = _Drawn(keys), list[bytes](), 0
+    ahead = min(3, at_once)  # usually the newest object, the next, and the one after that
+    while asked := drawn.slice(len(objects), ahead):
+        gets = [_short_or_none(storage, key) for key in asked]
+        results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
+        exists = [result is not None for result in results]
+        first_missing = [*exists, False].index(False)
+        for key, result in zip(asked, results[:first_missing], strict=False):
+            if result is not None:
+                objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
+                size += len(objects[-1])
+            if size > LEADING_BYTES and len(objects) > 1:
+                return Leading(objects, False, cut=True)
+        if first_missing == len(asked):
+            ahead = min(2 * ahead, at_once)
+            continue
+        following = exists[first_missing + 1 :]
+        if not (following[0] if following else await _exists(storage, drawn.slice(len(objects) + 1, 1))):
+            break
+        if await _get_or_none(storage, asked[first_missing]) is None:
+            return Leading(objects, True)
+    return Leading(objects, False)
+
+
+class _Drawn:
+    """Keys drawn from an iterator as they are needed: usually only the first few."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._rest = iter(keys)
+        self._keys: list[str] = []
+
+    def slice(self, at: int, count: int) -> list[str]:
+        """Return up to `count` keys from index `at` on."""
+        self._keys += itertools.islice(self._rest, max(0, at + count - len(self._keys)))
+        return self._keys[at : at + count]
+
+
+async def _exists(storage: Storage, keys: list[str]) -> bool:
+    return any([await storage.size(key) is not None for key in keys])
+
+
+async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
+    """Return an object, None if it is missing, or the error if it is too long to be read with others at once."""
+    try:
+        return await storage.get(key, SHORT)
+    except Corrupt as error:
+        return error.with_traceback(None)
+    except NotFound:
+        return None
+
+
+async def _get_or_none(storage: Storage, key: str) -> bytes | None:
+    try:
+        return await storage.get(key)
+    except NotFound:
         return None

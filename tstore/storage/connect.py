@@ -1,4 +1,4 @@
-"""From a URL to its storage."""
+"""The storage at a path or URL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tstore.errors import InvalidArgument
 from tstore.storage.base import Storage
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.remote import served
+from tstore.storage.remote import as_remote
 
 __all__ = ["connect"]
 
@@ -26,19 +26,19 @@ _KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or anot
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage at a path or URL; no request is made yet.
 
-    `storage_options` are the options of that kind of storage, as `token` or `endpoint_url`. Raise
-    `InvalidArgument` for an unknown scheme or option, or a missing package.
+    `storage_options` are those of the kind of storage, such as `token` or `endpoint_url`. Raise `InvalidArgument`
+    for an unknown scheme or option, or a missing package.
     """
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
         raise InvalidArgument(
-            "the URL of a store is empty; expected a path, or a URL as memory://name, http(s)://, gs:// or s3://"
+            "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or s3://"
         )
     found = _SCHEME.match(text)
     scheme = "file" if found is None else found[1].lower()
     remote = _remote(scheme, text, options)
     if remote is not None:
-        return served(remote)
+        return as_remote(remote)
     if options:
         raise InvalidArgument(f"{text} takes no storage_options; got {', '.join(sorted(options))}")
     if found is None:
@@ -46,30 +46,30 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
-            raise InvalidArgument(f"{text}: a file URL names a path of this machine, as file:///path")
+            raise InvalidArgument(f"{text}: a file URL names a path on this machine, such as file:///path")
         return LocalStorage(unquote(parts.path))
     return MemoryStorage(text.partition("://")[2].strip("/"))
 
 
 def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
-    """Return the storage behind a network, None for a local scheme; each kind is imported when it is used."""
+    """Return a storage behind a network, None for a local scheme; import each kind only when it is used."""
     match scheme:
         case "file" | "memory":
             return None
         case "http" | "https":
             from tstore.storage.http.store import HttpStorage
 
-            return _made(HttpStorage, url, options)
+            return _with_options(HttpStorage, url, options)
         case "gs" | "gcs":
             _need(url, "gcs", "gcsfs", "google_crc32c")
             from tstore.storage.gcs.store import GcsStorage
 
-            return _made(GcsStorage, url, options)
+            return _with_options(GcsStorage, url, options)
         case "s3" | "s3a":
             _need(url, "s3", "s3fs")
             from tstore.storage.s3.store import S3Storage
 
-            return _made(S3Storage, url, options)
+            return _with_options(S3Storage, url, options)
         case other:
             from fsspec.registry import known_implementations, registry
 
@@ -80,22 +80,22 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
             return FsspecStorage(url, **options)
 
 
-def _made(kind: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
-    """Return a storage of that kind; raise `InvalidArgument` for an option that is none of its parameters."""
+def _with_options(kind: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
+    """Return a storage of this kind; raise `InvalidArgument` for options that it does not have."""
     known = [name for name in inspect.signature(kind).parameters if name != "url"]
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise InvalidArgument(
-            f"{url}: storage_options {', '.join(map(repr, unknown))} not known; expected {', '.join(known)}"
+            f"{url}: unknown storage_options {', '.join(map(repr, unknown))}; expected {', '.join(known)}"
         )
     return kind(url, **options)
 
 
 def _need(url: str, extra: str, *packages: str) -> None:
-    """Raise `InvalidArgument` if a package of that extra of tstore is missing."""
+    """Raise `InvalidArgument` if a package of this extra of tstore is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidArgument(
-            f"{url}: the package {missing[0]} is not installed, which this kind of URL needs; install it by "
+            f"{url}: this kind of URL needs the package {missing[0]}, which is not installed; run "
             f"pip install 'tstore[{extra}]'"
         )

@@ -1,10 +1,10 @@
-"""Objects on any file system of fsspec: for reading, and for writing if the probe sees exclusive creates.
+"""Objects on any file system of fsspec: for reading, and for writing if the probe finds exclusive creates.
 
-fsspec promises little about its `mode="create"`: some file systems ask the server for it, some ignore it, and its
-default, which most inherit, checks first and then writes; that one is refused here. The others are unknown, so
-`capabilities.conditional_create` is False, and writers use `storage.probe`.
-File systems with coroutines run on the I/O loop, others in the pool's threads. Instances and listings are never
-shared or cached: a store must see what others write.
+1. fsspec promises little about its `mode="create"`. Some file systems ask the server for it, some ignore it, and
+   the default, which most inherit, checks first and then writes: that one is refused here. What the others do is
+   unknown, so `capabilities.conditional_create` is False and writers use `storage.probe`.
+2. File systems with coroutines run on the I/O loop, others in the pool's threads.
+3. Instances and listings are never shared or cached: a store must see what others write.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class FsspecStorage(Storage):
     capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Take the options of the file system, and connect at the first request.
+        """Take the options of the file system; connect at the first request.
 
-        Raise `InvalidArgument` if fsspec does not know the scheme, or the package that it needs is missing.
+        Raise `InvalidArgument` if fsspec does not know the scheme or lacks the package for it.
         """
         parts = urlsplit(url)
         self.url = url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1).rstrip("/")
@@ -76,9 +76,9 @@ class FsspecStorage(Storage):
         self._root = str(kind._strip_protocol(url)).rstrip("/")
         self._connections = PerLoop(_Connection)
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`; the file system decides how much of a longer object is received."""
-        limit = bound(key, most)
+        limit = bound(key, max_size)
         data = await self._cat(key, 0, limit + 1)
         if len(data) > limit:
             raise overlong(f"{self.url}: {key}", limit)
@@ -103,7 +103,7 @@ class FsspecStorage(Storage):
     async def head(self, key: str) -> Entry | None:
         """See `Storage.head`."""
         try:
-            info = await self._call("look at", key, "info", self._path(key))
+            info = await self._call("stat", key, "info", self._path(key))
         except NotFound:
             return None
         return None if info["type"] == "directory" else Entry(key, int(info["size"]), _age(info))
@@ -113,15 +113,15 @@ class FsspecStorage(Storage):
     ) -> None:
         """See `Storage.put`; the file system decides whether a create is exclusive."""
         path, body = self._path(key), b"".join(buffers)
-        asked: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if mode is PutMode.CREATE:
             self._check_creates()
-            asked = {"mode": "create"}
+            options = {"mode": "create"}
         try:
-            await self._call("write", key, "pipe_file", path, body, **asked)
+            await self._call("write", key, "pipe_file", path, body, **options)
         except NotFound:  # a file system with folders
             await self._call("write", key, "makedirs", path.rpartition("/")[0], exist_ok=True)
-            await self._call("write", key, "pipe_file", path, body, **asked)
+            await self._call("write", key, "pipe_file", path, body, **options)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """See `Storage.pages`; there is only one page."""
@@ -152,7 +152,7 @@ class FsspecStorage(Storage):
         except TStoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return
-            if not await self._call("look at", key, "isdir", path):
+            if not await self._call("stat", key, "isdir", path):
                 raise
             with contextlib.suppress(TStoreError):  # it is not empty
                 await self._call("delete", key, "rmdir", path)
@@ -171,9 +171,9 @@ class FsspecStorage(Storage):
         try:
             return url_to_fs(self._address, **{**self._options, **kept})[0]
         except (ImportError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"{self.url}: {error}; mend the URL or storage_options") from error
+            raise InvalidArgument(f"{self.url}: {error}; check the URL and storage_options") from error
 
-    async def _connected(self) -> Any:
+    async def _file_system(self) -> Any:
         connection = self._connections.get()
         async with connection.lock:
             if connection.files is None:
@@ -184,7 +184,7 @@ class FsspecStorage(Storage):
         return f"{self._root}/{checked_key(key, self.url)}"
 
     async def _cat(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes from `start` up to `end`, fewer if the object ends before."""
+        """Return the bytes from `start` to `end`, fewer if the object ends earlier."""
         try:
             return bytes(await self._call("read", key, "cat_file", self._path(key), start=start, end=end))
         except (Unavailable, InvalidArgument):
@@ -193,7 +193,7 @@ class FsspecStorage(Storage):
                 raise NotFound(f"{self.url}: {key} does not exist") from None
             if start < entry.size:
                 raise
-            return b""  # servers refuse ranges behind the end
+            return b""  # servers refuse ranges beyond the end
 
     def _check_creates(self) -> None:
         if self._create is AbstractFileSystem.pipe_file:
@@ -208,14 +208,14 @@ class FsspecStorage(Storage):
         )
 
     async def _call(self, action: str, key: str, name: str, *arguments: Any, **options: Any) -> Any:
-        with self._explained(action, key):
-            files = await self._connected()
+        with self._mapped_errors(action, key):
+            files = await self._file_system()
             if self._async:
                 return await getattr(files, f"_{name}")(*arguments, **options)
             return await run(lambda: getattr(files, name)(*arguments, **options))
 
     @contextlib.contextmanager
-    def _explained(self, action: str, key: str) -> Iterator[None]:
+    def _mapped_errors(self, action: str, key: str) -> Iterator[None]:
         what = f"{self.url}: can't {action} {key!r}"
         try:
             yield
@@ -235,7 +235,7 @@ class FsspecStorage(Storage):
             raise Unavailable(f"{what}: {error or type(error).__name__}; try again") from error
         except ValueError as error:
             raise InvalidArgument(f"{what}: {error}") from error
-        except Exception as error:  # the libraries under fsspec raise others
+        except Exception as error:  # the libraries under fsspec raise exceptions of their own
             raise Unavailable(f"{what}: {type(error).__name__}: {error}; try again") from error
 
 

@@ -1,4 +1,4 @@
-"""Objects in the memory of this process (`memory://name`): the reference of all storages."""
+"""Objects in the memory of this process (`memory://name`): the reference implementation of `Storage`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PAGE = 1000
 
 
 class MemoryStorage(Storage):
-    """All objects of one name, which every store opened under that name in this process shares."""
+    """The objects under one name, shared by all stores that this process opens under that name."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False, in_place=True)
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
@@ -46,10 +46,10 @@ class MemoryStorage(Storage):
             self._objects = self._stores.setdefault(name, {})
             self._times = self._written.setdefault(name, {})
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         data = self._find(key)
-        if len(data) > (most := bound(key, most, data)):
-            raise overlong(f"{self.url}: {key}", most)
+        if len(data) > (max_size := bound(key, max_size, data)):
+            raise overlong(f"{self.url}: {key}", max_size)
         return bytes(data)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
@@ -104,7 +104,7 @@ class MemoryStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
-        self.add(key, data)  # at once: a transaction reads its own writes before the pack is finished
+        self.add(key, data)  # now, since a transaction reads its own writes before the pack is finished
         return _MemoryPack(self, key, data)
 
     def reader(self, key: str) -> _MemoryReader:
@@ -139,7 +139,7 @@ class MemoryStorage(Storage):
 
 
 class _Growing:
-    """The part that both writers share: appending to the bytes of an object."""
+    """The base of both writers: appends to the bytes of an object."""
 
     def __init__(self, storage: MemoryStorage, key: str, data: bytearray) -> None:
         self.key = key
@@ -182,6 +182,6 @@ class _MemoryReader:
             raise Corrupt(
                 f"{self._where}: {size} bytes expected at {offset}, the object has only {len(self._data)}"
             )
-        for buffer in buffers:  # a slice is a copy, so the pack can still grow meanwhile
+        for buffer in buffers:  # a slice is a copy: a view would keep the pack from growing meanwhile
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)

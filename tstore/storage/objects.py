@@ -42,33 +42,33 @@ LONGEST_KEY = 1024
 """The longest key in bytes of UTF-8, as on S3 and GCS."""
 
 LONGEST = 256 << 20
-"""The longest object in bytes that is read whole if its name implies no tighter bound (`format.bounds`)."""
+"""The longest object in bytes that is read whole, unless its key implies a tighter bound (`format.bounds`)."""
 
 SHORT = 1 << 20
-"""The longest object in bytes of which many are read at once; longer objects are read one at a time."""
+"""The longest object in bytes that is read together with many others; longer ones are read one at a time."""
 
 
-def bound(key: str, most: int | None = None, head: bytes | bytearray = b"") -> int:
-    """Return how many bytes of an object to read at most: `most`, or the bound of its kind if that is tighter.
+def bound(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
+    """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its kind if tighter.
 
     `head` is the beginning of the object, as far as it is known.
     """
     kind = longest_of(key, head)
-    if most is None:
+    if max_size is None:
         return LONGEST if kind is None else kind
-    return most if kind is None else min(most, kind)
+    return max_size if kind is None else min(max_size, kind)
 
 
-def overlong(where: str, most: int) -> Corrupt:
+def overlong(where: str, max_size: int) -> Corrupt:
     """Return the error for an object that is longer than its bound."""
     return Corrupt(
-        f"{where} is longer than {most} bytes, more than an object of its kind can have; restore it from a copy "
-        "of the store (for a record see tstore repair), and find out what put this in its place"
+        f"{where} is longer than {max_size} bytes, more than an object of its kind can have; restore it from a "
+        "copy of the store (for a record see tstore repair), and find out what replaced it"
     )
 
 
 def checked_key(key: str, where: str) -> str:
-    """Return the key; raise `InvalidArgument` unless it is a relative name that storage accepts."""
+    """Return the key; raise `InvalidArgument` unless it is a relative path that every storage accepts."""
     if "\0" in key or any(part == "" or part.startswith(".") for part in key.split("/")):
         raise InvalidArgument(
             f"{key!r} is not a valid object name in {where}: expected parts joined by '/', none of them empty or "
@@ -124,7 +124,7 @@ class Capabilities(NamedTuple):
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives the end of process and machine."""
     in_place: bool = False
-    """The storage overrides the pack readers and writers, the listings and `flush`: it has better ways."""
+    """The storage has its own pack readers and writers, listings and `flush`, better than those derived."""
 
 
 class Tuning(NamedTuple):
@@ -135,7 +135,7 @@ class Tuning(NamedTuple):
     batch: int
     """Bytes of one read that covers many neighbouring chunks."""
     piece: int
-    """Bytes of one read of a long chunk that is stored as it is needed."""
+    """Bytes of one read of a long chunk that needs no decoding."""
     gap: int
     """Unneeded bytes between two chunks that are cheaper to read than a second request."""
 
@@ -166,8 +166,8 @@ class Traffic(NamedTuple):
     """Requests made since a store was opened, and the object bytes they carried.
 
     `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page) and
-    "delete". Every try counts. A request fails if it yields neither its result nor the news that the object is
-    missing or already exists.
+    "delete". Every try counts. A request has failed unless it returned its result, or found that the object is
+    missing or exists already.
     """
 
     requests: dict[str, int]

@@ -1,26 +1,30 @@
-"""Packs of a storage that takes whole objects: filled in memory, uploaded in the background.
+"""Writers for storage that takes only whole objects: they fill a pack or an object in memory, then upload it.
 
-1. A pack is full when the next chunks would make it longer than `PACK`: its upload begins in the background, as
-   one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
+1. A pack is full when the next chunks would make it longer than `PACK`. Then its upload begins in the background,
+   as one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
    never waits for a server unless memory is short.
-2. The bytes of packs draw on the byte budget until they are uploaded. A thread that finds none left waits; if few
+2. The bytes of packs draw on the byte budget until they are uploaded. If none are left, a thread waits; if few
    uploads are in progress, it first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises their errors; only then may a record refer to them.
-4. Packs are put with `PutMode.CREATE`: their names are never reused, so a put can only meet itself after a lost
-   response (`retry` then reads back), and a server need not let anybody replace anything.
+4. Packs are put with `PutMode.CREATE`. Their names are never reused, so a name is taken only if the response to
+   the same put was lost (`retry` then reads back), and a server need not permit anybody to replace objects.
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
-
-A pack that is discarded after its upload began may still appear, as garbage of its transaction (`collect`).
+6. A pack that is discarded after its upload began may still appear, as garbage of its transaction (`collect`).
+7. An object of known size (`Upload`) is uploaded by the thread that finishes it. A long one would take too much of
+   the byte budget, so its bytes are pages of an unnamed temporary file, mapped into memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
+import tempfile
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +32,20 @@ import numpy.typing as npt
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.runtime.budget import acquire, on_shortage, release
 from tstore.runtime.event_loops import IoCall, wait_io
+from tstore.storage.local.atomic_file import mapped_errors
 from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 
-__all__ = ["PACK", "Packs"]
+__all__ = ["IN_MEMORY", "PACK", "Packs", "Upload"]
 
 PACK = 16 << 20
-"""Bytes of a full pack; a longer batch of chunks is a pack by itself."""
+"""Bytes of a full pack; a longer batch of chunks becomes a pack by itself."""
+
+IN_MEMORY = 32 << 20
+"""The longest object in bytes that is filled in memory rather than in a temporary file."""
 
 _BLOCK = 1 << 20
 _FEW_UPLOADS = 4
+_PART = 8 << 20
 
 
 class _Target(Protocol):
@@ -62,7 +71,7 @@ class Packs:
         self._lock = threading.Lock()
 
     def writer(self, target: _Target, key: str) -> _BufferedPack:
-        """Return a writer of a new pack; raise `AlreadyExists` while one of the same key is in memory."""
+        """Return a writer of a new pack; raise `AlreadyExists` while a pack of the same key is in memory."""
         pack = _BufferedPack(self, target, key)
         with self._lock:
             if self._unfinished.setdefault(key, pack) is not pack:
@@ -79,15 +88,15 @@ class Packs:
             packs = [p for key, p in self._unfinished.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.ended) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
-            ended.add_done_callback(asyncio.Future.exception)  # retrieved even if nobody waits any more
+            ended.add_done_callback(asyncio.Future.exception)  # retrieves it even if nobody waits any more
         if uploads:
-            await asyncio.wait(uploads)  # which leaves them alone if it is cancelled
+            await asyncio.wait(uploads)  # unlike gather, it does not cancel them if it is cancelled
         for ended in uploads:
             if isinstance(error := ended.exception(), Exception):  # a discarded pack was cancelled instead
                 raise error
 
     def unfinished(self, key: str) -> _BufferedPack | None:
-        """Return the pack of that key while it is in memory."""
+        """Return the pack of this key if it is in memory, None otherwise."""
         return self._unfinished.get(key)
 
     def forget(self, key: str) -> None:
@@ -97,7 +106,7 @@ class Packs:
             self._failed.pop(key, None)
 
     def keep_failed(self, pack: _BufferedPack) -> None:
-        """Keep a pack whose upload failed for `flush`."""
+        """Keep a pack whose upload failed, for `flush`."""
         with self._lock:
             if self._unfinished.get(pack.key) is pack:
                 self._failed[pack.key] = pack
@@ -125,7 +134,7 @@ class _BufferedPack:
             return None
         more = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
         if more:
-            acquire(more)  # meanwhile another thread, short of memory too, may start the upload of this pack
+            acquire(more)  # meanwhile another thread that waits for memory may start the upload of this pack
         with self._lock:
             if self.upload is not None or self._discarded:
                 if more:
@@ -166,7 +175,7 @@ class _BufferedPack:
             upload.cancel()
             with contextlib.suppress(TStoreError, asyncio.CancelledError):
                 upload.ended.result()
-            with contextlib.suppress(TStoreError):  # a gc removes it, as it does if deleting is not permitted
+            with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc does it
                 wait_io(self._target.delete(self.key))
         _filling.ended(self)
         self._release()
@@ -221,7 +230,7 @@ class _BufferedPack:
 
 
 class _BufferedReader:
-    """A `PackReader` of a pack in memory or uploaded."""
+    """A `PackReader` of a pack that is in memory or uploaded."""
 
     def __init__(self, packs: Packs, target: _Target, key: str) -> None:
         self._packs = packs
@@ -271,16 +280,58 @@ _filling = _Filling()
 
 
 def _relieve() -> None:
-    _filling.relieve()
+    _filling.relieve()  # looked up at each call, since a fork replaces it
 
 
 on_shortage(_relieve)
 
 
 def _after_fork() -> None:
-    global _filling  # noqa: PLW0603 - the parent uploads its packs
+    global _filling  # noqa: PLW0603 - the packs are the parent's to upload
     _filling = _Filling()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+class Upload:
+    """A `PackWriter` of an object of known size, which is uploaded by `send` when it is finished."""
+
+    def __init__(self, key: str, size: int, send: Callable[[Buffers], Coroutine[Any, Any, None]]) -> None:
+        self.key = key
+        self._send = send
+        self._end = 0
+        self._held = size if size <= IN_MEMORY else 0
+        if self._held:
+            acquire(self._held)
+        self._data = np.empty(size, np.uint8) if size <= IN_MEMORY else _mapped(size)
+
+    def append(self, buffers: BufferStream, size: int) -> int:
+        """See `PackWriter.append`."""
+        offset = self._end
+        for buffer in buffers:
+            data = np.frombuffer(buffer, np.uint8)
+            self._data[self._end : self._end + len(data)] = data
+            self._end += len(data)
+        return offset
+
+    def finish(self) -> None:
+        """Upload the object; it is durable on return."""
+        try:
+            wait_io(self._send([self._data[i : i + _PART].data for i in range(0, self._end, _PART)]))
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """See `PackWriter.discard`."""
+        self._data = np.empty(0, np.uint8)
+        held, self._held = self._held, 0
+        if held:
+            release(held)
+
+
+def _mapped(size: int) -> npt.NDArray[np.uint8]:
+    with mapped_errors("write", tempfile.gettempdir()), tempfile.TemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a page without space on the disk would kill the process
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)

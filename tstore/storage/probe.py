@@ -1,14 +1,14 @@
 """Whether a storage creates exclusively, as a store requires.
 
-1. Several creates of one name, each with other bytes, are sent at once. At most one may succeed, and then its
-   bytes must be those that are read.
-2. A new store races for its marker, so that nothing is left behind and no name is used that a server might refuse:
-   the winner's marker is the store's.
-3. A storage that does not claim to create exclusively (a file system of fsspec) races many times for temporary
-   names below `txn/`.
+1. A race: several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
+   then its bytes must be those that are read.
+2. A new store races for its marker, so that nothing is left behind and no key is used that a server might refuse:
+   the winner's marker becomes the store's.
+3. On a storage that does not claim to create exclusively (a file system of fsspec), many races are run for
+   temporary keys below `txn/`.
 
-A race can prove that a storage lies, never that it does not: one that checks first and then writes may pass by
-luck. `tstore.conformance` tests longer, also with racing processes.
+A race can show that creates are not exclusive, never that they are: a storage that checks first and then writes
+may pass by luck. `tstore.conformance` tests longer, also with racing processes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from tstore.storage.objects import Durability
 __all__ = ["RACERS", "Race", "prove", "race"]
 
 RACERS = 8
-"""Creates of one race for a new store."""
+"""The number of concurrent creates in a race."""
 
 _ROUNDS = 12
 
 
 class Race(NamedTuple):
-    """The outcome of a race for one name."""
+    """The outcome of a race for one key."""
 
     stored: bytes
     ours: bool
-    """Whether one of the racing creates won, not another process before them."""
+    """Whether one of the racing creates won, rather than an earlier one of another process."""
 
 
 async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
-    """Create one key with each of the (distinct) bodies at once; return the object that exists then.
+    """Create one key with each of the (distinct) bodies at once, and return the object that exists afterwards.
 
-    Raise `Denied` if more than one create succeeds, or other bytes replace the winner's, and delete the object if
-    that is permitted. Raise the error of the creates if none has succeeded.
+    If more than one create succeeds, or the winner's bytes are replaced, raise `Denied` and delete the object as
+    far as permitted. Raise the error of the creates if none succeeds.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
@@ -55,28 +55,28 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
         stored = await storage.get(key)
     except NotFound as error:
         if won:
-            raise await _refused(storage, key, bodies, f"{key} was created and then did not exist") from error
+            raise await _refusal(storage, key, bodies, f"{key} was created, but then did not exist") from error
         for result in results:
             if isinstance(result, TStoreError) and not isinstance(result, AlreadyExists):
                 raise result from error
         raise Unavailable(f"{storage.url}: {key} is being created and deleted by others; try again") from error
     if len(won) > 1:
         reason = f"{len(won)} of {len(bodies)} concurrent creates of {key} succeeded"
-        raise await _refused(storage, key, bodies, reason)
+        raise await _refusal(storage, key, bodies, reason)
     if won and stored != won[0]:
-        raise await _refused(storage, key, bodies, f"{key} was created, and other bytes replaced it")
+        raise await _refusal(storage, key, bodies, f"{key} was created, but then had other bytes")
     return Race(stored, stored in bodies)
 
 
 async def prove(storage: Storage) -> None:
     """Race creates on a storage that does not claim to create exclusively; raise `Denied` if it does not.
 
-    A read-only storage passes: nothing there could be overwritten.
+    A read-only storage passes: nothing can be overwritten there.
     """
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
-        await storage.create(keys[0], b"is it permitted to create this?", Durability.NONE)
+        await storage.create(keys[0], b"a test whether creating is permitted", Durability.NONE)
     except Denied:
         return
     try:
@@ -88,7 +88,7 @@ async def prove(storage: Storage) -> None:
                 await storage.delete(key)
 
 
-async def _refused(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
+async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
     left = ""
     try:
         if await storage.get(key) in bodies:

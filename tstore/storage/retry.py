@@ -1,16 +1,15 @@
-"""Retries of requests without a response.
+"""A storage that retries requests without a response.
 
 1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
 2. The pause before the next try is drawn between the shortest one and three times the previous one, up to the
    longest (decorrelated jitter), or is the server's `retry_after` if that is longer.
 3. No try begins later than `deadline` after the first. Until the server has responded once the deadline is
-   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. The time that
-   all tries together wait for the server and for each other has that deadline too (`pace.Call`), beyond what their
-   bytes take at the least rate.
-4. A create without a response may have been done, or may be done later, so "exists already" from a later try can
-   mean this very create: the object is read back and compared. Equal bytes: it was created, by us or by somebody
-   who wrote the same. Other bytes, or "exists already" for the first try: `AlreadyExists`. A refusal of a later
-   try says nothing about the earlier one, so the outcome stays unknown: `Unavailable`, which says both.
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. Beyond
+   the time that their bytes take at the lowest rate, all tries together wait for `deadline` (`limits.CallTime`).
+4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
+   taken, the object is therefore read back and compared: equal bytes mean that this create, or one of the same
+   bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a later try
+   is refused, the outcome of the earlier one remains unknown: `Unavailable`, which says both.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import NamedTuple, TypeVar
 from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
 from tstore.runtime import world
 from tstore.storage.base import Storage
+from tstore.storage.limits import CallTime, one_call
 from tstore.storage.objects import Buffers, Durability, Page, PutMode
-from tstore.storage.pace import Call, one_call
 from tstore.storage.wrapper import Request, Wrapper, request_of_put
 
-__all__ = ["RETRY_POLICY", "Retry", "RetryPolicy"]
+__all__ = ["RETRY_POLICY", "RetryPolicy", "RetryingStorage"]
 
 _COMPARED = 4 << 20
 _RESPONSES = (AlreadyExists, Denied, NotFound)
@@ -50,7 +49,7 @@ RETRY_POLICY = RetryPolicy()
 _log = logging.getLogger("tstore.storage")
 
 
-class Retry(Wrapper):
+class RetryingStorage(Wrapper):
     """Retries requests without a response, by the rules above."""
 
     def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
@@ -70,16 +69,16 @@ class Retry(Wrapper):
             return await super().put(key, buffers, mode, durability)
 
         async def read_back() -> None:
-            if not await self._holds(key, buffers):
-                raise AlreadyExists(f"{self.url}: {key} exists already, and holds something else")
+            if not await self._equals(key, buffers):
+                raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
 
         request = request_of_put(key, buffers, mode)
         return await self._repeated(request, lambda: self.inner.put(key, buffers, mode, durability), read_back)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`; a listing that broke off is restarted, without the names it has yielded."""
+        """See `Storage.pages`; restarts a listing that broke off, and skips the names yielded already."""
         pages = aiter(self.inner.pages(prefix, delimiter))
-        begun, entry, folder = True, "", ""  # the last of each; some servers show all folders with the first page
+        begun, entry, folder = True, "", ""  # the last of each: some servers send all folders with the first page
 
         async def next_page() -> Page | None:
             nonlocal pages, begun
@@ -108,9 +107,9 @@ class Retry(Wrapper):
         request: Request,
         call: Callable[[], Awaitable[T]],
         taken: Callable[[], Awaitable[T]] | None,
-        whole: Call,
+        whole: CallTime,
     ) -> T:
-        """Make the call until it has a response; if the object exists after a lost one, call `taken` instead."""
+        """Make the call until it has a response; if a lost create may have taken the key, call `taken` instead."""
         clock, policy = asyncio.get_running_loop().time, self._policy
         began, pause, unsure, creates = clock(), policy.shortest, False, taken is not None
         while True:
@@ -134,7 +133,7 @@ class Retry(Wrapper):
                     raise
                 if not isinstance(error, AlreadyExists):
                     raise Unavailable(
-                        f"{error}. An earlier try had no response, and may have been done, or be done yet"
+                        f"{error}. An earlier try had no response; it may have taken effect, or may still do so"
                     ) from error
                 if taken is None:
                     raise
@@ -144,18 +143,18 @@ class Retry(Wrapper):
             await asyncio.sleep(wait)
 
     def _deadline(self, error: Unavailable) -> float:
-        """Return the seconds after which a request that failed with this error is not retried."""
+        """Return the seconds after which a request that fails with this error is no longer retried."""
         if self._responded:
             return self._policy.deadline
         if isinstance(error, Unreachable):
             return min(self._policy.deadline, self._policy.connect_deadline)
         return min(self._policy.deadline, self._policy.first_deadline)
 
-    async def _holds(self, key: str, buffers: Buffers) -> bool:
-        """Return whether the object is the joined buffers; raise `Unavailable` if that is unknown."""
+    async def _equals(self, key: str, buffers: Buffers) -> bool:
+        """Return whether the object equals the joined buffers; raise `Unavailable` if that is unknown."""
         entry = await self.inner.head(key)
         if entry is None:
-            raise Unavailable(f"{self.url}: {key} first existed, then did not; whether it was created is unknown")
+            raise Unavailable(f"{self.url}: {key} existed, then did not; whether it was created is unknown")
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if entry.size != sum(map(len, views)):
             return False

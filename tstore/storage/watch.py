@@ -1,10 +1,9 @@
 """Waiting for new objects in a folder, without polling if the system allows it.
 
-1. On Linux the system notifies this process of every name that appears in a local folder (inotify). Once a watch
-   has begun it misses none.
-2. There are no notifications of other machines' changes on a network file system, and a folder may not be
-   watchable: too many watches, another system, an event loop that can't wait for descriptors, a storage that is no
-   local folder. So a notification only ends a wait early; callers also poll.
+1. On Linux the system notifies this process of every name that appears in a watched local folder (inotify).
+2. On a network file system there are no notifications of the changes that other machines make. A watch may also be
+   impossible: too many watches, another operating system, an event loop that can't wait for descriptors, a storage
+   that is not a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
 4. Descriptors are kept for the next watch: closing one may take the system 10 ms.
 """
@@ -34,7 +33,7 @@ _idle: list[int] = []
 
 
 class _Watched(NamedTuple):
-    """A descriptor that is readable when a name has appeared, and the number of its watch."""
+    """A descriptor that becomes readable when a name appears, and the number of its watch."""
 
     fd: int
     number: int
@@ -51,7 +50,7 @@ class Watch:
 
     @property
     def notified(self) -> bool:
-        """Whether the system notifies of new names."""
+        """Whether the system sends notifications of new names."""
         return self._watched is not None
 
     async def wait(self, seconds: float) -> None:
@@ -68,10 +67,10 @@ class Watch:
         watched = None if self._path is None else await run(_watched, self._path)
         if watched is not None:
             try:
-                self._loop.add_reader(watched.fd, self._hear, watched.fd)
+                self._loop.add_reader(watched.fd, self._on_readable, watched.fd)
                 self._watched = watched
             except NotImplementedError:
-                _end(watched)
+                _stop(watched)
         return self
 
     async def __aexit__(
@@ -80,9 +79,9 @@ class Watch:
         watched, self._watched = self._watched, None
         if watched is not None:
             self._loop.remove_reader(watched.fd)
-            _end(watched)
+            _stop(watched)
 
-    def _hear(self, fd: int) -> None:
+    def _on_readable(self, fd: int) -> None:
         if not all(name.startswith(b".") for name in _names(fd)):
             self._appeared.set()
 
@@ -104,15 +103,15 @@ def _watched(path: str) -> _Watched | None:
     return None
 
 
-def _end(watched: _Watched) -> None:
+def _stop(watched: _Watched) -> None:
     ctypes.CDLL(None).inotify_rm_watch(watched.fd, watched.number)
     for _ in _names(watched.fd):
-        pass  # leave none for the next watch
+        pass  # the next watch must not see them
     _idle.append(watched.fd)
 
 
 def _names(fd: int) -> Iterator[bytes]:
-    """Yield the names that have appeared."""
+    """Yield the names that have appeared since the last call."""
     while True:
         try:
             events = os.read(fd, _READ)
@@ -128,7 +127,7 @@ def _names(fd: int) -> Iterator[bytes]:
 
 def _after_fork() -> None:
     while _idle:
-        os.close(_idle.pop())  # the parent reads them
+        os.close(_idle.pop())  # they are shared with the parent, which still reads them
 
 
 if hasattr(os, "register_at_fork"):

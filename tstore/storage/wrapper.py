@@ -1,4 +1,4 @@
-"""The base of storages that pass every request on to another one: retries, limits, counting, faults."""
+"""The base of storages that pass requests on to another one, to retry, limit, count, cache or fail them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Request(NamedTuple):
     """One request as a wrapper sees it."""
 
     operation: str
-    """ "get", "read", "head", "create", "hint", "list" (one page), "delete", "sync" or "sweep"; in place also
-    "folders", "age", "empty" and "flush"."""
+    """ "get", "read", "head", "create", "hint", "list" (one page), "delete", "sync" or "sweep"; with
+    `Capabilities.in_place` also "folders", "age", "empty" and "flush"."""
     key: str
     size: int = 0
-    """The bytes that it carries or asks for, as far as that is known before."""
+    """The bytes that it sends or asks for, as far as known in advance."""
 
 
 def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
-    """Return the request that a `put` makes."""
+    """Return the request of a `put`."""
     size = sum(memoryview(buffer).nbytes for buffer in buffers)
     return Request("create" if mode is PutMode.CREATE else "hint", key, size)
 
@@ -43,8 +43,8 @@ def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
 class Wrapper(Storage):
     """Passes every request on; subclasses override `around`.
 
-    What a storage in place does in its own way (`Capabilities.in_place`) is left to it. Everything else that is
-    derived is derived from the requests of this wrapper, so packs too are uploaded through `around`.
+    What the inner storage does in its own way (`Capabilities.in_place`) is left to it. All else that is derived is
+    derived from the requests of this wrapper, so packs too are uploaded through `around`.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -67,12 +67,12 @@ class Wrapper(Storage):
         return self.inner.traffic
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a request; `call` makes it, each time it is called."""
+        """Return the result of a request; each call of `call` makes it once."""
         return await call()
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
-        return await self.around(Request("get", key), lambda: self.inner.get(key, most))
+        return await self.around(Request("get", key), lambda: self.inner.get(key, max_size))
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Storage.read`."""

@@ -1,11 +1,11 @@
-"""Credentials for Google Cloud Storage, as gcsfs accepts them, and the headers made from them.
+"""Credentials for Google Cloud Storage, in all forms that gcsfs accepts, and the headers made from them.
 
 1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
-   application-default login`, the service account of the machine), if it has any. At an endpoint that is not
-   Google's none are used: an emulator, or whatever server is there, must not learn them.
+   application-default login`, the service account of the machine), if it has any. An endpoint that is
+   not Google's gets none: an emulator, or whatever server is there, must not learn them.
 2. A string that is neither the name of a method nor a file is an access token. It is sent to the store's endpoint
    only; gcsfs would also send it to Google's token service.
-3. A thread looks for credentials and renews them: that makes requests to other servers, and may take seconds.
+3. Credentials are found and renewed in a thread, since that makes requests to other servers and may take seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METHODS = ("anon", "google_default", "cloud", "cache")
 
 
 class Login:
-    """The credentials for one endpoint, found at the first use and hidden from whatever prints them."""
+    """The credentials for one endpoint, found at the first use; its repr does not show them."""
 
     def __init__(self, url: str, token: object, endpoint_url: str | None) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Login:
         self._lock = PerLoop(asyncio.Lock)
 
     async def endpoint(self) -> str:
-        """Return the URL of the server, as `https://storage.googleapis.com`, by gcsfs's rules."""
+        """Return the URL of the server, such as `https://storage.googleapis.com`, by gcsfs's rules."""
         if self._system is None:
             async with self._lock.get():
                 if self._system is None:
@@ -49,23 +49,23 @@ class Login:
         headers: dict[str, str] = {}
         credentials = self._credentials
         if credentials is not None:
-            if not credentials.valid:  # which ends some minutes before they expire
+            if not credentials.valid:  # false from some minutes before they expire
                 async with self._lock.get():
                     if not credentials.valid:
-                        await run(self._mapped, _renew, credentials)
+                        await run(self._with_mapped_errors, _renew, credentials)
             credentials.apply(headers)
         return headers
 
-    async def renew(self, shown: dict[str, str]) -> bool:
-        """Renew the credentials after the server refused those shown; return whether there are others now."""
+    async def renew(self, sent: dict[str, str]) -> bool:
+        """Renew the credentials after the server refused those in `sent`; return whether they are now others."""
         credentials = self._credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False
         async with self._lock.get():
             now: dict[str, str] = {}
             credentials.apply(now)
-            if now.items() <= shown.items():
-                await run(self._mapped, _renew, credentials)
+            if now.items() <= sent.items():
+                await run(self._with_mapped_errors, _renew, credentials)
         return True
 
     @property
@@ -86,7 +86,7 @@ class Login:
         return None if self._system is None else self._system.credentials.credentials
 
     def _discover(self) -> Any:
-        # not from gcsfs itself, whose file system asks Google by gRPC what kind the bucket is
+        # the file system of gcsfs itself asks Google by gRPC what kind the bucket is
         from gcsfs.core import GCSFileSystem
 
         def system(token: object) -> Any:
@@ -107,10 +107,10 @@ class Login:
             google = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
             if not host.endswith(f".{google}"):
                 return anonymous
-            return self._mapped(self._environment, system, anonymous)
+            return self._with_mapped_errors(self._environment, system, anonymous)
         if isinstance(token, str) and token not in _METHODS and not os.path.exists(token):
             token = self._access_token(token)
-        return self._mapped(system, token)
+        return self._with_mapped_errors(system, token)
 
     def _environment(self, system: Any, anonymous: Any) -> Any:
         from google.auth.exceptions import DefaultCredentialsError
@@ -135,10 +135,10 @@ class Login:
                 f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
                 f"{', '.join(_METHODS)}"
             )
-        made: Any = credentials.Credentials  # which has no types
+        made: Any = credentials.Credentials  # it is not typed
         return made(token)
 
-    def _mapped(self, call: Any, *arguments: object) -> Any:
+    def _with_mapped_errors(self, call: Any, *arguments: object) -> Any:
         from google.auth.exceptions import GoogleAuthError, TransportError
 
         try:

@@ -1,4 +1,4 @@
-"""Responses of Google Cloud Storage: its JSON resources, and its refusals as the errors of `Storage`."""
+"""Responses of Google Cloud Storage: JSON resources, and refusals as the errors of `Storage`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Listing", "Object", "Problem", "age", "clock", "decoded", "problem",
 _LONGEST = 8 << 20  # bytes of a page of a list: a thousand names of 1024 bytes each, heavily escaped
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
 _FULL = ("quotaExceeded", "storageQuotaExceeded")
-_DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # it has no error code
+_DIGEST = re.compile(r"(crc32c|md5).*match", re.IGNORECASE)  # a wrong checksum has no error code
 
 
 class Object(msgspec.Struct):
-    """An object's metadata, as far as they were requested."""
+    """The metadata of an object, as far as requested."""
 
     name: str = ""
     size: int = 0
@@ -33,7 +33,7 @@ class Object(msgspec.Struct):
 
 
 class Listing(msgspec.Struct, rename="camel"):
-    """A page of the objects of a bucket."""
+    """One page of a listing."""
 
     items: list[Object] = []
     prefixes: list[str] = []
@@ -45,7 +45,7 @@ class _Detail(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """The explanation of a refused request."""
+    """Why a request was refused."""
 
     message: str = ""
     errors: list[_Detail] = []
@@ -59,7 +59,7 @@ T = TypeVar("T", Object, Listing)
 
 
 async def problem(response: Response) -> Problem:
-    """Return the explanation in an unsuccessful response, in JSON or (of a download) in plain text."""
+    """Return the explanation in an unsuccessful response: JSON, or plain text for a download."""
     body = await response.reason()
     try:
         return msgspec.json.decode(body, type=_Refused).error
@@ -101,7 +101,7 @@ def refused(response: Response, said: Problem, where: str, login: Login, bucket:
 
 
 async def decoded(response: Response, kind: type[T], where: str) -> T:
-    """Return the decoded body of a successful response; raise `Corrupt` if it is of another kind."""
+    """Return the decoded body of a successful response; raise `Corrupt` if it is not of this kind."""
     body = await response.whole(where, _LONGEST)
     try:
         return msgspec.json.decode(body, type=kind, strict=False)

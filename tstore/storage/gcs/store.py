@@ -1,18 +1,18 @@
 """Objects in a bucket of Google Cloud Storage (`gs://bucket/path`), over its JSON API.
 
 gcsfs finds the endpoint and the credentials (`credentials`); the requests are made here, one per call. gcsfs
-would repeat a request silently and then report its own create as another's; it copies the body of an upload, and
-its reads end in buffers that it allocates.
+itself would repeat a request silently and then report its own create as another writer's; it also copies the body
+of an upload, and reads into buffers of its own.
 
 1. An object is stored by one multipart upload of its metadata and its bytes, whatever its length. With
    `PutMode.CREATE` the upload carries `ifGenerationMatch=0`: the server stores it only if no object has that name.
 2. The metadata contain the CRC32C of the bytes: Google's server refuses a body with another checksum. The response
    contains the checksum of the stored object; it is compared too, for servers that do not check.
 3. The metadata contain a token that is unique to the upload. If the response is 412 (the name is taken), the token
-   of the stored object is read: if it is ours, the server or a proxy had repeated the request, and the create won.
-4. A 404 may mean the bucket: unless it says "object", and as long as the bucket was not seen, one listing of at
-   most one name decides. The error names the bucket.
-5. 401 means that nothing was done; renewable credentials are renewed, once, and the request is repeated.
+   of the stored object is read: if it is ours, the server or a proxy repeated the request, and the create won.
+4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
+   exist, a listing of at most one name decides. The error names the bucket.
+5. 401 means that nothing was done: credentials that can be renewed are renewed once, and the request is repeated.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from tstore.storage.gcs.responses import Listing, Object, age, clock, decoded, p
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import check_data, sanitize
 from tstore.storage.http.session import Session, address, trusting
+from tstore.storage.limits import checked_timeout
 from tstore.storage.objects import (
     LONGEST,
     Buffers,
@@ -56,7 +57,6 @@ from tstore.storage.objects import (
     PutMode,
     checked_key,
 )
-from tstore.storage.pace import checked_timeout
 
 __all__ = ["GcsStorage"]
 
@@ -68,10 +68,10 @@ _TOKEN = "tstore-upload"
 class GcsStorage(Storage):
     """The objects below one path of a bucket; calls raise `InvalidArgument` if the bucket does not exist.
 
-    `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are those of gcsfs; `project` is
-    the one that pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The
-    server may be silent for `timeout` seconds (`pace`). Raise `InvalidArgument` for a URL without a bucket, or an
-    invalid option.
+    `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are options of gcsfs; `project`
+    pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The server may be
+    silent for `timeout` seconds (`limits`). Raise `InvalidArgument` for a URL without a bucket, or an invalid
+    option.
     """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
@@ -86,7 +86,7 @@ class GcsStorage(Storage):
         ca_file: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._bucket, prefix = _place(url)
+        self._bucket, prefix = _split_url(url)
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = f"gs://{self._bucket}/{prefix}".rstrip("/")
         if endpoint_url is not None:
@@ -99,12 +99,12 @@ class GcsStorage(Storage):
         self._trusted = None if ca_file is None else trusting(ca_file)
         self._timeout = checked_timeout(timeout)
         self._session: Session | None = None
-        self._bucket_seen = False
+        self._bucket_checked = False
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
         async with self._data(key, {}) as response:
-            return await response.whole(self._where(key), LONGEST if most is None else most, key)
+            return await response.whole(self._where(key), LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Storage.read`."""
@@ -180,7 +180,7 @@ class GcsStorage(Storage):
                     now = clock(response)
             except NotFound:
                 raise self._no_bucket() from None
-            entries = [  # consoles make an empty object "folder/" for a folder; it is not ours
+            entries = [  # consoles create an empty object "folder/" for a folder; it is no object of a store
                 Entry(item.name[cut:], item.size, age(item, now))
                 for item in listing.items
                 if not item.name.endswith("/")
@@ -235,7 +235,7 @@ class GcsStorage(Storage):
             raise
 
     async def _is_ours(self, key: str, token: str) -> bool:
-        """Return whether the stored object is of the upload with that token."""
+        """Return whether the stored object is from the upload with this token."""
         try:
             stored, _ = await self._metadata(key, "metadata")
         except NotFound:
@@ -243,8 +243,8 @@ class GcsStorage(Storage):
         return stored.metadata.get(_TOKEN) == token
 
     async def _check_bucket(self) -> None:
-        """Raise `InvalidArgument` if the bucket is known to be missing."""
-        if self._bucket_seen:
+        """Raise `InvalidArgument` if the bucket does not exist, as far as that can be found out."""
+        if self._bucket_checked:
             return
         with contextlib.suppress(Denied):  # permission to read objects does not include listing them
             try:
@@ -252,7 +252,7 @@ class GcsStorage(Storage):
                     pass
             except NotFound:
                 raise self._no_bucket() from None
-        self._bucket_seen = True
+        self._bucket_checked = True
 
     def _no_bucket(self) -> TStoreError:
         return InvalidArgument(
@@ -281,22 +281,22 @@ class GcsStorage(Storage):
         if self._session is None:
             self._session = Session(url, None, self._trusted, self._timeout)
         for last in (False, True):
-            shown = {**(headers or {}), **await self._login.headers()}
-            async with self._session.request(method, url, shown, where, data) as response:
+            sent_headers = {**(headers or {}), **await self._login.headers()}
+            async with self._session.request(method, url, sent_headers, where, data) as response:
                 if response.status in accepted:
-                    self._bucket_seen = True
+                    self._bucket_checked = True
                     yield response
                     return
-                if response.status == 401 and not last and await self._login.renew(shown):
+                if response.status == 401 and not last and await self._login.renew(sent_headers):
                     continue
                 said = await problem(response)
-                # Google's words; for other servers, one more request decides
-                self._bucket_seen |= response.status == 404 and said.message.startswith("No such object")
+                # Google's wording; for other servers `_check_bucket` decides
+                self._bucket_checked |= response.status == 404 and said.message.startswith("No such object")
                 raise refused(response, said, where, self._login, self._bucket)
 
 
-def _place(url: str) -> tuple[str, str]:
-    """Return the bucket, and the path below it without slashes around."""
+def _split_url(url: str) -> tuple[str, str]:
+    """Return the bucket, and the path below it without slashes at its ends."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket or not all(c.isalnum() or c in "-_." for c in bucket):
         raise InvalidArgument("the URL names no bucket; expected gs://bucket/path")
@@ -314,6 +314,6 @@ def _crc32c(data: Buffers) -> str:
     value = 0
     for buffer in data:
         if len(buffer):
-            # an array, because the library refuses views of memory that can be written
+            # an array, because the library refuses views of writable memory
             value = google_crc32c.extend(value, np.frombuffer(buffer, np.uint8))
     return base64.b64encode(value.to_bytes(4, "big")).decode()

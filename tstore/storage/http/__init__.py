@@ -1,7 +1,7 @@
-"""Objects of an HTTP server: any that serves files for reading, `tstore serve` also for writing.
+"""Objects on an HTTP server: reading from any that serves files, writing to `tstore serve`.
 
 1. `store`: the storage.
-2. `session`: connections, redirects and tokens. `tokens`: which server may see which token.
-3. `responses`: the head of a response, checked before its body is read. `body`: the response and its body, bounded
-   in size and time, received into the caller's memory (`sink`). `passes`: servers that ignore `Range`.
+2. `session`: connections, redirects and tokens. `tokens`: which server may receive which token.
+3. `responses`: the head of a response, checked before its body is read. `body`: the body, received into the
+   caller's memory, bounded in size and time. `passes`: servers that ignore `Range`.
 """

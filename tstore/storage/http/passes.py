@@ -1,8 +1,8 @@
-"""One pass over an object of a server that ignores `Range`, which serves every read that is still ahead of it.
+"""Reads from a server that ignores `Range`: one pass over an object serves all reads that are still ahead of it.
 
 Reads of one object arrive in the order of their offsets, many at a time. So an object is transferred about once,
-not once per part, and nothing but the requested bytes is kept. A read that the pass has left behind waits for the
-next one; a pass without readers ends at once."""
+not once per part, and only the requested bytes are kept. A read that a pass has left behind waits for the next
+one; a pass without readers ends at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
+from tstore.storage.http.body import Sink
 from tstore.storage.http.responses import short
-from tstore.storage.http.sink import Sink
 from tstore.storage.objects import Buffers
 
 __all__ = ["Passes"]
 
 Blocks = Callable[[str], AsyncGenerator[bytes, None]]
-"""Yields the bytes of an object, from its start, as they arrive."""
+"""Yields the bytes of an object from its start as they arrive."""
 
 
 class _Wanted(NamedTuple):
@@ -40,7 +40,9 @@ class Passes:
         loop = asyncio.get_running_loop()
         while True:
             running = self._passes.get(key)
-            if running is None or running.over or running.loop is not loop:  # the parent's, before a fork
+            if (
+                running is None or running.over or running.loop is not loop
+            ):  # another loop's: this process was forked
                 running = self._passes[key] = _Pass(loop)
                 running.task = loop.create_task(running.go(blocks(key)))
                 running.task.add_done_callback(functools.partial(self._ended, key, running, where))
@@ -52,7 +54,7 @@ class Passes:
         running.wanted.append(wanted)
         try:
             await wanted.filled
-        finally:  # if cancelled, nothing is written into the buffers from here on
+        finally:  # also if cancelled: nothing is written into the buffers from here on
             if wanted in running.wanted:
                 running.wanted.remove(wanted)
 
@@ -87,7 +89,7 @@ class _Pass:
         self.wanted: list[_Wanted] = []
 
     async def go(self, blocks: AsyncGenerator[bytes, None]) -> None:
-        """Pass over the object as long as some of it is wanted."""
+        """Pass over the object for as long as reads are ahead."""
         async with contextlib.aclosing(blocks):
             async for block in blocks:
                 start, self.at = self.at, self.at + len(block)
@@ -98,5 +100,5 @@ class _Pass:
                         if not wanted.filled.done():
                             wanted.filled.set_result(None)
                 if not self.wanted:
-                    self.over = True  # from here on no read joins it
+                    self.over = True  # from here on no read may join it
                     return

@@ -1,4 +1,4 @@
-"""The head of an HTTP response: its status, length, range and type, checked before a byte of the body is used."""
+"""The head of an HTTP response: status, length, range and type, checked before any of the body is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ __all__ = [
     "Head",
     "Range",
     "age",
-    "another",
     "check_data",
     "content_range",
     "refusal",
@@ -31,6 +30,7 @@ __all__ = [
     "sanitize",
     "short",
     "version",
+    "wrong_range",
 ]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
@@ -45,7 +45,7 @@ class Headers(Protocol):
 
 
 class Head(Protocol):
-    """The head of a response, of aiohttp or of any other client."""
+    """The head of a response, from aiohttp or any other client."""
 
     @property
     def status(self) -> int:
@@ -61,7 +61,7 @@ class Head(Protocol):
 
 
 class Range(NamedTuple):
-    """The range of an object in a response with status 206, and the size of the object (None if not sent)."""
+    """The range of an object in a response, and the size of the object (None if it was not sent)."""
 
     start: int
     stop: int
@@ -69,7 +69,7 @@ class Range(NamedTuple):
 
 
 def content_range(head: Head, where: str) -> Range:
-    """Return the range in a response; raise `Corrupt` if it names none, or one that its length contradicts."""
+    """Return the range in a response; raise `Corrupt` if it has none, or one that contradicts its length."""
     text = head.headers.get("Content-Range") or ""
     match = _CONTENT_RANGE.fullmatch(text.strip())
     if match is not None:
@@ -84,12 +84,12 @@ def content_range(head: Head, where: str) -> Range:
 
 
 def check_data(head: Head, where: str) -> None:
-    """Raise `Corrupt` if a successful response is a web page, or is encoded: no object of a store is."""
+    """Raise `Corrupt` if a successful response is a web page or encoded, as no object of a store is."""
     kind = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
     if kind in _PAGE:
         raise Corrupt(
             f"{where}: the server sent a web page ({kind}) instead of the object, as log-in pages do; "
-            "check the URL, and open it in a browser to read the page"
+            "check the URL, and open it in a browser to see the page"
         )
     encoding = (head.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
@@ -100,7 +100,7 @@ def check_data(head: Head, where: str) -> None:
 
 
 def version(head: Head, total: int | None) -> str | None:
-    """Return what identifies this state of the object: its ETag, or its modification time and length."""
+    """Return what identifies these contents of the object: its ETag, or its modification time and length."""
     tag = head.headers.get("ETag")
     if tag is not None:
         return f"ETag {sanitize(tag.removeprefix('W/'))}"
@@ -142,7 +142,7 @@ def retry_after(head: Head) -> float | None:
 
 
 def sanitize(text: str, longest: int = 200) -> str:
-    """Return a server's words fit for an error message: one line of printable text, truncated if long."""
+    """Return a server's text fit for an error message: one line of printable characters, truncated if long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
@@ -156,11 +156,11 @@ def refusal(head: Head, where: str, said: str) -> TStoreError:
         case 412:
             return AlreadyExists(f"{where} exists already")
         case 401:
-            return Denied(f"{where}: the server refused the token as wrong or expired{because}; pass another one")
+            return Denied(f"{where}: the server refused the token as wrong or expired{because}; pass another")
         case 403 if said and head.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{where}: the server forbids it{because}")
         case 403:
-            more = "" if said else " (some file servers, as S3, also respond so for a missing object)"
+            more = "" if said else " (some file servers, such as S3, also respond so for a missing object)"
             return Denied(f"{where}: the server forbids it{because}; pass a token whose scope allows it{more}")
         case 405 | 501:
             return Denied(f"{where}: the server does not support that{because}; it may be read-only")
@@ -172,7 +172,7 @@ def refusal(head: Head, where: str, said: str) -> TStoreError:
                 f"{where}: the server, or a proxy in front of it, accepts no object of that length{advice}"
             )
         case 507:
-            return StorageFull(f"{where}: the server has no room for it{because}; free space there, then repeat")
+            return StorageFull(f"{where}: the server has no space for it{because}; free some there, then repeat")
         case 429:
             return Throttled(f"{where}: the server receives too many requests{because}", retry_after(head))
         case 503 if (pause := retry_after(head)) is not None:
@@ -191,9 +191,9 @@ def short(where: str, offset: int, end: int, total: int | None = None) -> Corrup
     return Corrupt(f"{where}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 
 
-def another(where: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
-    """Return the error for a response with another range than the requested one."""
-    got = f"{start} to {stop}" if stop is not None else f"{start} and on, beyond them"
+def wrong_range(where: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
+    """Return the error for a response with a range that was not requested."""
+    got = f"{start} to {stop}" if stop is not None else f"{start} and beyond"
     return Corrupt(
         f"{where}: bytes {offset} to {end} were requested, the server sent {got}; check what serves the store"
     )

@@ -1,16 +1,16 @@
 """One session with an HTTP server: connections, deadlines, redirects, and a token that no other server sees.
 
-1. A request goes to the store's server first. Redirects are followed for reads only, up to five times, never from
-   https to http, and without the token from the first other origin (scheme, host and port) on. A redirected write
-   is refused: the promises of the other server are unknown.
-2. A token that was passed is sent with every request; one that the environment binds to this server (`tokens`)
-   only once the server has asked for a token (401) or, if it is a `tstore serve`, has refused a request without
-   one (403), as the first write to a store that everybody may read. Over http to another machine there is a
-   warning.
+1. A request goes to the store's server first. Redirects are followed for reads only, up to five times, and never
+   from https to http. The token is dropped at the first redirect to another origin (scheme, host and port). A
+   redirected write is refused: the promises of the other server are unknown.
+2. A token that was passed is sent with every request. A token that the environment binds to this server (`tokens`)
+   is sent only after the server has asked for one (401) or, if it is a `tstore serve`, has refused a request
+   without one (403), such as the first write to a store that everybody may read. A warning is given if a token
+   goes over http to another machine.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not stored.
-4. A body is sent once. The HTTP library repeats a request if a kept connection turns out to be closed; for a
-   create that may have landed this would hide that the object is ours. Its outcome is unknown instead.
-5. `pace` bounds the time of a request.
+4. A body is sent once. The HTTP library would repeat a request if a kept connection turns out to be closed; for a
+   create that took effect the repetition would report that the key is taken. So its outcome is unknown instead.
+5. `limits.Deadline` bounds the time of a request.
 6. No error, nor its cause, shows a token, whatever a server sends back.
 """
 
@@ -35,12 +35,12 @@ from yarl import URL
 
 from tstore.errors import Corrupt, Denied, InvalidArgument, TStoreError, Unavailable, Unreachable
 from tstore.runtime.event_loops import PerLoop
-from tstore.storage import pace as paces
+from tstore.storage import limits
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import sanitize
 from tstore.storage.http.tokens import Token, warn_in_clear
+from tstore.storage.limits import Deadline
 from tstore.storage.objects import Buffers
-from tstore.storage.pace import Pace
 
 __all__ = ["Session", "address", "trusting"]
 
@@ -53,25 +53,25 @@ _PIECE = 256 << 10
 def address(url: str) -> URL:
     """Return the URL of a store on a server, ending in '/'.
 
-    Raise `InvalidArgument` for more than scheme, host, port and path; a password or query is not shown.
+    Raise `InvalidArgument` for more than scheme, host, port and path; the error shows no password or query.
     """
     try:
         parsed = URL(url)
         _ = parsed.port  # raises if it is not a number
     except ValueError:
-        raise InvalidArgument("this is no http(s) URL; expected http://host:port/path") from None
+        raise InvalidArgument("this is not an http(s) URL; expected http://host:port/path") from None
     shown = f"{parsed.scheme}://{parsed.host}"
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InvalidArgument(f"{shown}…: expected http://host:port/path or https://host/path")
     if parsed.raw_user is not None or parsed.raw_password is not None:
         raise InvalidArgument(
-            f"{shown}: a user or password in a URL ends up in logs; take it out, and pass "
+            f"{shown}: a user or password in a URL ends up in logs; remove it, and pass "
             "storage_options={'token': …}"
         )
     if parsed.raw_query_string or parsed.raw_fragment or "?" in url or "#" in url:
         raise InvalidArgument(
             f"{shown}{parsed.raw_path}: a store's URL has no query and no fragment (? and # in a folder's name "
-            "are written %3F and %23); take them out"
+            "are written %3F and %23); remove them"
         )
     return parsed.with_path(parsed.raw_path.rstrip("/") + "/", encoded=True)
 
@@ -87,7 +87,7 @@ def trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
 
 
 class Session:
-    """Requests to one server; opened at the first request of an event loop, and again after a fork."""
+    """Requests to one server; connections are opened for each event loop, and again after a fork."""
 
     def __init__(
         self, home: URL, token: Token | None, trusted: ssl.SSLContext | None, timeout: float | None
@@ -98,7 +98,7 @@ class Session:
         self._clients = PerLoop(functools.partial(_Client, trusted))
 
     def hidden(self, text: str, longest: int = 200) -> str:
-        """Return a server's words without the token, fit for an error message."""
+        """Return a server's text without the token, fit for an error message."""
         return sanitize(text if self._token is None else self._token.hide(text), longest)
 
     @property
@@ -107,7 +107,7 @@ class Session:
         return self._token is not None and self._token.shown
 
     def at_home(self, response: Response) -> bool:
-        """Return whether a response is from the store's server, not from a redirect's target."""
+        """Return whether a response is from the store's server, not from the target of a redirect."""
         return response.url.origin() == self._home
 
     @contextlib.asynccontextmanager
@@ -119,43 +119,43 @@ class Session:
         Raise `Unreachable`, `Unavailable` (no response, half a response, one that is too slow), `Denied` (its
         certificate, a redirect of a write or from https to http), `Corrupt` (not HTTP, or endless redirects).
         """
-        pace = Pace(self._timeout)
+        deadline = Deadline(self._timeout)
         secret = _authorization(headers).rpartition(" ")[2]
 
         def hide(text: str) -> str:
             shown = text if self._token is None else self._token.hide(text)
             return shown.replace(secret, "…") if secret else shown
 
-        with _hiding(hide), _mapped(where, pace, lambda text: sanitize(hide(text))):
-            async with pace, await self._final(method, url, headers, where, data, pace) as response:
-                pace.begin()
-                yield Response(response, pace)
+        with _hiding(hide), _mapped_errors(where, deadline, lambda text: sanitize(hide(text))):
+            async with deadline, await self._send(method, url, headers, where, data, deadline) as response:
+                deadline.begin()
+                yield Response(response, deadline)
 
-    async def _final(
-        self, method: str, url: URL, headers: dict[str, str], where: str, data: Buffers | None, pace: Pace
+    async def _send(
+        self, method: str, url: URL, headers: dict[str, str], where: str, data: Buffers | None, deadline: Deadline
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _REDIRECTS):
             shown = token is not None and token.shown
-            response = await self._sent(method, url, headers, data, token if shown else None, pace)
-            if token is not None and not shown and _asks(response):
+            response = await self._send_once(method, url, headers, data, token if shown else None, deadline)
+            if token is not None and not shown and _wants_token(response):
                 token.shown = True
                 response.close()
-                response = await self._sent(method, url, headers, data, token, pace)
+                response = await self._send_once(method, url, headers, data, token, deadline)
             if response.status not in _FOLLOWED:
                 return response
             response.close()
-            url = self._followed(response, where, method)
+            url = self._redirect_target(response, where, method)
             if url.origin() != self._home:
-                token = None  # for good: another server must not redirect back with it
+                token = None  # for good, even if that server redirects back
                 headers = {name: text for name, text in headers.items() if name.lower() != "authorization"}
         raise Corrupt(f"{where}: the server redirects more than {_REDIRECTS} times; check the URL")
 
-    def _followed(self, response: aiohttp.ClientResponse, where: str, method: str) -> URL:
+    def _redirect_target(self, response: aiohttp.ClientResponse, where: str, method: str) -> URL:
         try:
             target = response.url.join(URL(response.headers.get("Location", ""), encoded=True))
             target = target.with_user(None).with_fragment(None)
-            shown = f"{target.origin()}{target.raw_path}"  # its query may hold a signature
+            shown = f"{target.origin()}{target.raw_path}"  # without the query, which may be a signature
         except ValueError:
             raise Corrupt(f"{where}: the server redirects to an invalid URL") from None
         if method not in ("GET", "HEAD"):
@@ -164,20 +164,20 @@ class Session:
             raise Denied(f"{where}: the server redirects from {response.url.scheme} to {shown}, which is refused")
         return target
 
-    async def _sent(
+    async def _send_once(
         self,
         method: str,
         url: URL,
         headers: dict[str, str],
         data: Buffers | None,
         token: Token | None,
-        pace: Pace,
+        deadline: Deadline,
     ) -> aiohttp.ClientResponse:
         if token is not None:
             headers = {**headers, "Authorization": token.header}
         if _authorization(headers):
             warn_in_clear(url)
-        body = None if data is None else _Body(data, pace)
+        body = None if data is None else _Body(data, deadline)
         client = self._clients.get().session
         return await client.request(method, url, headers=headers, data=body, allow_redirects=False)
 
@@ -189,12 +189,12 @@ class Session:
 
 
 class _Client:
-    """The connections of one event loop; they are closed when nothing refers to them any more."""
+    """The connections of one event loop, closed when nothing refers to them any more."""
 
     def __init__(self, trusted: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(
-            connector=_Connector(limit=0, ssl=trusted or True),  # `concurrency` bounds the requests
-            timeout=aiohttp.ClientTimeout(total=None, connect=paces.CONNECT_SECONDS),
+            connector=_Connector(limit=0, ssl=trusted or True),  # `LimitedStorage` bounds the requests
+            timeout=aiohttp.ClientTimeout(total=None, connect=limits.CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "User-Agent": f"tstore aiohttp/{aiohttp.__version__}"},
             auto_decompress=False,
@@ -209,14 +209,14 @@ class _Client:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections whose copies a forked child forgets without touching them: the parent uses them."""
+    """Connections that a forked child forgets without closing them: the parent uses them."""
 
     def __del__(self, *_: Any) -> None:
         return None
 
 
 def _forgotten(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """End a session that nobody closed on its loop; in a forked child, only forget it."""
+    """Close a session on its loop that nobody has closed; in a forked child, only forget it."""
     connector = session.connector
     session.detach()
     if connector is not None and process == os.getpid() and not loop.is_closed():
@@ -230,20 +230,20 @@ async def _closed(connector: aiohttp.BaseConnector) -> None:
 class _Body(Payload):
     """Buffers as the body of a request that is sent once."""
 
-    def __init__(self, data: Buffers, pace: Pace) -> None:
+    def __init__(self, data: Buffers, deadline: Deadline) -> None:
         super().__init__(data, content_type="application/octet-stream")
         self._views = [memoryview(b).cast("B") for b in data]
-        self._pace = pace
+        self._deadline = deadline
         self._begun = False
 
     @property
     def size(self) -> int:
-        """Its length in bytes."""
+        """The length in bytes."""
         return sum(map(len, self._views))
 
     @property
     def consumed(self) -> bool:
-        """Whether it was sent, if only in part; then the library does not send it again."""
+        """Whether some of it was sent; then the library does not send it again."""
         return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -251,19 +251,19 @@ class _Body(Payload):
         return b"".join(self._views).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send it."""
+        """Send the body."""
         self._begun = True
-        self._pace.begin()
+        self._deadline.begin()
         for view in self._views:
             for at in range(0, len(view), _PIECE):
                 piece = view[at : at + _PIECE]
                 await writer.write(piece)
-                self._pace.moved(len(piece))
-        self._pace.begin()
+                self._deadline.moved(len(piece))
+        self._deadline.begin()
 
 
-def _asks(response: aiohttp.ClientResponse) -> bool:
-    """Return whether a token may change the response to a request without one."""
+def _wants_token(response: aiohttp.ClientResponse) -> bool:
+    """Return whether the response to a request without a token may differ with one."""
     return response.status == 401 or (response.status == 403 and "X-TStore-Version" in response.headers)
 
 
@@ -273,7 +273,7 @@ def _authorization(headers: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def _hiding(hide: Callable[[str], str]) -> Iterator[None]:
-    """Remove tokens from errors, in case a server sent one back."""
+    """Remove tokens from errors, in case a server has sent one back."""
     try:
         yield
     except TStoreError as error:
@@ -283,33 +283,33 @@ def _hiding(hide: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mapped(where: str, pace: Pace, hidden: Callable[[str], str]) -> Iterator[None]:
-    """Turn failures of the network into the errors of `Storage`; `hidden` sanitizes a server's words."""
+def _mapped_errors(where: str, deadline: Deadline, hidden: Callable[[str], str]) -> Iterator[None]:
+    """Map failures of the network to the errors of `Storage`; `hidden` sanitizes a server's text."""
     try:
         yield
     except aiohttp.ClientResponseError as error:
-        said = _bared(error, hidden)
+        said = _stripped(error, hidden)
         raise Corrupt(f"{where}: the server does not speak HTTP ({said})") from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Unavailable(
-            f"{where}: no connection within {paces.CONNECT_SECONDS:g} s; check the address and the server"
+            f"{where}: no connection within {limits.CONNECT_SECONDS:g} s; check the address and the server"
         ) from error
     except TimeoutError as error:
-        raise Unavailable(f"{where}: {pace.lost}") from error
+        raise Unavailable(f"{where}: {deadline.message}") from error
     except aiohttp.ClientPayloadError as error:
-        said = _bared(error, hidden)
+        said = _stripped(error, hidden)
         raise Unavailable(f"{where}: the response broke off ({said})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
             f"{where}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
-            "its certificate; a private authority is named by storage_options={'ca_file': …}"
+            "its certificate; pass a private authority as storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
         unknown_host = isinstance(error.os_error, socket.gaierror)
         kind = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
         reason = os.strerror(error.errno) if error.errno in _UNREACHABLE else str(error.os_error.strerror or error)
         raise kind(
-            f"{where}: no connection ({sanitize(reason)}); check the address, and that the server runs"
+            f"{where}: no connection ({sanitize(reason)}); check the address, and that the server is running"
         ) from error
     except aiohttp.InvalidURL as error:
         raise InvalidArgument(f"{where}: this URL is invalid") from error
@@ -317,8 +317,8 @@ def _mapped(where: str, pace: Pace, hidden: Callable[[str], str]) -> Iterator[No
         raise Unavailable(f"{where}: the connection broke ({sanitize(str(error) or repr(error))})") from error
 
 
-def _bared(error: aiohttp.ClientError, hidden: Callable[[str], str]) -> str:
-    """Return the text of an error of the HTTP library; strip the error of headers and a server's words."""
+def _stripped(error: aiohttp.ClientError, hidden: Callable[[str], str]) -> str:
+    """Return the text of an error of the HTTP library; remove headers and a server's text from the error."""
     said = hidden(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
     if isinstance(error, aiohttp.ClientResponseError):
         method = error.request_info.method

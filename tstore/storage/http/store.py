@@ -1,19 +1,19 @@
-"""Objects of an HTTP server: any that serves files for reading, `tstore serve` also for writing.
+"""Objects on an HTTP server: reading from any that serves files, writing to `tstore serve`.
 
 Reading
 1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and be as long.
    Its bytes go from the socket into the caller's buffers (`body`); no object is held in memory.
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
-   still ahead of it (`passes`), and the connection is closed after the last. It is slow, so there is a warning.
+   still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects of a store never change. The ETag (or else length and time) of each object that is read in parts is
-   remembered, and another one later is `Corrupt`. Whatever the server says, checksums have the last word.
+   remembered, and a different one later is `Corrupt`. Whatever the server says, checksums decide in the end.
 4. A web page, an encoded response, or a part that was not requested is `Corrupt`, whatever its status.
 
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
    creates exclusively: its response to `PUT` with `If-None-Match: *` is 201, or 412 if the key is taken. It also
-   lists and deletes. Objects of any other server are only read: it is unknown what it makes of a `PUT`, and if two
-   of them succeed, one is lost.
+   lists and deletes. Any other server is only read from: it is unknown whether its `PUT` is exclusive, and if two
+   succeed, one is lost.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tstore.storage.http.passes import Passes
 from tstore.storage.http.responses import age, check_data, refusal, version
 from tstore.storage.http.session import Session, address, trusting
 from tstore.storage.http.tokens import find_token, token_advice
+from tstore.storage.limits import checked_timeout
 from tstore.storage.objects import (
     LONGEST,
     Buffers,
@@ -47,13 +48,12 @@ from tstore.storage.objects import (
     PutMode,
     checked_key,
 )
-from tstore.storage.pace import checked_timeout
 
 __all__ = ["HttpStorage"]
 
 _REMEMBERED = 4096
 _PAGE = 1000
-_LONGEST_SAID = 320  # characters of a server's own words that an error quotes
+_LONGEST_SAID = 320  # characters of a server's explanation that an error quotes
 _LONGEST_PAGE = 4 << 20  # bytes: `_PAGE` of the longest keys
 _CHECKED_HERE = 1 << 20  # bytes; a longer body is hashed by a thread
 
@@ -77,10 +77,10 @@ class _Refused(msgspec.Struct):
 class HttpStorage(Storage):
     """The objects below an `http://` or `https://` URL.
 
-    `token` is sent as bearer token to that server alone; without it the token that the environment binds to the
-    server is sent if the server asks for one: `TSTORE_TOKEN_<HOST>`, or a line of the file `TSTORE_TOKEN_FILE`
+    `token` is sent as a bearer token to this server only. Without it, if the server asks for a token, the one that
+    the environment binds to this server is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file `TSTORE_TOKEN_FILE`
     (`tokens`). `ca_file` names certificates to trust besides the system's. The server may be silent for `timeout`
-    seconds (`pace`). Proxies and .netrc of the environment are not used.
+    seconds (`limits`). Proxies and .netrc of the environment are not used.
     Raise `InvalidArgument` for a URL with a password, query or fragment, and for an invalid token.
     """
 
@@ -112,12 +112,12 @@ class HttpStorage(Storage):
             durable=self._creates,
         )
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
-        no_cache = {"Cache-Control": "no-cache"}  # a cache on the way must not know of less than the server
+        no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
         async with self._request("GET", key, no_cache) as (response, where):
             await self._check(response, where, 200)
-            return await response.whole(where, LONGEST if most is None else most, key)
+            return await response.whole(where, LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Storage.read`."""
@@ -226,7 +226,7 @@ class HttpStorage(Storage):
                 yield block
 
     def _learn(self, response: Response) -> None:
-        """Note what the store's server can do."""
+        """Record what the store's server can do."""
         if not self._session.at_home(response):
             return
         self._server = self._session.hidden(response.headers.get("Server", "no name"), 60)
@@ -268,7 +268,7 @@ class HttpStorage(Storage):
         if now is None:
             return
         before = self._versions.pop(key, now)
-        if before != now:  # and forgotten, so that the new object can be read from here on
+        if before != now:  # it is forgotten here, so that the new object can be read from now on
             raise Corrupt(
                 f"{where} changed while it was read: it was {before}, now it is {now}; objects of a store never "
                 "change. Find out who replaces files there, then open the store again"
@@ -282,13 +282,13 @@ class HttpStorage(Storage):
             self._ranges = False
             warnings.warn(
                 f"{self.url}: the server ({self._server}) ignores Range, so reading part of an object transfers "
-                "all of it; serve the store with one that supports ranges, as nginx or tstore serve",
+                "all of it; serve the store with one that supports ranges, such as nginx or tstore serve",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     async def _identify(self, where: str) -> None:
-        """Ask the server for its name."""
+        """Find out which server this is."""
         if self._server is None:
             async with self._session.request("GET", self._home / "-" / "health", {}, where) as response:
                 self._learn(response)

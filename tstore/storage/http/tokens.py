@@ -1,6 +1,6 @@
-"""Bearer tokens, each bound to the one server that may see it.
+"""Bearer tokens, each bound to the one server that may receive it.
 
-A token is searched for in this order:
+A token is looked for in this order:
 
 1. `storage_options={"token": …}`: for the server of that URL.
 2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
@@ -8,12 +8,11 @@ A token is searched for in this order:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
    address, an underscore), and the host named "file", have no variable.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server, of which the
-   one with the port comes first; empty lines, and those that begin with "#", do not count. Nobody but its owner
-   may read it, or the group where root owns it and reads it not: a secret that an orchestrator mounts.
+   one with the port comes first. Empty lines and those that begin with "#" are ignored. Others must not be able to
+   read the file (`exposed_mode`).
 
-What is found in 2 and 3 is shown only once the server asks for it or refuses a request without it. A
-token without a host (`TSTORE_TOKEN`, or a file that holds a token alone) would go to whichever server asks, and is
-not used.
+A token from 2 or 3 is sent only after the server has asked for one or refused a request without it. A token
+without a host (`TSTORE_TOKEN`, or a file of nothing but a token) is not used: it would go to any server that asks.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from typing import NamedTuple
 from yarl import URL
 
 from tstore.errors import InvalidArgument
-from tstore.storage.secret_file import exposed_mode
 
-__all__ = ["Token", "find_token", "token_advice", "warn_in_clear"]
+__all__ = ["Token", "exposed_mode", "find_token", "token_advice", "warn_in_clear"]
 
 _FILE = "TSTORE_TOKEN_FILE"
 _PREFIX = "TSTORE_TOKEN_"
@@ -44,41 +42,41 @@ _warned: set[str] = set()
 
 
 class _Place(NamedTuple):
-    """The server of a token; without a port, every port of a host."""
+    """The server of a token; without a port, every port of the host."""
 
     host: str
     port: int | None
 
 
 class Token:
-    """The bearer token for one server, hidden from whatever prints it."""
+    """The bearer token for one server; its repr does not show it."""
 
     __slots__ = ("_text", "shown")
 
     def __init__(self, text: str, shown: bool) -> None:
         self._text = text.strip()
         self.shown = shown
-        """Whether every request carries it; else only those after the server has asked for a token."""
+        """Whether every request carries it, not only those after the server has asked for a token."""
         if not self._text or not all("!" <= c <= "~" for c in self._text):
             raise InvalidArgument("the token is empty, or has invalid characters (spaces, line breaks)")
 
     @property
     def header(self) -> str:
-        """The value of the header that shows it to the server."""
+        """The value of the Authorization header."""
         return f"Bearer {self._text}"
 
     def hide(self, text: str) -> str:
-        """Return the text without the token, in case a server sent it back."""
+        """Return the text without the token, in case a server has sent it back."""
         return text.replace(self._text, "…")
 
     def __repr__(self) -> str:
         return "<Token …>"
 
 
-def find_token(home: URL, given: str | None) -> Token | None:
-    """Return the token for a server: the one that was passed, or the environment's for this very server."""
-    if given is not None:
-        return Token(given, shown=True)
+def find_token(home: URL, passed: str | None) -> Token | None:
+    """Return the token for a server: the one that was passed, or the environment's for this server."""
+    if passed is not None:
+        return Token(passed, shown=True)
     for name in _variables(home):
         if name in os.environ:
             try:
@@ -94,7 +92,7 @@ def find_token(home: URL, given: str | None) -> Token | None:
 
 
 def token_advice(home: URL) -> str:
-    """Return how to pass a token for a server, for the error that it wants one."""
+    """Return how to pass a token for a server, for the error that the server wants one."""
     host = _host(home)
     line = f"[{host}]:{home.port}" if ":" in host else f"{host}:{home.port}"
     names = _variables(home)
@@ -116,8 +114,8 @@ def warn_in_clear(url: URL) -> None:
         return
     _warned.add(host)
     warnings.warn(
-        f"the token for {url.origin()} goes over http, where everybody on the way can read it; let the server "
-        "speak https (tstore serve --tls-cert), or reach it through an encrypted tunnel",
+        f"the token for {url.origin()} goes over http, where everybody on the way can read it; use https "
+        "(tstore serve --tls-cert), or an encrypted tunnel to the server",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -143,7 +141,9 @@ def _variables(home: URL) -> list[str]:
     """Return the variables that may contain a token for a server, the one with its port first."""
     host = _host(home)
     last = host.rpartition(".")[2]
-    if not _NAME.fullmatch(host) or (last.isdecimal() and host.count(".") != 3):  # 1.2.3 with port 4 is no 1.2.3.4
+    if not _NAME.fullmatch(host) or (
+        last.isdecimal() and host.count(".") != 3
+    ):  # or 1.2.3 with port 4 would have the variable of 1.2.3.4
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
     return [found for found in (f"{name}_{home.port}", name) if found != _FILE]
@@ -152,12 +152,12 @@ def _variables(home: URL) -> list[str]:
 def _read(path: str) -> dict[_Place, Token]:
     """Return the tokens of a file; errors name the line, never its contents."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
         with open(fd, "rb") as file:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which is no file; expected lines of HOST[:PORT] TOKEN"
+                    f"{_FILE} names {path}, which is not a file; expected lines of HOST[:PORT] TOKEN"
                 )
             if (mode := exposed_mode(about)) is not None:
                 raise InvalidArgument(
@@ -177,7 +177,8 @@ def _read(path: str) -> dict[_Place, Token]:
         place = _place(words[0])
         if len(words) != 2 or place is None:
             raise InvalidArgument(
-                f"{path}, line {number}: expected HOST TOKEN or HOST:PORT TOKEN, as: ckpt.example.com:7341 <token>"
+                f"{path}, line {number}: expected HOST TOKEN or HOST:PORT TOKEN, such as "
+                "ckpt.example.com:7341 <token>"
             )
         if place in tokens:
             raise InvalidArgument(
@@ -202,3 +203,14 @@ def _place(text: str) -> _Place | None:
             return None
     port = None if found[3] is None else int(found[3])
     return _Place(host, port) if port is None or port < 1 << 16 else None
+
+
+def exposed_mode(about: os.stat_result) -> str | None:
+    """Return the mode, in octal digits, of a file that users besides its owner may read; None if no others may.
+
+    The group may read a file that belongs to root, if this process does not run as root: so a container can read a
+    secret that its orchestrator mounts for its group.
+    """
+    of_root = about.st_uid == 0 != os.geteuid()
+    exposed = about.st_mode & (0o037 if of_root else 0o077)
+    return f"{stat.S_IMODE(about.st_mode):04o}" if exposed else None

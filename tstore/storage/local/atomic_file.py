@@ -1,17 +1,17 @@
 """A local file that appears whole or not at all, and never replaces another.
 
-1. Its bytes go to a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and are made durable
-   (fsync). A file that tries several names (`StagedFile`) does this once.
+1. Its bytes are written under a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and made
+   durable (fsync). An object that tries several names (`LocalStagedObject`) does this once.
 2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
-   links, the reply to our link was lost (NFS): created. If links are not supported, renameat2(RENAME_NOREPLACE)
-   replaces steps 2 and 3.
+   links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
+   renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before 2 leaves the temporary file, after it the whole new one. A long temporary file (of
-`NewFile`, or of an upload to a server) is locked with flock(2) while its writer lives; the next writer of the same
-object, or the next server, removes those that are not locked. If files can't be locked, as on some network mounts,
-it removes those without a write for an hour."""
+A process that is killed before 2 leaves the temporary file, after it the whole new one. The temporary file of an
+upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The next writer of the
+same object, or the next server, removes those that are not locked; if files can't be locked, as on some network
+mounts, those without a write for an hour."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
 
 from tstore.errors import (
     AlreadyExists,
@@ -33,15 +34,16 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
+from tstore.runtime.pool import run
 from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = [
     "IOV_MAX",
-    "NewFile",
+    "LocalStagedObject",
     "StagedFile",
-    "explained",
     "fsync_folder",
-    "locked_draft",
+    "mapped_errors",
+    "mark_of",
     "new_file",
     "remove_unfinished",
     "rest_of",
@@ -54,14 +56,14 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 IOV_MAX = 1024
-"""The most buffers of one system call."""
+"""The maximum number of buffers in one system call."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _GIVEN_UP = 3600  # seconds
 
 
 @contextlib.contextmanager
-def explained(action: str, path: str) -> Iterator[None]:
-    """Turn an OSError into the error of tstore that says what to do."""
+def mapped_errors(action: str, path: str) -> Iterator[None]:
+    """Map an OSError to the error of `Storage` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -69,24 +71,24 @@ def explained(action: str, path: str) -> Iterator[None]:
         match error.errno:
             case errno.ENOTDIR:
                 raise NotFound(
-                    f"{what}: a file is there, or in place of a folder above it; give another path"
+                    f"{what}: there is a file at that path or in place of a folder above it; pass another path"
                 ) from error
             case errno.ENOENT if action in ("create", "write"):
-                raise NotFound(f"{what}; give a path in a folder that exists") from error
+                raise NotFound(f"{what}; pass a path in a folder that exists") from error
             case errno.ENOENT:
-                raise NotFound(f"{what}; give the path of something that exists") from error
+                raise NotFound(f"{what}; pass a path that exists") from error
             case errno.EEXIST:
                 raise AlreadyExists(f"{what}; choose another name") from error
             case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
-                raise InvalidArgument(f"{what}; give another path") from error
+                raise InvalidArgument(f"{what}; pass another path") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
                 raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFull(f"{what}; make room or raise the limit, then repeat") from error
+                raise StorageFull(f"{what}; free space or raise the limit, then repeat") from error
             case errno.EMFILE | errno.ENFILE:
                 raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
             case _:
-                raise Unavailable(f"{what}; try again, or look at the disk") from error
+                raise Unavailable(f"{what}; try again, or check the disk") from error
 
 
 class StagedFile:
@@ -99,15 +101,28 @@ class StagedFile:
         self._temporary = f"{folder}/.{mark}.{secrets.token_hex(8)}.tmp"
         self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    @classmethod
+    def locked(cls, folder: str, mark: str, durability: Durability) -> Self:
+        """Return a new file that is locked, if possible, for as long as this process has it open."""
+        while True:
+            file = cls(folder, mark, durability)
+            try:
+                if _lock(file.fd) is not False and os.fstat(file.fd).st_nlink:
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()  # another process removed it before it was locked
+
     def force(self) -> None:
-        """Make its bytes durable, if asked."""
+        """Make the bytes durable, if `durability` asks for it."""
         if self._durability is Durability.FSYNC:
             os.fsync(self.fd)
 
     def publish(self, path: str) -> None:
-        """Give it its name, in a folder of the same file system, after `force`.
+        """Link the file to its name, on the same file system; call `force` before.
 
-        Raise FileExistsError if the name is taken; then another can be tried.
+        Raise FileExistsError if the name is taken; another can be tried then.
         """
         _link(self._temporary, path)
         self.close()
@@ -115,7 +130,7 @@ class StagedFile:
             fsync_folder(os.path.dirname(os.path.abspath(path)))
 
     def close(self) -> None:
-        """Remove the temporary name; any number of times."""
+        """Remove the temporary name; may be called more than once."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -123,7 +138,7 @@ class StagedFile:
                 os.unlink(self._temporary)
 
     def remove_abandoned(self) -> None:
-        """Remove the temporary files of the same mark whose writers have ended."""
+        """Remove the temporary files with the same mark whose writers have died."""
         locks = _lock(self.fd) is not None
         now = os.fstat(self.fd).st_mtime  # by the clock of the file system
         remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _GIVEN_UP)
@@ -133,32 +148,19 @@ class StagedFile:
 def new_file(path: str, durability: Durability) -> Iterator[int]:
     """Yield the descriptor of a file that appears at `path` if the block ends without an exception.
 
-    Raise OSError (FileExistsError if the name is taken by then); no error leaves a new name.
+    Raise OSError (FileExistsError if the name is taken by then), without leaving a file.
     """
-    draft = StagedFile(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
+    file = StagedFile(os.path.dirname(os.path.abspath(path)), mark_of(path), durability)
     try:
-        yield draft.fd
-        draft.force()
-        draft.publish(path)
+        yield file.fd
+        file.force()
+        file.publish(path)
     finally:
-        draft.close()
-
-
-def locked_draft(folder: str, mark: str, durability: Durability) -> StagedFile:
-    """Return a staged file that is locked, if possible, as long as this process has it open."""
-    while True:
-        draft = StagedFile(folder, mark, durability)
-        try:
-            if _lock(draft.fd) is not False and os.fstat(draft.fd).st_nlink:
-                return draft
-        except BaseException:
-            draft.close()
-            raise
-        draft.close()  # another process removed it before it was locked
+        file.close()
 
 
 def _lock(fd: int) -> bool | None:
-    """Lock a file; return False if another process has locked it, None if files can't be locked."""
+    """Lock a file; return False if another process has locked it, None if files can't be locked here."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,69 +224,59 @@ def fsync_folder(folder: str) -> None:
 
 
 def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Ask the system to begin writing these bytes to the disk, if it can, without waiting."""
+    """Ask the system, if it can, to start writing these bytes to the disk, without waiting."""
     sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
-class NewFile:
-    """A `PackWriter` of a file that has its name only once it is finished.
+class LocalStagedObject:
+    """A `StagedObject` as a temporary file: written and made durable once, then linked to the first free name."""
 
-    It removes the temporary files of earlier writers of the same name that were killed.
-    """
+    def __init__(
+        self,
+        data: bytes,
+        durability: Durability,
+        path_of: Callable[[str], str],
+        make_folder: Callable[[str, Durability], None],
+    ) -> None:
+        self._data = data
+        self._durability = durability
+        self._path_of = path_of
+        self._make_folder = make_folder
+        self._file: StagedFile | None = None
 
-    def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
-        self.key = key
-        self._path = path
-        self._end = 0
-        self._draft = locked_draft(os.path.dirname(os.path.abspath(path)), _mark(path), durability)
-        self._fd = self._draft.fd
+    async def create(self, key: str) -> None:
+        """See `StagedObject.create`."""
+        await run(self._create, key)
+
+    async def discard(self) -> None:
+        """See `StagedObject.discard`."""
+        if self._file is not None:
+            await run(self._file.close)
+
+    def _create(self, key: str) -> None:
+        path = self._path_of(key)
+        with mapped_errors("create", path):
+            if self._file is None:
+                self._file = self._write(os.path.dirname(path))
+            self._file.publish(path)
+        self._file = None
+
+    def _write(self, folder: str) -> StagedFile:
+        self._make_folder(folder, self._durability)
+        file = StagedFile(folder, "object", self._durability)
         try:
-            self._draft.remove_abandoned()
-            self._allocate(size)
+            write_all(file.fd, [self._data], 0)
+            file.force()
         except BaseException:
-            self.discard()
+            file.close()
             raise
-
-    def append(self, buffers: BufferStream, size: int) -> int:
-        """See `PackWriter.append`."""
-        offset = self._end
-        with explained("write", self._path):
-            self._end += write_all(self._fd, buffers, self._end)
-            start_writeback(self._fd, offset, self._end - offset)
-        return offset
-
-    def finish(self) -> None:
-        """See `PackWriter.finish`."""
-        with explained("create", self._path):
-            try:
-                self._draft.force()
-                self._draft.publish(self._path)
-            except FileNotFoundError as error:
-                raise Unavailable(
-                    f"{self._path} could not be created: its temporary file was removed, as by another copy on a "
-                    "file system that can't lock it; run one copy at a time"
-                ) from error
-            finally:
-                self._draft.close()
-
-    def discard(self) -> None:
-        """See `PackWriter.discard`."""
-        self._draft.close()
-
-    def _allocate(self, size: int) -> None:
-        with explained("write", self._path):
-            try:
-                os.posix_fallocate(self._fd, 0, max(1, size))
-                os.ftruncate(self._fd, size)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
+        return file
 
 
-def _mark(path: str) -> str:
-    """Return the beginning of the temporary names of a file, of bounded length."""
+def mark_of(path: str) -> str:
+    """Return the mark in the temporary names of a file: its digest, since names have bounded length."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 
@@ -310,7 +302,7 @@ def _rename_no_replace(temporary: str, path: str) -> None:
         number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise Denied(
-            f"{path}: the file system can neither link(2) nor rename without replacing, so files can't "
-            "be created atomically; use another file system"
+            f"{path}: the file system supports neither link(2) nor renaming without replacing, so files can't be "
+            "created atomically; use another file system"
         )
     raise OSError(number, os.strerror(number), path)

@@ -1,7 +1,6 @@
 """A local folder below which no symbolic link is followed, for a server.
 
-Whoever can write into that folder is trusted not to replace a folder by a link at the very moment between the
-check and the open."""
+Whoever can write into that folder is trusted not to replace a folder by a link between the check and the open."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ __all__ = ["ConfinedStorage"]
 
 
 class ConfinedStorage(LocalStorage):
-    """The files below one folder; `Denied` for a key whose folders are links."""
+    """The files below one folder; raise `Denied` for a key whose folders are links."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(os.path.realpath(root), _confined_path)
@@ -29,13 +28,13 @@ class ConfinedStorage(LocalStorage):
 
 
 def _confined_path(root: str, key: str) -> str:
-    """Return the path of a key, all of whose folders are real folders."""
+    """Return the path of a key; raise `Denied` if one of its folders is a link or not a folder."""
     path, folder = path_in(root, key), root
     for part in key.split("/")[:-1]:
         folder = f"{folder}/{part}"
         try:
             if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                raise Denied(f"{folder} is a link, or no folder; a server follows no links below its store")
+                raise Denied(f"{folder} is a link or not a folder; a server follows no links below its store")
         except FileNotFoundError:
             break
     return path

@@ -1,8 +1,8 @@
 """Listings of a local folder, in key order and in pages; long folders are cached between pages.
 
 The cached names of a folder are valid while its modification time is the same. That time advances in ticks (of
-some milliseconds, on some file systems of two seconds), so names are cached only if the folder had been left alone
-for longer than a tick when it was read: any later change gives it another time."""
+some milliseconds, on some file systems of two seconds). So names are cached only if the folder had not changed for
+longer than a tick when it was read: then any later change gives it another time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tstore.errors import NotFound
-from tstore.storage.local.atomic_file import explained
+from tstore.storage.local.atomic_file import mapped_errors
 from tstore.storage.objects import Entry, Keys, Page
 
 __all__ = ["Listing"]
 
-_LONG = 1000  # names; fewer are read again in no time
-_MOST = 500_000  # cached names of all folders
+_LONG = 1000  # names; a shorter folder is read again at little cost
+_MAX_NAMES = 500_000  # cached names of all folders
 _TICK = 3_000_000_000  # nanoseconds
 
 
@@ -45,7 +45,7 @@ class Listing:
         """Return the keys that start with the prefix, sorted."""
         top = self._path_in(self._root, prefix.rpartition("/")[0]) if "/" in prefix else self._root
         keys = []
-        with explained("list", top):
+        with mapped_errors("list", top):
             for folder, folders, names in os.walk(top, onerror=_raise_unless_missing):
                 base = os.path.relpath(folder, self._root).replace(os.sep, "/")
                 base = "" if base == "." else f"{base}/"
@@ -54,10 +54,10 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the rests of the names of folders that start with the prefix, sorted."""
+        """Return the rest, after the prefix, of the names of the folders that start with it, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_in(self._root, top) if top else self._root
-        with explained("list", path):
+        with mapped_errors("list", path):
             try:
                 with os.scandir(path) as entries:
                     names = [e.name for e in entries if e.name.startswith(begin) and e.is_dir()]
@@ -66,14 +66,14 @@ class Listing:
         return sorted(n[len(begin) :] for n in names if not n.startswith("."))
 
     def empty(self) -> bool:
-        """Return whether the folder is missing or has no file but temporary ones."""
+        """Return whether the folder is missing or contains only temporary files."""
         try:
-            with explained("list", self._root), os.scandir(self._root) as entries:
+            with mapped_errors("list", self._root), os.scandir(self._root) as entries:
                 return all(e.name.startswith(".") and e.name.endswith(".tmp") for e in entries)
         except NotFound:
             if os.path.lexists(self._root) and not os.path.isdir(self._root):
-                raise  # a file is at the path of the folder
-            return True  # also if another host has made the folder since
+                raise  # there is a file in place of the folder
+            return True  # even if another host has created the folder since
 
     def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
         """Return up to `limit` names after `after`, and the last of them if more follow."""
@@ -93,7 +93,7 @@ class Listing:
         return page, None
 
     def _entry(self, name: str) -> Entry | None:
-        """Return the entry of a file; None if it is no file, or was removed meanwhile."""
+        """Return the entry of a file; None if it is not a file, or has been removed."""
         try:
             status = os.lstat(f"{self._root}/{name}")
         except FileNotFoundError:
@@ -107,7 +107,7 @@ class Listing:
         base = f"{folder}/" if folder else ""
         try:
             path = self._path_in(self._root, f"{base}x")[:-2]
-            with explained("list", path):
+            with mapped_errors("list", path):
                 names = self._names(path)
         except NotFound:
             return
@@ -123,7 +123,7 @@ class Listing:
             elif not delimiter:
                 yield from self._walk(name[:-1], prefix, delimiter, after)
             elif name != after and any(map(self._entry, self._walk(name[:-1], name, "", ""))):
-                yield name  # a folder without an object does not count
+                yield name  # only folders that contain an object
 
     def _names(self, folder: str) -> list[str]:
         """Return the names in a folder in order, without hidden ones; those of folders end in "/"."""
@@ -145,7 +145,7 @@ class Listing:
         with self._lock:
             self._cached[folder] = cached
             self._cached.move_to_end(folder)
-            while sum(len(kept.names) for kept in self._cached.values()) > _MOST:
+            while sum(len(kept.names) for kept in self._cached.values()) > _MAX_NAMES:
                 self._cached.popitem(last=False)
 
 

@@ -1,4 +1,4 @@
-"""Packs as local files: preallocated, written at increasing offsets, read at any offset."""
+"""Local files: packs, which are written in place, and uploads, which appear when they are finished."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import errno
 import os
 from collections.abc import Callable
 
-from tstore.errors import Corrupt, StorageFull
-from tstore.storage.local.atomic_file import IOV_MAX, explained, rest_of, start_writeback, write_all
+from tstore.errors import Corrupt, StorageFull, Unavailable
+from tstore.storage.local.atomic_file import (
+    IOV_MAX,
+    StagedFile,
+    mapped_errors,
+    mark_of,
+    rest_of,
+    start_writeback,
+    write_all,
+)
 from tstore.storage.objects import Buffers, BufferStream, Durability
 
-__all__ = ["LocalPack", "LocalReader"]
+__all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
 _EXTENT = 64 << 20
 _SEND = 4 << 20
 
 
 class LocalPack:
-    """A `PackWriter` of a file with a name that nobody else uses.
+    """A `PackWriter` of a file under a name that nobody else uses: preallocated, written at increasing offsets.
 
-    `discarded` is called with the key once the file is deleted.
+    `discarded` is called with the key after the file is deleted.
     """
 
     def __init__(self, key: str, path: str, durability: Durability, discarded: Callable[[str], object]) -> None:
@@ -40,18 +48,18 @@ class LocalPack:
             try:
                 self._reserve(max(size, _EXTENT))
             except StorageFull:
-                self._reserve(size)  # the last room on a disk
-        with explained("write", self._path):
+                self._reserve(size)  # on a disk that is nearly full
+        with mapped_errors("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
         if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
-            # the disk begins now, while the next chunks are encoded, and not only at the fsync
+            # the disk starts now, while the next chunks are encoded, rather than at the fsync
             start_writeback(self._fd, self._sent, self._end - self._sent)
             self._sent = self._end
         return offset
 
     def finish(self) -> None:
         """See `PackWriter.finish`."""
-        with explained("write", self._path):
+        with mapped_errors("write", self._path):
             try:
                 if self._reserved > self._end:
                     os.ftruncate(self._fd, self._end)
@@ -63,21 +71,21 @@ class LocalPack:
     def discard(self) -> None:
         """See `PackWriter.discard`."""
         self._close()
-        with explained("delete", self._path), contextlib.suppress(FileNotFoundError):
+        with mapped_errors("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         self._discarded(self.key)
 
     def _reserve(self, size: int) -> None:
-        """Preallocate room for `size` more bytes; raise `StorageFull`."""
+        """Preallocate space for `size` more bytes; raise `StorageFull`."""
         if self._end + size <= self._reserved:
             return
         end = self._end + size
-        with explained("write", self._path):
+        with mapped_errors("write", self._path):
             try:
                 os.posix_fallocate(self._fd, self._reserved, end - self._reserved)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    os.ftruncate(self._fd, self._reserved)  # releases a part that was allocated
+                    os.ftruncate(self._fd, self._reserved)  # releases what was allocated of it
                     raise
         self._reserved = end
 
@@ -85,6 +93,61 @@ class LocalPack:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class LocalUpload:
+    """A `PackWriter` of a file that appears under its name when it is finished.
+
+    It removes the temporary files of earlier writers of the same name that were killed.
+    """
+
+    def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
+        self.key = key
+        self._path = path
+        self._end = 0
+        self._file = StagedFile.locked(os.path.dirname(os.path.abspath(path)), mark_of(path), durability)
+        self._fd = self._file.fd
+        try:
+            self._file.remove_abandoned()
+            self._allocate(size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(self, buffers: BufferStream, size: int) -> int:
+        """See `PackWriter.append`."""
+        offset = self._end
+        with mapped_errors("write", self._path):
+            self._end += write_all(self._fd, buffers, self._end)
+            start_writeback(self._fd, offset, self._end - offset)
+        return offset
+
+    def finish(self) -> None:
+        """See `PackWriter.finish`."""
+        with mapped_errors("create", self._path):
+            try:
+                self._file.force()
+                self._file.publish(self._path)
+            except FileNotFoundError as error:
+                raise Unavailable(
+                    f"{self._path} could not be created: its temporary file was removed, perhaps by another copy "
+                    "on a file system without locks; run one copy at a time"
+                ) from error
+            finally:
+                self._file.close()
+
+    def discard(self) -> None:
+        """See `PackWriter.discard`."""
+        self._file.close()
+
+    def _allocate(self, size: int) -> None:
+        with mapped_errors("write", self._path):
+            try:
+                os.posix_fallocate(self._fd, 0, max(1, size))
+                os.ftruncate(self._fd, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
 
 
 class LocalReader:
@@ -100,12 +163,12 @@ class LocalReader:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the file has lost its name."""
+        """Whether the file has been deleted."""
         return os.fstat(self._fd).st_nlink == 0
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         """See `PackReader.read_into`."""
-        with explained("read", self._path):
+        with mapped_errors("read", self._path):
             for i in range(0, len(buffers), IOV_MAX):
                 part = buffers[i : i + IOV_MAX]
                 wanted = size if len(buffers) <= IOV_MAX else sum(len(b) for b in part)

@@ -2,17 +2,17 @@
 
 A create leaves the whole object under its name or none, whenever it crashes:
 
-1. Make the missing folders; fsync the parent of each folder the first time this process relies on it (another
-   process may have made it and died before its fsync).
-2. Make the file appear whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
+1. Create the missing folders; fsync the parent of each folder the first time this process relies on it (another
+   process may have created it and died before its fsync).
+2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
 3. Acknowledge.
 
 Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes itself. The system frees the
-space of a deleted file only once every process, and every other `Store`, that has it open has closed it too.
+space of a deleted file only when every process, and every other `Store`, that has it open has closed it too.
 
-So a commit forces what it wrote to the disk in this order (`durability="fsync"`), each before the next:
+A commit with `durability="fsync"` forces what it has written to disk in this order:
 
 1. The bytes of each pack: preallocate, write at increasing offsets, cut to size, fsync the file.
 2. The names of the packs: `flush` fsyncs the parents of `txn/<id>/` and then that folder, once for all packs.
@@ -20,7 +20,7 @@ So a commit forces what it wrote to the disk in this order (`durability="fsync"`
    name; link; its folder.
 4. If an earlier commit was not durable, everything (sync).
 5. The bytes of the record, under a temporary name, and the parents of `commits/`.
-6. link(2): from here on others see the commit. Whoever builds on it before 7 forces `commits/` too.
+6. link(2): from here on others see the commit. A writer that builds on it before 7 forces `commits/` too.
 7. The folder `commits/`. Now the commit is acknowledged.
 
 A power failure before 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing is
@@ -43,19 +43,17 @@ from pathlib import Path
 
 from tstore.errors import NotFound
 from tstore.runtime.pool import WORKERS, run
-from tstore.storage.base import Storage
-from tstore.storage.leading import TOGETHER, Leading
+from tstore.storage.base import LEADING_BYTES, Leading, Storage
 from tstore.storage.local.atomic_file import (
-    NewFile,
-    explained,
+    LocalStagedObject,
     fsync_folder,
+    mapped_errors,
     new_file,
     remove_unfinished,
     write_all,
 )
 from tstore.storage.local.listing import Listing
-from tstore.storage.local.offer import LocalOffer
-from tstore.storage.local.pack import LocalPack, LocalReader
+from tstore.storage.local.pack import LocalPack, LocalReader, LocalUpload
 from tstore.storage.objects import (
     Buffers,
     Capabilities,
@@ -82,7 +80,9 @@ class LocalStorage(Storage):
     """The files below one folder, which need not exist before the first create."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
-    tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)  # verified in the caches
+    tuning = Tuning(
+        streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10
+    )  # so that chunks are verified while they are in the CPU caches
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
         self.url = os.path.abspath(os.fspath(root))
@@ -92,8 +92,8 @@ class LocalStorage(Storage):
         self._lock = threading.Lock()
         self._listing = Listing(self.url, self._path_in)
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
-        return await run(self._get, key, most)
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
+        return await run(self._get, key, max_size)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         await run(lambda: self.reader(key).read_into(offset, buffers, size))
@@ -128,8 +128,8 @@ class LocalStorage(Storage):
     async def leading(self, keys: Iterable[str]) -> Leading:
         return await run(self._leading, keys)
 
-    def offer(self, data: bytes, durability: Durability) -> LocalOffer:
-        return LocalOffer(data, durability, self.path, self.make_folder)
+    def stage(self, data: bytes, durability: Durability) -> LocalStagedObject:
+        return LocalStagedObject(data, durability, self.path, self.make_folder)
 
     async def empty(self) -> bool:
         return await run(self._listing.empty)
@@ -155,7 +155,7 @@ class LocalStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> LocalPack:
         path = self.path(key)
-        with explained("create", path):
+        with mapped_errors("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return LocalPack(key, path, durability, discarded=self._close_reader)
 
@@ -166,62 +166,62 @@ class LocalStorage(Storage):
                 self._readers.move_to_end(key)
                 return cached
         path = self.path(key)
-        with explained("open", path):
+        with mapped_errors("open", path):
             opened = LocalReader(path)
         with self._lock:
             self._readers[key] = opened
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user drops it
-        if opened.is_deleted:  # between the open and its place in the cache, so the deletion did not close it
+        if opened.is_deleted:  # before it was in the cache, so the deletion did not close it
             self._close_reader(key)
         return opened
 
-    def upload(self, key: str, size: int, durability: Durability) -> NewFile:
+    def upload(self, key: str, size: int, durability: Durability) -> LocalUpload:
         path = self.path(key)
-        with explained("create", path):
+        with mapped_errors("create", path):
             self.make_folder(os.path.dirname(path), durability)
-            return NewFile(key, path, size, durability)
+            return LocalUpload(key, path, size, durability)
 
     def path(self, key: str) -> str:
         """Return the path of an object."""
         return self._path_in(self.url, key)
 
     def make_folder(self, folder: str, durability: Durability) -> None:
-        """Make a folder if it is missing, and durable if asked. Blocking."""
+        """Create a folder if it is missing, and make it durable if asked. Blocking."""
         os.makedirs(folder, exist_ok=True)
         if durability is Durability.FSYNC:
             self._make_durable(folder)
 
     def _close_reader(self, key: str) -> None:
-        """Drop the cached descriptor of a deleted object; its space is freed once its last reader is done."""
+        """Drop the cached reader of a deleted object; its space is freed when the last user drops it."""
         with self._lock:
             self._readers.pop(key, None)
 
-    def _get(self, key: str, most: int | None = None) -> bytes:
+    def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
-        with explained("read", path):
+        with mapped_errors("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
             try:
-                data = os.read(fd, _FIRST)  # all of it, as a rule
-                most = bound(key, most, data)
+                data = os.read(fd, _FIRST)  # usually all of it
+                max_size = bound(key, max_size, data)
                 if len(data) == _FIRST:
-                    data = _rest(fd, data, most)
+                    data = _rest(fd, data, max_size)
             finally:
                 os.close(fd)
-        if len(data) > most:
-            raise overlong(path, most)
+        if len(data) > max_size:
+            raise overlong(path, max_size)
         return data
 
     def _leading(self, keys: Iterable[str]) -> Leading:
         objects: list[bytes] = []
         missing, size = "", 0
         for key in keys:
-            if size > TOGETHER and len(objects) > 1:
+            if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, cut=True)
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # the one behind it came later, unless there is a gap
+                try:  # both were created meanwhile, unless there is a hole
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)
@@ -236,7 +236,7 @@ class LocalStorage(Storage):
     def _head(self, key: str) -> Entry | None:
         path = self.path(key)
         try:
-            with explained("look at", path):
+            with mapped_errors("stat", path):
                 status = self._stat(path)
         except NotFound:
             return None
@@ -248,8 +248,8 @@ class LocalStorage(Storage):
 
     def _create(self, key: str, buffers: Buffers, durability: Durability) -> None:
         path = self.path(key)
-        with explained("create", path):
-            if os.path.lexists(path):  # a race that is lost already shall cost no write and no fsync
+        with mapped_errors("create", path):
+            if os.path.lexists(path):  # a race that is already lost should cost no write and no fsync
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             self.make_folder(os.path.dirname(path), durability)
             with new_file(path, durability) as fd:
@@ -258,19 +258,19 @@ class LocalStorage(Storage):
     def _replace(self, key: str, buffers: Buffers) -> None:
         path = self.path(key)
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}.tmp"
-        with explained("write", path):
+        with mapped_errors("write", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             try:
                 Path(temporary).write_bytes(b"".join(buffers))
                 os.replace(temporary, path)
             except BaseException:
-                with contextlib.suppress(OSError):  # it may not exist; the first failure is the one to report
+                with contextlib.suppress(OSError):  # it may not exist; report the first failure
                     os.unlink(temporary)
                 raise
 
     def _delete(self, key: str) -> None:
         path = self.path(key)
-        with explained("delete", path), contextlib.suppress(FileNotFoundError):
+        with mapped_errors("delete", path), contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
                 self._delete_folder(path)
             else:
@@ -278,20 +278,20 @@ class LocalStorage(Storage):
         self._close_reader(key)
 
     def _delete_folder(self, path: str) -> None:
-        """Remove a folder that contains no object, with the temporary files of creates that failed."""
+        """Remove a folder without objects, and the temporary files of creates that failed in it."""
         with os.scandir(path) as entries:
             names = [e.name for e in entries]
         if all(n.startswith(".") and n.endswith(".tmp") for n in names):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{path}/{name}")
-            with contextlib.suppress(OSError):  # an object came into it
+            with contextlib.suppress(OSError):  # an object was created in it
                 os.rmdir(path)
         self._durable_folders.discard(path)
 
     def _age(self, prefix: str) -> float | None:
         top = self.path(prefix)
-        with explained("look at", top):
+        with mapped_errors("stat", top):
             try:
                 with os.scandir(top) as entries:
                     written = [e.stat().st_mtime for e in entries]
@@ -301,7 +301,7 @@ class LocalStorage(Storage):
         return self._now() - max(written)
 
     def _now(self) -> float:
-        """Return the time by the clock that dates the files: on a network file system another machine's."""
+        """Return the time of the clock that dates the files; on a network file system it is another machine's."""
         try:
             with tempfile.TemporaryFile(prefix=".", dir=self.url) as new:
                 return os.fstat(new.fileno()).st_mtime
@@ -309,15 +309,15 @@ class LocalStorage(Storage):
             return time.time()
 
     def _sweep(self) -> None:
-        """Sweep the folders whose objects are never deleted; those of transactions are deleted whole."""
+        """Sweep the folders whose objects are never deleted; a transaction's folder is deleted whole."""
         before = self._now() - _LONG_AGO
         for folder in (self.url, self.path("commits"), self.path("roots")):
-            with explained("tidy", folder):
+            with mapped_errors("sweep", folder):
                 remove_unfinished(folder, ".", before)
 
     def _flush(self, prefix: str) -> None:
         folder = self.path(prefix)
-        with explained("fsync", folder):
+        with mapped_errors("fsync", folder):
             self._make_durable(folder)
             fsync_folder(folder)
 
@@ -334,7 +334,7 @@ class LocalStorage(Storage):
                 fsync_folder(os.path.dirname(path))
             except PermissionError:
                 if len(path) > len(self.url):
-                    raise  # a folder above the store may be closed to us; then we have not made it either
+                    raise  # a folder above the store may be closed to us, but then we did not create it
             self._durable_folders.add(path)
 
 
@@ -343,9 +343,9 @@ def path_in(root: str, key: str) -> str:
     return f"{root}/{checked_key(key, root)}"
 
 
-def _rest(fd: int, begun: bytes, most: int) -> bytes:
-    """Return a whole file, or one byte more than its bound."""
-    pieces, left = [begun], most + 1 - len(begun)
+def _rest(fd: int, begun: bytes, max_size: int) -> bytes:
+    """Return a whole file, or one byte more than `max_size` of a longer one."""
+    pieces, left = [begun], max_size + 1 - len(begun)
     while left > 0 and (piece := os.read(fd, min(_MORE, left))):
         pieces.append(piece)
         left -= len(piece)

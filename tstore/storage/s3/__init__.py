@@ -1,1 +1,1 @@
-"""Objects in a bucket of S3. `store`: the storage. `session`: bounded responses. `responses`: refusals."""
+"""Objects in a bucket of S3. `store`: the storage. `responses`: bounded in memory; refusals as errors."""

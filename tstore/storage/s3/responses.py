@@ -1,11 +1,27 @@
-"""Refusals of an S3 server, and failures of the network, as the errors of `Storage`."""
+"""Responses of an S3 server: bounded in memory, and with refusals as the errors of `Storage`.
+
+Objects are streamed, and their readers bound them. botocore reads any other response whole: a listing or a
+refusal. If reading or parsing one fails, botocore leaves its connection open; `closing_responses` closes it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Self
+
+import aiohttp
+from aiobotocore.httpsession import AIOHTTPSession
+from aiobotocore.session import AioSession
+from aiohttp.connector import Connection
+from botocore import exceptions as boto
+from botocore.loaders import create_loader
 
 from tstore.errors import (
     AlreadyExists,
+    Corrupt,
     Denied,
     InvalidArgument,
     NotFound,
@@ -17,7 +33,7 @@ from tstore.errors import (
 )
 from tstore.storage.http.responses import sanitize
 
-__all__ = ["explained", "status_of"]
+__all__ = ["BoundedSession", "closing_responses", "mapped_error", "new_session", "status_of"]
 
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
@@ -32,11 +48,14 @@ _LATER = {
 }
 _LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged on the way
 
+_LONGEST = 4 << 20  # bytes of a listing: a thousand names of 1024 bytes each, all of them escaped
+_LONGEST_REFUSAL = 64 << 10
 
-def explained(url: str, action: str, key: str, error: Exception) -> TStoreError:
-    """Return the error of tstore for one of botocore, of the HTTP client, or of the network."""
-    from botocore import exceptions as boto
+_received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_kv_s3_received", default=None)
 
+
+def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreError:
+    """Return the error of `Storage` for one of botocore, of the HTTP client, or of the network."""
     what = f"{url}: can't {action} {key!r}"
     if isinstance(error, boto.ClientError):
         return _refused(action, what, error, url.split("/")[2])
@@ -46,9 +65,9 @@ def explained(url: str, action: str, key: str, error: Exception) -> TStoreError:
             "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
-        return InvalidArgument(f"{what}: {sanitize(str(error))}; mend the URL or storage_options")
+        return InvalidArgument(f"{what}: {sanitize(str(error))}; check the URL and storage_options")
     inside = getattr(error, "kwargs", {}).get("error")
-    if isinstance(inside, TStoreError):  # of `session`
+    if isinstance(inside, TStoreError):  # of `BoundedSession`
         return type(inside)(f"{what}: {inside}")
     kind = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
     return kind(f"{what}: {sanitize(str(error)) or type(error).__name__}; check endpoint_url, or try again")
@@ -81,7 +100,64 @@ def _refused(action: str, what: str, error: Any, bucket: str) -> TStoreError:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of botocore, None where it has none."""
+    """Return the HTTP status in an error of botocore, None if it has none."""
     response = getattr(error, "response", None)
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
     return status if isinstance(status, int) else None
+
+
+def new_session(profile: str | None) -> Any:
+    """Return a session that shares the service descriptions with all others; parsing them takes 0.1 s."""
+    session = AioSession(profile=profile)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    return session
+
+
+_loader = functools.cache(create_loader)
+
+
+@contextlib.contextmanager
+def closing_responses() -> Iterator[None]:
+    """Close the connections of the responses in this block that were not read to their end."""
+    received: list[aiohttp.ClientResponse] = []
+    before = _received.set(received)
+    try:
+        yield
+    finally:
+        _received.reset(before)
+        for response in received:
+            if not response.closed:
+                response.close()
+
+
+class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
+    """An HTTP session for botocore, whose responses are bounded in memory."""
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        session._response_class = _BoundedResponse  # botocore does not pass this argument of a session
+        return session
+
+
+class _BoundedResponse(aiohttp.ClientResponse):
+    async def start(self, connection: Connection) -> Self:
+        """Wait for the head of the response."""
+        await super().start(connection)
+        if (received := _received.get()) is not None:
+            received.append(self)
+        return self
+
+    async def read(self) -> bytes:
+        """Return the whole body, or the beginning of one that explains a refusal."""
+        if self._body is None:
+            body = bytearray()
+            async for block in self.content.iter_any():
+                body += block
+                if self.status >= 300 and len(body) > _LONGEST_REFUSAL:
+                    self.close()
+                    break
+                if len(body) > _LONGEST:
+                    self.close()
+                    raise Corrupt(f"the server sent more than {_LONGEST} bytes; check endpoint_url")
+            self._body = bytes(body)
+        return self._body

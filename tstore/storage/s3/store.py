@@ -1,15 +1,16 @@
 """Objects in a bucket of S3, or of a server that speaks its protocol.
 
-s3fs holds the session, since it accepts credentials and options as its users know them; the requests go to its
-client directly, each exactly once, since `retry` repeats writes: s3fs and botocore would repeat a create blindly
-and then report its own object as another's.
+s3fs opens the session, with the credentials and options that its users know. The requests are made with its client
+directly, each exactly once, and `retry` repeats them: s3fs and botocore would repeat a create blindly and then
+report their own object as another writer's.
 
 A create has exactly one winner among many writers:
 
 1. PUT with `If-None-Match: *`, and with a random token in the object's metadata.
 2. 412 means that the key is taken. The HTTP client may have sent the request twice (on a connection that the
-   server closed), so a HEAD decides: if the object carries our token, this very request created it.
-3. 409 means that another write of the key is in progress: undecided, so `Unavailable`, and the caller retries.
+   server closed), so a HEAD decides: if the object has our token, this request created it.
+3. 409 means that another write of the key is in progress. The outcome is open: `Unavailable`, and the caller
+   retries.
 
 The server checks the body (CRC32, by botocore); checksums in the objects check responses.
 """
@@ -27,6 +28,8 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+from s3fs import S3FileSystem
+
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -39,6 +42,7 @@ from tstore.format.bounds import HEAD
 from tstore.runtime.event_loops import PerLoop, wait_io
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
+from tstore.storage.limits import CONNECT_SECONDS, IDLE_SECONDS, Deadline, ResponseMemory
 from tstore.storage.objects import (
     Buffers,
     Capabilities,
@@ -50,9 +54,7 @@ from tstore.storage.objects import (
     checked_key,
     overlong,
 )
-from tstore.storage.pace import CONNECT_SECONDS, IDLE_SECONDS, Pace
-from tstore.storage.room import Room
-from tstore.storage.s3.responses import explained, status_of
+from tstore.storage.s3.responses import BoundedSession, closing_responses, mapped_error, new_session, status_of
 
 __all__ = ["S3Storage"]
 
@@ -60,6 +62,16 @@ _CONNECTIONS = 64
 _SLOWEST = 64 << 10  # bytes a second that a write must reach
 _PIECE = 256 << 10
 _TOKEN = "tstore-put"
+
+_CONFIG = {
+    "connect_timeout": CONNECT_SECONDS,
+    "read_timeout": IDLE_SECONDS,
+    "max_pool_connections": _CONNECTIONS,
+    "retries": {"total_max_attempts": 1},
+    "response_checksum_validation": "when_required",  # chunks and records carry their own
+    "http_session_cls": BoundedSession,
+}
+"""Options of botocore, which storage_options can override."""
 
 
 class S3Storage(Storage):
@@ -84,13 +96,11 @@ class S3Storage(Storage):
         config_kwargs: Mapping[str, Any] | None = None,
         s3_additional_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take options of s3fs, which documents each, and connect at the first request.
+        """Take options of s3fs, which documents each; connect at the first request.
 
-        `s3_additional_kwargs` go with every write. botocore finds missing options in the environment, its files
-        and the machine's role. Raise `InvalidArgument` if the URL names no bucket.
+        `s3_additional_kwargs` go with every write. botocore looks for missing options in the environment, its
+        files and the machine's role. Raise `InvalidArgument` if the URL names no bucket.
         """
-        from tstore.storage.s3.session import BoundedSession  # takes 0.3 s
-
         path = url.partition("://")[2].strip("/")
         self._bucket, _, prefix = path.partition("/")
         if not self._bucket or "@" in self._bucket:
@@ -111,49 +121,38 @@ class S3Storage(Storage):
             "cache_regions": cache_regions,
             "client_kwargs": dict(client_kwargs or {}),
             "s3_additional_kwargs": dict(s3_additional_kwargs or {}),
-            "config_kwargs": {
-                "connect_timeout": CONNECT_SECONDS,
-                "read_timeout": IDLE_SECONDS,
-                "max_pool_connections": _CONNECTIONS,
-                "retries": {"total_max_attempts": 1},
-                "response_checksum_validation": "when_required",  # chunks and records carry their own
-                "http_session_cls": BoundedSession,
-                **(config_kwargs or {}),
-            },
+            "config_kwargs": {**_CONFIG, **(config_kwargs or {})},
         }
-        self._silence = float(self._options["config_kwargs"]["read_timeout"])
         self._profile = profile
-        from s3fs import S3FileSystem
-
-        self._file_system = S3FileSystem
+        self._idle_seconds = float(self._options["config_kwargs"]["read_timeout"])
         self._connections = PerLoop(_Connection)
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
-        async with self._requests("read", key) as (connection, pace):
+        async with self._request("read", key) as (connection, deadline):
             response = await connection.client.get_object(**self._object(key), **connection.files.req_kw)
-            pace.begin()
+            deadline.begin()
             async with response["Body"] as body:
-                return await self._whole(key, body, int(response.get("ContentLength", 0)), most, pace)
+                return await self._whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """See `Storage.read`."""
         if size == 0:
             return
-        asked = f"bytes={offset}-{offset + size - 1}"
-        async with self._requests("read", key) as (connection, pace):
+        requested = f"bytes={offset}-{offset + size - 1}"
+        async with self._request("read", key) as (connection, deadline):
             try:
                 response = await connection.client.get_object(
-                    **self._object(key), Range=asked, **connection.files.req_kw
+                    **self._object(key), Range=requested, **connection.files.req_kw
                 )
             except Exception as error:
                 if status_of(error) == 416:
                     raise self._short(key, offset, size, 0) from error
                 raise
-            pace.begin()
+            deadline.begin()
             async with response["Body"] as body:
                 self._check_range(key, response, offset)
-                await self._fill(key, body, offset, buffers, size, pace)
+                await self._fill(key, body, offset, buffers, size, deadline)
 
     async def head(self, key: str) -> Entry | None:
         """See `Storage.head`."""
@@ -169,15 +168,15 @@ class S3Storage(Storage):
     ) -> None:
         """See `Storage.put`; the joined buffers are at most 5 GB."""
         token = secrets.token_hex(8)
-        asked: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
+        options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
-        longest = IDLE_SECONDS + len(body) / _SLOWEST  # the HTTP client has no bound of its own
+        longest = IDLE_SECONDS + len(body) / _SLOWEST  # the HTTP client has no limit of its own
         try:
-            async with self._requests("write", key, longest) as (connection, _):
-                asked |= connection.files.s3_additional_kwargs | connection.files.req_kw
-                asked["Metadata"] = {**asked.get("Metadata", {}), _TOKEN: token}
-                await connection.client.put_object(**self._object(key), Body=body, **asked)
+            async with self._request("write", key, longest) as (connection, _):
+                options |= connection.files.s3_additional_kwargs | connection.files.req_kw
+                options["Metadata"] = {**options.get("Metadata", {}), _TOKEN: token}
+                await connection.client.put_object(**self._object(key), Body=body, **options)
         except AlreadyExists:
             try:
                 stored = (await self._head(key)).get("Metadata", {}).get(_TOKEN)
@@ -188,29 +187,29 @@ class S3Storage(Storage):
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """See `Storage.pages`."""
-        asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
+        options: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
         skip = len(self._prefix)
         while True:
-            async with self._requests("list", prefix) as (connection, _):
-                response = await connection.client.list_objects_v2(**asked, **connection.files.req_kw)
-            if "IsTruncated" not in response:  # another document must not pass for an empty list
-                raise Corrupt(f"{self.url}: the server's response is no list of {prefix!r}; check endpoint_url")
+            async with self._request("list", prefix) as (connection, _):
+                response = await connection.client.list_objects_v2(**options, **connection.files.req_kw)
+            if "IsTruncated" not in response:  # another document must not pass for an empty listing
+                raise Corrupt(f"{self.url}: the server sent no listing of {prefix!r}; check endpoint_url")
             with self._decoding(f"the list of {prefix!r}"):
                 entries = [
                     Entry(item["Key"][skip:], item["Size"], _age(response, item.get("LastModified")))
                     for item in response.get("Contents", [])
-                    if not item["Key"].endswith("/")  # a "folder" that some console made
+                    if not item["Key"].endswith("/")  # a "folder" that a console created
                 ]
                 page = Page(entries, [item["Prefix"][skip:] for item in response.get("CommonPrefixes", [])])
                 more = response["NextContinuationToken"] if response["IsTruncated"] else None
             yield page
             if more is None:
                 return
-            asked["ContinuationToken"] = more
+            options["ContinuationToken"] = more
 
     async def delete(self, key: str) -> None:
         """See `Storage.delete`."""
-        async with self._requests("delete", key) as (connection, _):
+        async with self._request("delete", key) as (connection, _):
             await connection.client.delete_object(**self._object(key), **connection.files.req_kw)
 
     async def close(self) -> None:
@@ -226,13 +225,11 @@ class S3Storage(Storage):
         """Return the arguments of a request that name an object."""
         return {"Bucket": self._bucket, "Key": self._prefix + checked_key(key, self.url)}
 
-    async def _connected(self) -> _Connection:
-        from tstore.storage.s3.session import new_session
-
+    async def _connect(self) -> _Connection:
         connection = self._connections.get()
         async with connection.lock:
             if connection.client is None:
-                files = self._file_system(
+                files = S3FileSystem(
                     **self._options,
                     session=new_session(self._profile),
                     asynchronous=True,
@@ -245,24 +242,22 @@ class S3Storage(Storage):
         return connection
 
     @contextlib.asynccontextmanager
-    async def _requests(
+    async def _request(
         self, action: str, key: str, longest: float | None = None
-    ) -> AsyncIterator[tuple[_Connection, Pace]]:
-        """Yield the connection, and the pace of one request; map exceptions to errors of tstore."""
-        from tstore.storage.s3.session import closing_responses
-
-        pace: Pace | None = None
+    ) -> AsyncIterator[tuple[_Connection, Deadline]]:
+        """Yield the connection and the deadline of one request; map exceptions to the errors of `Storage`."""
+        deadline: Deadline | None = None
         try:
             with closing_responses():
-                connection = await self._connected()
-                async with Pace(longest or self._silence) as pace:
-                    yield connection, pace
+                connection = await self._connect()
+                async with Deadline(longest or self._idle_seconds) as deadline:
+                    yield connection, deadline
         except TStoreError:
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and pace is not None:
-                raise Unavailable(f"{self.url}: can't {action} {key!r}: {pace.lost}") from error
-            raise explained(self.url, action, key, error) from error
+            if isinstance(error, TimeoutError) and deadline is not None:
+                raise Unavailable(f"{self.url}: can't {action} {key!r}: {deadline.message}") from error
+            raise mapped_error(self.url, action, key, error) from error
 
     @contextlib.contextmanager
     def _decoding(self, what: str) -> Iterator[None]:
@@ -276,27 +271,29 @@ class S3Storage(Storage):
             ) from error
 
     async def _head(self, key: str) -> Any:
-        async with self._requests("look at", key) as (connection, _):
+        async with self._request("stat", key) as (connection, _):
             return await connection.client.head_object(**self._object(key), **connection.files.req_kw)
 
-    async def _whole(self, key: str, body: Any, announced: int, most: int | None, pace: Pace) -> bytes:
-        limit = bound(key, most)
-        with io.BytesIO() as data:  # closed, it leaves nothing in the traceback of an error
-            async with Room() as room:
+    async def _whole(self, key: str, body: Any, announced: int, max_size: int | None, deadline: Deadline) -> bytes:
+        limit = bound(key, max_size)
+        with io.BytesIO() as data:  # once closed, it leaves no bytes in the traceback of an error
+            async with ResponseMemory() as memory:
                 while announced <= limit and (piece := await body.read(_PIECE)):
-                    pace.moved(len(piece))
+                    deadline.moved(len(piece))
                     size = data.tell() + len(piece)
                     if data.tell() < HEAD <= size:
-                        limit = bound(key, most, data.getvalue() + piece[:HEAD])
+                        limit = bound(key, max_size, data.getvalue() + piece[:HEAD])
                     announced = max(announced, size)
-                    if not room.has(len(piece)):
-                        await pace.pause(room.wait())
+                    if not memory.take(len(piece)):
+                        await deadline.pause(memory.wait())
                     data.write(piece)
             if announced > limit:
                 raise overlong(f"{self.url}: {key}", limit)
             return data.getvalue()
 
-    async def _fill(self, key: str, body: Any, offset: int, buffers: Buffers, size: int, pace: Pace) -> None:
+    async def _fill(
+        self, key: str, body: Any, offset: int, buffers: Buffers, size: int, deadline: Deadline
+    ) -> None:
         done = 0
         for buffer in buffers:
             view = memoryview(buffer)
@@ -305,13 +302,13 @@ class S3Storage(Storage):
                 piece = await body.read(min(_PIECE, len(view) - at))
                 if not piece:
                     raise self._short(key, offset, size, done)
-                pace.moved(len(piece))
+                deadline.moved(len(piece))
                 view[at : at + len(piece)] = piece
                 at += len(piece)
                 done += len(piece)
 
     def _check_range(self, key: str, response: Any, start: int) -> None:
-        """Raise `Corrupt` for another range; a server that ignores ranges sends 200 and everything."""
+        """Raise `Corrupt` for a range that was not requested; a server without ranges sends 200 and everything."""
         status, sent = response["ResponseMetadata"]["HTTPStatusCode"], str(response.get("ContentRange", ""))
         if status != 206 or not sent.startswith(f"bytes {start}-"):
             raise Corrupt(
@@ -321,13 +318,13 @@ class S3Storage(Storage):
 
     def _short(self, key: str, offset: int, size: int, done: int) -> Corrupt:
         return Corrupt(
-            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {done} are there; "
+            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {done} are left; "
             "restore the object from a copy of the store"
         )
 
 
 class _Connection:
-    """The client of one event loop, opened under its lock; it is closed when nothing refers to it any more."""
+    """The client of one event loop, opened under its lock, and closed when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -335,14 +332,14 @@ class _Connection:
         self.client: Any = None
 
     def open(self, files: Any, client: Any) -> None:
-        """Begin to use a client."""
+        """Start using a client."""
         from botocore.handlers import add_expect_header
 
         # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
         self.files, self.client = files, client
         self._forget = weakref.finalize(self, _forgotten, client, asyncio.get_running_loop(), os.getpid())
-        self._forget.atexit = False  # then `_close_all` also waits
+        self._forget.atexit = False  # `_close_all` does it then, and waits
 
     async def close(self) -> None:
         """Close the client now."""
@@ -355,7 +352,7 @@ _in_use: weakref.WeakSet[S3Storage] = weakref.WeakSet()
 
 
 def _forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a client that nobody closed, on its loop; a forked child leaves its copy alone."""
+    """Close a client on its loop that nobody has closed; a forked child leaves its copy alone."""
     if process == os.getpid() and not loop.is_closed():
         loop.call_soon_threadsafe(lambda: loop.create_task(client.close()))
 

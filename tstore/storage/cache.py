@@ -1,4 +1,4 @@
-"""A storage with a cache in front of it: immutable objects are cached as they are read.
+"""A local cache in front of any storage: immutable objects are cached in files as they are read.
 
 1. Roots and manifests are cached whole. Each ends in a checksum, which is verified when it is cached and whenever
    it is used. Of packs the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
@@ -7,37 +7,123 @@
    and only the store can tell. Everything cached is bound to a record: a root and a manifest by a checksum in it,
    a pack by the id of its transaction. The marker, hints, fragments, heartbeats and the absence of an object are
    never cached either.
-3. Names are derived from the store's URL, its uuid and the key, so that stores do not mix, nor a store and its
-   copy.
-4. Bytes that a reader rejects although they are as they were cached came wrong from the server, or belong to
-   another history: `forget` has the object read again.
+3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
+   mix.
+4. If a reader rejects bytes that are as they were cached, the server sent wrong ones, or they belong to another
+   history: `forget` drops them, so that the object is read again.
+5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
+6. A hit updates the file's time. A process that has written a fraction of the size limit checks whether the limit
+   is exceeded, and then removes the least recently used files; one process does that at a time. So several
+   processes together may exceed the limit by some fractions.
+7. A failed write to the cache never fails a read: there is one warning, and reading continues without the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import time
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import shown
 from tstore.format.checksums import CHECK_SIZE, digest
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
 from tstore.storage.base import PackReader, Storage
-from tstore.storage.cache.folder import Cache, remove
-from tstore.storage.objects import Buffers, bound
+from tstore.storage.local.atomic_file import IOV_MAX, new_file, write_all
+from tstore.storage.objects import Buffers, Durability, bound
 from tstore.storage.wrapper import Wrapper
 
-__all__ = ["PIECE", "CachedStorage", "forget", "uncached"]
+__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "uncached"]
 
 PIECE = 4 << 20
 """Bytes of the longest range in one file."""
 
-_IOV_MAX = 1000
 _WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")
+_PARTS = 32  # 1 / the fraction of the limit that is written between two checks
+_LEFT = 0.9  # the fraction of the limit that is left when files have been removed
+_UNFINISHED = 3600.0  # seconds after which a temporary file is abandoned
+
+
+class Cache:
+    """A folder of cached objects, of at most about `size` bytes; created at the first write.
+
+    Processes and stores may share it. Nobody else should be able to write there. Raise `InvalidArgument`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise InvalidArgument(f"Cache({shown(folder)}): expected the path of a local folder")
+        if isinstance(size, bool) or not isinstance(size, int) or size < _PARTS * CHECK_SIZE:
+            raise InvalidArgument(
+                f"Cache(size={shown(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, such as 10 << 30"
+            )
+        self.folder = os.path.abspath(os.fspath(folder))
+        self.size = size
+        self._unchecked = size  # bytes written since the last check; the first write checks
+        self._warned = False
+
+    def __repr__(self) -> str:
+        return f"Cache({self.folder!r}, size={self.size})"
+
+    def write(self, path: str, buffers: Buffers) -> None:
+        """Write a file, unless it exists already; warn once if that fails."""
+        try:
+            for folder in (self.folder, os.path.dirname(path)):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError), new_file(path, Durability.NONE) as fd:
+                self._unchecked += write_all(fd, buffers, 0)
+            if self._unchecked > self.size // _PARTS:
+                self._unchecked = 0
+                self._make_room()
+        except FileNotFoundError:
+            return  # another process removed the folder, which was still empty
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"the cache in {self.folder} can't be written ({error}); reading continues without it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _make_room(self) -> None:
+        lock = os.open(f"{self.folder}/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files = sorted(self._files())
+            left = sum(size for _, size, _ in files)
+            if left <= self.size:
+                return
+            for _, size, path in files:
+                _remove(path)
+                left -= size
+                if left <= _LEFT * self.size:
+                    return
+        except BlockingIOError:
+            return  # another process is doing it
+        finally:
+            os.close(lock)
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """Yield when each file was last used, its size and its path."""
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                path = f"{folder}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(path)
+                    if not name.startswith("."):
+                        yield status.st_mtime, status.st_size, path
+                    elif name.endswith(".tmp") and status.st_mtime < time.time() - _UNFINISHED:
+                        os.unlink(path)
 
 
 class _Range(NamedTuple):
@@ -54,14 +140,14 @@ class CachedStorage(Wrapper):
         self.cache = cache
         self._top = f"{cache.folder}/{digest(f'{identity} {inner.url}'.encode()).hex()}"
 
-    async def get(self, key: str, most: int | None = None) -> bytes:
+    async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`."""
         if not _WHOLE.fullmatch(key):
-            return await self.inner.get(key, most)
+            return await self.inner.get(key, max_size)
         path = self.path(key)
-        data = await run(_read_whole, path, bound(key, most))
+        data = await run(_read_whole, path, bound(key, max_size))
         if data is None:
-            data = await self.inner.get(key, most)
+            data = await self.inner.get(key, max_size)
             if _is_intact(data):
                 await run(self.cache.write, path, [data])
         return data
@@ -85,7 +171,7 @@ class CachedStorage(Wrapper):
         return f"{self._top}/{name[:2]}/{name[2:]}"
 
     def forget(self, key: str) -> bool:
-        """Drop what is cached of an object; return whether there was anything."""
+        """Drop what is cached of an object; return whether anything was."""
         path = self.path(key)
         try:
             kept = [entry.path for entry in os.scandir(path)]
@@ -94,12 +180,12 @@ class CachedStorage(Wrapper):
         except FileNotFoundError:
             return False
         for file in kept:
-            remove(file)
+            _remove(file)
         return bool(kept)
 
 
 class _CachedReader:
-    """Reads of a pack: at most one request each, from the first byte that is not cached to the last."""
+    """A `PackReader` that makes at most one request a read, from the first byte that is not cached to the last."""
 
     def __init__(self, owner: CachedStorage, key: str) -> None:
         self._owner = owner
@@ -175,7 +261,7 @@ class _CachedReader:
         finally:
             os.close(fd)
         if not intact:
-            remove(kept.path)
+            _remove(kept.path)
         return intact
 
     def _check(self, start: int, views: list[memoryview]) -> bytes:
@@ -192,20 +278,20 @@ def uncached(storage: Storage) -> Storage:
 
 
 def forget(storage: Storage, key: str) -> bool:
-    """Drop what is cached of an object; return whether there was anything, so that another read may help."""
+    """Drop what is cached of an object; return whether anything was, so that another read may help."""
     return isinstance(storage, CachedStorage) and storage.forget(key)
 
 
-def _read_whole(path: str, most: int) -> bytes | None:
+def _read_whole(path: str, max_size: int) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
-            if len(data) <= most and _is_intact(data):
+            data = file.read(max_size + 1)
+            if len(data) <= max_size and _is_intact(data):
                 os.utime(file.fileno())
                 return data
     except OSError:
         return None
-    remove(path)
+    _remove(path)
     return None
 
 
@@ -216,8 +302,8 @@ def _is_intact(data: bytes) -> bool:
 def _fill(fd: int, views: list[memoryview]) -> bool:
     """Fill the views; return whether the file has exactly as many bytes."""
     offset = 0
-    for i in range(0, len(views), _IOV_MAX):
-        part = views[i : i + _IOV_MAX]
+    for i in range(0, len(views), IOV_MAX):
+        part = views[i : i + IOV_MAX]
         wanted = sum(map(len, part))
         if os.preadv(fd, part, offset) != wanted:
             return False
@@ -234,3 +320,10 @@ def _cut(views: list[memoryview], low: int, high: int) -> list[memoryview]:
             parts.append(part)
         at += len(view)
     return parts
+
+
+def _remove(path: str) -> None:
+    """Remove a file if it exists, and its folder if that is then empty."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))

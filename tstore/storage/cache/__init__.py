@@ -1,1 +1,0 @@
-"""A local cache in front of any storage. `store`: the storage; `folder`: the cached files."""

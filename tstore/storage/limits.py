@@ -1,0 +1,252 @@
+"""Limits on what a server may cost: the time of a request, the memory of responses, the length of listings.
+
+Time (`Deadline`)
+1. A connection is established within `CONNECT_SECONDS`, which extend the first phase.
+2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
+   ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends extends it:
+   neither interim responses (100 Continue), nor parts of a header, nor redirects, which all belong to one phase.
+3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
+   an object of any length gets the time that a slow line needs, and a bounded object has a bounded time: two and
+   a half minutes for 1 MiB.
+4. All requests of one call, which `retry` repeats, share the seconds of its `CallTime`, beyond the time that the
+   bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time on each
+   attempt. The time in which a call waits for its turn does not count.
+`storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
+three limits apply.
+
+Memory (`ResponseMemory`)
+5. Of the objects that are read whole at the same time, each may take `FREE` bytes. Beyond these, all share
+   `SHARED` bytes, which only the object that began first may exceed, so that none waits for ever.
+
+Listings (`bounded`)
+6. Each name starts with the prefix, and the listing advances: of `EMPTY_PAGES` pages in a row one has a new name.
+7. Names come at `LISTING_RATE` a second on average, after the first `LISTING_GRACE` seconds.
+8. All names of a listing together take at most `LISTING_BYTES`, each with `_OVERHEAD` bytes for its Python object.
+   Callers that need names alone consume it page by page, so this bounds the memory of a listing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
+
+from tstore.errors import Corrupt, InvalidArgument, Unavailable
+from tstore.runtime.event_loops import PerLoop
+from tstore.storage.objects import Page
+
+__all__ = [
+    "BODY_RATE",
+    "CONNECT_SECONDS",
+    "EMPTY_PAGES",
+    "FREE",
+    "IDLE_SECONDS",
+    "LISTING_BYTES",
+    "LISTING_GRACE",
+    "LISTING_RATE",
+    "SHARED",
+    "CallTime",
+    "Deadline",
+    "ResponseMemory",
+    "bounded",
+    "checked_timeout",
+    "one_call",
+]
+
+CONNECT_SECONDS = 10.0
+"""The limit for a new connection, from the lookup of the host to the end of the TLS handshake."""
+
+IDLE_SECONDS = 30.0
+"""The limit for a silent server: before it responds, between two bytes, and while it receives a body."""
+
+BODY_RATE = 8 << 10
+"""Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
+
+FREE = 1 << 20
+SHARED = 128 << 20
+
+EMPTY_PAGES = 1000
+"""The maximum run of pages without a new name: servers return some while they skip many deleted objects."""
+
+LISTING_BYTES = 160 << 20
+"""The bytes of the names of one listing: a million names of a hundred characters, or two million short ones."""
+
+LISTING_GRACE = 300.0
+"""Seconds that every listing may take."""
+
+LISTING_RATE = 100
+"""The names a second that a listing must reach after `LISTING_GRACE`."""
+
+_OVERHEAD = 64
+
+
+class CallTime:
+    """The seconds that all requests of one call share, beyond those that their bytes take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = self.left = seconds
+
+
+_call: ContextVar[CallTime | None] = ContextVar("tstore_kv_call", default=None)
+
+
+@contextlib.contextmanager
+def one_call(seconds: float) -> Iterator[CallTime]:
+    """Make the requests of the current task in this block share `seconds`."""
+    before = _call.set(call := CallTime(seconds))
+    try:
+        yield call
+    finally:
+        _call.reset(before)
+
+
+class Deadline:
+    """The deadline of one request, extended by each byte moved; entered by the task that waits for it."""
+
+    def __init__(self, idle_seconds: float | None = None) -> None:
+        self.idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
+        call = _call.get()
+        self._call = call if call is not None and self.idle_seconds <= call.seconds else None
+        self._clock = asyncio.get_running_loop().time
+        self._began, self._moved = self._clock(), 0
+        self._due = self._began  # when the deadline is if the call has no seconds left
+        self._last = False
+        self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
+
+    def begin(self) -> None:
+        """Begin the next phase."""
+        self._began, self._moved = self._clock(), 0
+        self._timeout.reschedule(self._at_most(self._began + self.idle_seconds))
+
+    def moved(self, size: int) -> None:
+        """Extend the deadline for `size` bytes of a body that were moved."""
+        self._moved += size
+        self._due += size / BODY_RATE
+        end = min(self._clock(), self._began + self._moved / BODY_RATE) + self.idle_seconds
+        self._timeout.reschedule(self._at_most(end))
+
+    def _at_most(self, end: float) -> float:
+        return end if self._call is None else min(end, self._due + self._call.left)
+
+    async def pause(self, waiting: Awaitable[None]) -> None:
+        """Await something that does not depend on the server; its time does not count."""
+        paused = self._clock()
+        self._timeout.reschedule(None)
+        await waiting
+        paused = self._clock() - paused
+        self._began, self._due = self._began + paused, self._due + paused
+        self.moved(0)
+
+    @property
+    def message(self) -> str:
+        """Why the deadline has passed, for the error."""
+        if self._call is not None and self._last:
+            return f"no complete response within {self._call.seconds:g} s, in all tries"
+        took = self._clock() - self._began
+        if self._moved and self._began + self._moved / BODY_RATE < self._clock() - self.idle_seconds:
+            return (
+                f"only {self._moved} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
+                "second; the network or the server is too slow"
+            )
+        return f"the server was silent for {self.idle_seconds:g} s"
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        finally:
+            if self._call is not None:
+                self._call.left -= max(0.0, self._clock() - self._due)
+                self._last = self._call.left <= 0
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Return the timeout in seconds; raise `InvalidArgument` unless it is positive and finite."""
+    if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < float("inf")):
+        raise InvalidArgument(
+            f"timeout={timeout!r}: expected the seconds for which a server may be silent, more than 0"
+        )
+    return timeout
+
+
+class _Shared:
+    """The shared bytes of one event loop by object, in the order in which the objects began to take some."""
+
+    def __init__(self) -> None:
+        self.taken: dict[ResponseMemory, int] = {}
+        self.changed = asyncio.Event()
+
+
+_shared = PerLoop(_Shared)
+
+
+class ResponseMemory:
+    """The memory of one object that is received, until the end of the `async with` block."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._shared: _Shared | None = None
+
+    def take(self, size: int) -> bool:
+        """Take `size` more bytes; if this returns False, await `wait` before using them."""
+        self._size += size
+        if self._size <= FREE:
+            return True
+        if self._shared is None:
+            self._shared = _shared.get()
+        taken = self._shared.taken
+        taken[self] = self._size - FREE
+        return self._is_first() or sum(taken.values()) <= SHARED
+
+    async def wait(self) -> None:
+        """Wait until all bytes taken are available."""
+        assert self._shared is not None
+        while not self._is_first() and sum(self._shared.taken.values()) > SHARED:
+            await self._shared.changed.wait()
+
+    def _is_first(self) -> bool:
+        assert self._shared is not None
+        return next(iter(self._shared.taken)) is self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shared is not None:
+            del self._shared.taken[self]
+            self._shared.changed.set()
+            self._shared.changed = asyncio.Event()
+
+
+async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
+    """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` if it exceeds a limit above."""
+    clock, where = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
+    began, size, count, empty, last = clock(), 0, 0, 0, ""
+    async for page in pages:
+        names = [entry.key for entry in page.entries] + page.folders
+        unrequested = next((name for name in names if not name.startswith(prefix)), None)
+        if unrequested is not None:
+            raise Corrupt(f"{where} has {unrequested[:100]!r}, which was not requested; check the server")
+        highest = max(names, default="")
+        empty = 0 if highest > last else empty + 1
+        last, count = max(last, highest), count + len(names)
+        size += sum(len(name) + _OVERHEAD for name in names)
+        if empty > EMPTY_PAGES:
+            raise Corrupt(f"{where} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
+        if size > LISTING_BYTES:
+            raise Corrupt(f"{where} is longer than {LISTING_BYTES} bytes ({count} names), as no store's is")
+        if clock() - began > LISTING_GRACE + count / LISTING_RATE:
+            raise Unavailable(
+                f"{where} has only {count} names after {clock() - began:.0f} s; the server is too slow"
+            )
+        yield page
