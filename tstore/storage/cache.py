@@ -141,7 +141,6 @@ class CachedStorage(Wrapper):
         self._top = f"{cache.folder}/{digest(f'{identity} {inner.url}'.encode()).hex()}"
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         if not _WHOLE.fullmatch(key):
             return await self.inner.get(key, max_size)
         path = self.path(key)
@@ -153,12 +152,10 @@ class CachedStorage(Wrapper):
         return data
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         await self.inner.delete(key)
         await run(self.forget, key)
 
     def reader(self, key: str) -> PackReader:
-        """See `Storage.reader`."""
         return _CachedReader(self, key)
 
     def uncached_reader(self, key: str) -> PackReader:
@@ -193,7 +190,6 @@ class _CachedReader:
         self._folder = owner.path(key)
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        """See `PackReader.read_into`."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         end = offset + size
         low, high = end, offset

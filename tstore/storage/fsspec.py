@@ -85,7 +85,6 @@ class FsspecStorage(Storage):
         return data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         data = memoryview(await self._cat(key, offset, offset + size) if size else b"")
         if len(data) > size:
             raise Corrupt(f"{self.url}: {len(data)} bytes of {key} arrived, {size} were requested")
@@ -101,7 +100,6 @@ class FsspecStorage(Storage):
             at += len(view)
 
     async def head(self, key: str) -> Entry | None:
-        """See `Storage.head`."""
         try:
             info = await self._call("stat", key, "info", self._path(key))
         except NotFound:
@@ -145,7 +143,6 @@ class FsspecStorage(Storage):
         yield page
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         path = self._path(key)
         try:
             await self._call("delete", key, "rm_file", path)

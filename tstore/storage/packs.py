@@ -129,7 +129,6 @@ class _BufferedPack:
         self._process = os.getpid()
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        """See `PackWriter.append`."""
         if self.upload is not None or (self.size and self.size + size > PACK):
             return None
         more = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
@@ -167,7 +166,6 @@ class _BufferedPack:
         self.upload.ended.add_done_callback(lambda ended: self._uploaded(ended.exception()))
 
     def discard(self) -> None:
-        """See `PackWriter.discard`."""
         with self._lock:
             self._discarded = True
             upload = self.upload
@@ -238,7 +236,6 @@ class _BufferedReader:
         self._key = key
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        """See `PackReader.read_into`."""
         pack = self._packs.unfinished(self._key)
         if pack is None or not pack.read_into(offset, buffers, size):
             wait_io(self._target.read(self._key, offset, buffers, size))
@@ -308,7 +305,6 @@ class Upload:
         self._data = np.empty(size, np.uint8) if size <= IN_MEMORY else _mapped(size)
 
     def append(self, buffers: BufferStream, size: int) -> int:
-        """See `PackWriter.append`."""
         offset = self._end
         for buffer in buffers:
             data = np.frombuffer(buffer, np.uint8)
@@ -324,7 +320,6 @@ class Upload:
             self.discard()
 
     def discard(self) -> None:
-        """See `PackWriter.discard`."""
         self._data = np.empty(0, np.uint8)
         held, self._held = self._held, 0
         if held:

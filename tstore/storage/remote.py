@@ -45,7 +45,6 @@ class RemoteStorage(Wrapper):
 
     @property
     def tuning(self) -> Tuning:
-        """See `Storage.tuning`."""
         return REMOTE if self.inner.capabilities.in_place else self.inner.tuning
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -66,7 +65,6 @@ class RemoteStorage(Wrapper):
         return data
 
     async def close(self) -> None:
-        """See `Storage.close`."""
         await on_io(self.inner.close())
 
 
@@ -140,7 +138,6 @@ class TracedStorage(Wrapper):
 
     @property
     def traffic(self) -> Traffic:
-        """See `Storage.traffic`."""
         return Traffic(dict(self._requests), dict(self._failed), self._read, self._written)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:

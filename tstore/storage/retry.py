@@ -64,7 +64,6 @@ class RetryingStorage(Wrapper):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         if mode is not PutMode.CREATE:
             return await super().put(key, buffers, mode, durability)
 

@@ -53,17 +53,14 @@ class Wrapper(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Storage.capabilities`."""
         return self.inner.capabilities
 
     @property
     def tuning(self) -> Tuning:
-        """See `Storage.tuning`."""
         return self.inner.tuning
 
     @property
     def traffic(self) -> Traffic | None:
-        """See `Storage.traffic`."""
         return self.inner.traffic
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -71,90 +68,73 @@ class Wrapper(Storage):
         return await call()
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         return await self.around(Request("get", key), lambda: self.inner.get(key, max_size))
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         await self.around(Request("read", key, size), lambda: self.inner.read(key, offset, buffers, size))
 
     async def head(self, key: str) -> Entry | None:
-        """See `Storage.head`."""
         return await self.around(Request("head", key), lambda: self.inner.head(key))
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         request = request_of_put(key, buffers, mode)
         await self.around(request, lambda: self.inner.put(key, buffers, mode, durability))
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`."""
         pages = aiter(self.inner.pages(prefix, delimiter))
         while (page := await self.around(Request("list", prefix), lambda: _next(pages))) is not None:
             yield page
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         await self.around(Request("delete", key), lambda: self.inner.delete(key))
 
     async def close(self) -> None:
-        """See `Storage.close`."""
         await self.inner.close()
 
     async def empty(self) -> bool:
-        """See `Storage.empty`."""
         if not self.capabilities.in_place:
             return await super().empty()
         return await self.around(Request("empty", ""), self.inner.empty)
 
     async def list(self, prefix: str) -> Keys:
-        """See `Storage.list`."""
         if not self.capabilities.in_place:
             return await super().list(prefix)
         return await self.around(Request("list", prefix), lambda: self.inner.list(prefix))
 
     async def folders(self, prefix: str) -> Keys:
-        """See `Storage.folders`."""
         if not self.capabilities.in_place:
             return await super().folders(prefix)
         return await self.around(Request("folders", prefix), lambda: self.inner.folders(prefix))
 
     async def age(self, prefix: str) -> float | None:
-        """See `Storage.age`."""
         if not self.capabilities.in_place:
             return await super().age(prefix)
         return await self.around(Request("age", prefix), lambda: self.inner.age(prefix))
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        """See `Storage.writer`."""
         if not self.capabilities.in_place:
             return super().writer(key, durability)
         return self.inner.writer(key, durability)
 
     def reader(self, key: str) -> PackReader:
-        """See `Storage.reader`."""
         return self.inner.reader(key) if self.capabilities.in_place else super().reader(key)
 
     def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-        """See `Storage.upload`."""
         if not self.capabilities.in_place:
             return super().upload(key, size, durability)
         return self.inner.upload(key, size, durability)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """See `Storage.flush`."""
         if not self.capabilities.in_place:
             return await super().flush(prefix, durability)
         return await self.around(Request("flush", prefix), lambda: self.inner.flush(prefix, durability))
 
     async def sync(self) -> None:
-        """See `Storage.sync`."""
         await self.around(Request("sync", ""), self.inner.sync)
 
     async def sweep(self) -> None:
-        """See `Storage.sweep`."""
         await self.around(Request("sweep", ""), self.inner.sweep)
 
 

@@ -102,12 +102,10 @@ class GcsStorage(Storage):
         self._bucket_checked = False
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         async with self._data(key, {}) as response:
             return await response.whole(self._where(key), LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         if size == 0:
             return
         where, end = self._where(key), offset + size
@@ -115,7 +113,6 @@ class GcsStorage(Storage):
             await response.fill(where, response.range(where, offset, end), buffers)
 
     async def head(self, key: str) -> Entry | None:
-        """See `Storage.head`."""
         try:
             metadata, now = await self._metadata(key, "name,size,updated")
         except NotFound:
@@ -125,7 +122,6 @@ class GcsStorage(Storage):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         where = self._where(key)
         views = [memoryview(b).cast("B") for b in buffers]
         size = sum(map(len, views))
@@ -161,7 +157,6 @@ class GcsStorage(Storage):
             )
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`."""
         query = {
             "prefix": self._prefix + prefix,
             "maxResults": str(_PAGE),
@@ -191,14 +186,12 @@ class GcsStorage(Storage):
             more = listing.next_page_token or None
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         name = quote(self._name(key), safe="")
         with contextlib.suppress(NotFound):
             async with self._request("DELETE", "storage/v1", name, {}, self._where(key), accepted=(200, 204)):
                 pass
 
     async def close(self) -> None:
-        """See `Storage.close`."""
         if self._session is not None:
             await self._session.close()
 

@@ -113,14 +113,12 @@ class HttpStorage(Storage):
         )
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
         async with self._request("GET", key, no_cache) as (response, where):
             await self._check(response, where, 200)
             return await response.whole(where, LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         if not size:
             return
         if self._ranges is not False and await self._read_range(key, offset, buffers, offset + size):
@@ -129,7 +127,6 @@ class HttpStorage(Storage):
         await self._passes.read(self._blocks, key, offset, buffers, size, where)
 
     async def head(self, key: str) -> Entry | None:
-        """See `Storage.head`."""
         async with self._request("HEAD", key, {"Cache-Control": "no-cache"}) as (response, where):
             if response.status in (404, 410):
                 return None
@@ -143,7 +140,6 @@ class HttpStorage(Storage):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         await self._check_writable(f"{self.url}: {checked_key(key, self.url)}")
         size = sum(memoryview(b).nbytes for b in buffers)
         checksum = _checksum(buffers) if size <= _CHECKED_HERE else await run(_checksum, buffers)
@@ -157,7 +153,6 @@ class HttpStorage(Storage):
                 raise await self._refusal(response, where)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`."""
         where = f"{self.url}: the listing of {prefix!r}"
         await self._check_lists(where)
         query = {"list": "", "prefix": prefix, "delimiter": delimiter, "limit": str(_PAGE)}
@@ -181,14 +176,12 @@ class HttpStorage(Storage):
             query["after"] = last = listing.next
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         await self._check_writable(f"{self.url}: {checked_key(key, self.url)}")
         async with self._request("DELETE", key, {}) as (response, where):
             if response.status not in (200, 202, 204, 404, 410):
                 raise await self._refusal(response, where)
 
     async def close(self) -> None:
-        """See `Storage.close`."""
         await self._passes.close()
         await self._session.close()
 

@@ -247,11 +247,9 @@ class LocalStagedObject:
         self._file: StagedFile | None = None
 
     async def create(self, key: str) -> None:
-        """See `StagedObject.create`."""
         await run(self._create, key)
 
     async def discard(self) -> None:
-        """See `StagedObject.discard`."""
         if self._file is not None:
             await run(self._file.close)
 

@@ -42,7 +42,6 @@ class LocalPack:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def append(self, buffers: BufferStream, size: int) -> int:
-        """See `PackWriter.append`."""
         offset = self._end
         if offset + size > self._reserved:
             try:
@@ -58,7 +57,6 @@ class LocalPack:
         return offset
 
     def finish(self) -> None:
-        """See `PackWriter.finish`."""
         with mapped_errors("write", self._path):
             try:
                 if self._reserved > self._end:
@@ -69,7 +67,6 @@ class LocalPack:
                 self._close()
 
     def discard(self) -> None:
-        """See `PackWriter.discard`."""
         self._close()
         with mapped_errors("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
@@ -115,7 +112,6 @@ class LocalUpload:
             raise
 
     def append(self, buffers: BufferStream, size: int) -> int:
-        """See `PackWriter.append`."""
         offset = self._end
         with mapped_errors("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
@@ -123,7 +119,6 @@ class LocalUpload:
         return offset
 
     def finish(self) -> None:
-        """See `PackWriter.finish`."""
         with mapped_errors("create", self._path):
             try:
                 self._file.force()
@@ -137,7 +132,6 @@ class LocalUpload:
                 self._file.close()
 
     def discard(self) -> None:
-        """See `PackWriter.discard`."""
         self._file.close()
 
     def _allocate(self, size: int) -> None:
@@ -167,7 +161,6 @@ class LocalReader:
         return os.fstat(self._fd).st_nlink == 0
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        """See `PackReader.read_into`."""
         with mapped_errors("read", self._path):
             for i in range(0, len(buffers), IOV_MAX):
                 part = buffers[i : i + IOV_MAX]

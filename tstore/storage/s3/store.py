@@ -128,7 +128,6 @@ class S3Storage(Storage):
         self._connections = PerLoop(_Connection)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         async with self._request("read", key) as (connection, deadline):
             response = await connection.client.get_object(**self._object(key), **connection.files.req_kw)
             deadline.begin()
@@ -136,7 +135,6 @@ class S3Storage(Storage):
                 return await self._whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         if size == 0:
             return
         requested = f"bytes={offset}-{offset + size - 1}"
@@ -155,7 +153,6 @@ class S3Storage(Storage):
                 await self._fill(key, body, offset, buffers, size, deadline)
 
     async def head(self, key: str) -> Entry | None:
-        """See `Storage.head`."""
         try:
             response = await self._head(key)
         except NotFound:
@@ -186,7 +183,6 @@ class S3Storage(Storage):
                 raise
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`."""
         options: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "Delimiter": delimiter}
         skip = len(self._prefix)
         while True:
@@ -208,12 +204,10 @@ class S3Storage(Storage):
             options["ContinuationToken"] = more
 
     async def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
         async with self._request("delete", key) as (connection, _):
             await connection.client.delete_object(**self._object(key), **connection.files.req_kw)
 
     async def close(self) -> None:
-        """See `Storage.close`."""
         connection = self._connections.pop()
         if connection is not None:
             await connection.close()
