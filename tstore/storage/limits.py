@@ -9,8 +9,8 @@ Time (`Deadline`)
    an object of any length gets the time that a slow line needs, and a bounded object has a bounded time: two and
    a half minutes for 1 MiB.
 4. All requests of one call, which `retry` repeats, share the seconds of its `CallTime`, beyond the time that the
-   bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time on each
-   attempt. The time in which a call waits for its turn does not count.
+   bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time at each
+   try. The time in which a call waits for its turn does not count.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
 three limits apply.
 
@@ -66,7 +66,10 @@ BODY_RATE = 8 << 10
 """Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
 
 FREE = 1 << 20
+"""The bytes that each object may take without waiting."""
+
 SHARED = 128 << 20
+"""The bytes that all objects share beyond these."""
 
 EMPTY_PAGES = 1000
 """The maximum run of pages without a new name: servers return some while they skip many deleted objects."""
@@ -80,7 +83,7 @@ LISTING_GRACE = 300.0
 LISTING_RATE = 100
 """The names a second that a listing must reach after `LISTING_GRACE`."""
 
-_OVERHEAD = 64
+_OVERHEAD = 64  # bytes
 
 
 class CallTime:
@@ -90,7 +93,7 @@ class CallTime:
         self.seconds = self.left = seconds
 
 
-_call: ContextVar[CallTime | None] = ContextVar("tstore_kv_call", default=None)
+_call: ContextVar[CallTime | None] = ContextVar("tstore_storage_call", default=None)
 
 
 @contextlib.contextmanager
@@ -113,7 +116,7 @@ class Deadline:
         self._clock = asyncio.get_running_loop().time
         self._began, self._moved = self._clock(), 0
         self._due = self._began  # when the deadline is if the call has no seconds left
-        self._last = False
+        self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 
     def begin(self) -> None:
@@ -142,8 +145,8 @@ class Deadline:
 
     @property
     def message(self) -> str:
-        """Why the deadline has passed, for the error."""
-        if self._call is not None and self._last:
+        """Why the deadline was exceeded, for the error."""
+        if self._call is not None and self._call_exhausted:
             return f"no complete response within {self._call.seconds:g} s, in all tries"
         took = self._clock() - self._began
         if self._moved and self._began + self._moved / BODY_RATE < self._clock() - self.idle_seconds:
@@ -165,7 +168,7 @@ class Deadline:
         finally:
             if self._call is not None:
                 self._call.left -= max(0.0, self._clock() - self._due)
-                self._last = self._call.left <= 0
+                self._call_exhausted = self._call.left <= 0
 
 
 def checked_timeout(timeout: float | None) -> float | None:

@@ -19,7 +19,7 @@ from tstore.storage.wrapper import Request, Wrapper
 
 __all__ = ["LimitedStorage", "RemoteStorage", "TracedStorage", "as_remote"]
 
-_IN_FLIGHT = 192 << 20
+_IN_FLIGHT = 192 << 20  # bytes of the requests in progress
 
 T = TypeVar("T")
 

@@ -80,9 +80,8 @@ class LocalStorage(Storage):
     """The files below one folder, which need not exist before the first create."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
-    tuning = Tuning(
-        streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10
-    )  # so that chunks are verified while they are in the CPU caches
+    # small enough that chunks are verified while they are in the processor's caches
+    tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
         self.url = os.path.abspath(os.fspath(root))

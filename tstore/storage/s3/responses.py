@@ -51,7 +51,7 @@ _LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the 
 _LONGEST = 4 << 20  # bytes of a listing: a thousand names of 1024 bytes each, all of them escaped
 _LONGEST_REFUSAL = 64 << 10
 
-_received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_kv_s3_received", default=None)
+_received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_s3_responses", default=None)
 
 
 def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreError:
