@@ -1,6 +1,7 @@
 """Processes that race to create the same objects.
 
-1. One process starts, imports the storage, and forks the racers: so a race of eight costs one start.
+1. One process starts, makes a request, which loads what is needed, and forks the racers: a race of eight costs
+   one start.
 2. Each racer connects, requests a missing object, and reports that it is ready.
 3. Once all are ready, they begin together. Each tries to create every key with its own bytes, and reports the keys
    that it created.
@@ -11,13 +12,14 @@ The URL, and the options with their secrets, are passed on standard input, never
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tstore.errors import AlreadyExists, Unavailable
+from tstore.errors import AlreadyExists, TStoreError, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 
@@ -73,7 +75,8 @@ async def race_of_processes(
 def serve() -> None:
     """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
-    connect(task["url"], task["options"])  # imports the modules of the storage
+    with contextlib.suppress(TStoreError):
+        asyncio.run(_request(task))  # loads what all racers need; they report errors
     ready, gate = os.pipe(), os.pipe()
     children = []
     for number in range(task["racers"]):
@@ -97,6 +100,14 @@ def serve() -> None:
     os.close(gate[1])
     for child in children:
         os.waitpid(child, 0)
+
+
+async def _request(task: dict[str, Any]) -> None:
+    backend = connect(task["url"], task["options"])
+    try:
+        await backend.size(f"{task['keys'][0]}-ready")
+    finally:
+        await backend.close()
 
 
 async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> None:
