@@ -28,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# the tests run in parallel already: more threads of OpenBLAS and PyTorch would spin, at twice the CPU time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection, as they live until the end."""

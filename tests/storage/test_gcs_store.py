@@ -85,7 +85,7 @@ async def test_eight_processes_save_one_checkpoint(
     emulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, out = f"gs://{gcs.new_bucket(emulator)}/job", tmp_path / "out"
-    with forks.forks(HOST) as server:
+    with forks.forks(HOST, "gcsfs.core") as server:
         hosts = [server.start(out, url, emulator, host, HOSTS, ROWS) for host in range(HOSTS)]
         assert [server.wait(pid) for pid in hosts] == [0] * HOSTS
     told = Counter(tuple(line.split()[1:]) for line in out.read_text().splitlines())

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from tests.support import processes
 
 _SERVER = """
-    import json, os, signal, sys
+    import importlib, json, os, signal, sys
     import numpy, tstore, tstore.sync, tstore.conformance.faults
     import tstore.cli.demo  # imports that are lazy elsewhere
     code = compile(sys.argv[1], "job", "exec")
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     print("ready", flush=True)
     for text in sys.stdin:
@@ -61,9 +63,9 @@ class Forks:
 
 
 @contextlib.contextmanager
-def forks(code: str) -> Iterator[Forks]:
-    """Provide processes that run the code, for the duration of the block."""
-    server = processes.start(_SERVER, code)
+def forks(code: str, *modules: str) -> Iterator[Forks]:
+    """Provide processes that run the code, forked after tstore and these modules are imported."""
+    server = processes.start(_SERVER, code, *modules)
     with processes.running(server):
         assert processes.line(server) == "ready"
         yield Forks(server)
