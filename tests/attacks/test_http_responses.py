@@ -462,7 +462,7 @@ async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "seconds"),
+    ("headers", "seconds"),
     [
         (["Retry-After: 7"], 7.0),
         (["Date: Sat, 21 Nov 2026 08:00:00 GMT", "Retry-After: Sat, 21 Nov 2026 08:00:09 GMT"], 9.0),
@@ -472,10 +472,10 @@ async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
         ([], None),
     ],
 )
-async def test_the_retry_after_of_a_throttling_server_is_honoured(
-    fields: list[str], seconds: float | None
+async def test_the_error_of_a_throttling_server_has_its_retry_after(
+    headers: list[str], seconds: float | None
 ) -> None:
-    response = ok(b"", *fields, status="429 Too Many Requests")
+    response = ok(b"", *headers, status="429 Too Many Requests")
     async with serving(response) as server, objects(server) as store:
         with pytest.raises(Throttled) as caught:
             await store.get("k")

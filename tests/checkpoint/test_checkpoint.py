@@ -125,7 +125,7 @@ async def test_a_tree_comes_back(url: str, name: str) -> None:
     same(await tstore.restore(url, target=tree), tree)
 
 
-async def test_classes_come_back_where_the_target_has_them(url: str) -> None:
+async def test_classes_are_restored_from_a_target(url: str) -> None:
     tree = {"s": State(np.arange(3), Point(np.ones(2), None), 7), "p": Point(1, [np.zeros(1)])}
     await tstore.save(url, tree, 0)
     same(
@@ -143,7 +143,7 @@ async def test_classes_come_back_where_the_target_has_them(url: str) -> None:
     same(restored["s"].w, np.arange(3))
 
 
-async def test_mappings_of_other_types(url: str) -> None:
+async def test_mappings_of_other_types_are_restored_from_a_target(url: str) -> None:
     tree = collections.OrderedDict(b=np.arange(2), a=np.ones(1))
     await tstore.save(url, tree, 0)
     assert list(await tstore.restore(url)) == ["b", "a"]
@@ -205,7 +205,7 @@ def test_any_tree_comes_back(tree: Any) -> None:
     ],
     ids=lambda t: ascii(t)[:30],
 )
-async def test_what_cannot_be_stored_is_named(url: str, tree: Any) -> None:
+async def test_leaves_that_cannot_be_stored_are_named(url: str, tree: Any) -> None:
     await tstore.save(url, {"good": np.ones(1)}, 0)
     with pytest.raises(InvalidArgument):
         await tstore.save(url, tree, 1)
@@ -227,7 +227,7 @@ SAVED = {
 }
 
 
-async def test_a_target_that_does_not_fit_lists_everything(url: str) -> None:
+async def test_a_target_that_does_not_fit_lists_all_mismatches(url: str) -> None:
     await tstore.save(url, SAVED, 0)
     target = {
         "params": {"w": np.zeros((3, 2)), "b": np.ones(3, "f8"), "new": np.ones(1), 3: [np.zeros(2), np.ones(2)]},
@@ -271,7 +271,7 @@ async def test_a_part_is_restored_by_pattern(url: str) -> None:
         await tstore.restore(url, target=target, only=["params/**", "mine"])
 
 
-async def test_a_target_may_be_of_shapes_and_dtypes_alone(url: str) -> None:
+async def test_a_target_may_consist_of_shapes_and_dtypes(url: str) -> None:
     class Spec(NamedTuple):
         shape: tuple[int, ...]
         dtype: Any
@@ -280,7 +280,7 @@ async def test_a_target_may_be_of_shapes_and_dtypes_alone(url: str) -> None:
     same(await tstore.restore(url, target={"w": Spec((2, 3), "float64")}), {"w": np.arange(6.0).reshape(2, 3)})
 
 
-async def test_big_endian_arrays_fit_what_was_saved_of_them(url: str) -> None:
+async def test_big_endian_arrays_are_valid_targets_of_their_checkpoint(url: str) -> None:
     tree = {"w": np.arange(5, dtype=">f4")}
     await tstore.save(url, tree, 0)
     for target in (tree, {"w": np.zeros(5, "<f4")}):
@@ -309,14 +309,14 @@ async def test_steps_versions_and_tags(url: str) -> None:
         await tstore.restore(url, 2, at=1)
 
 
-async def test_an_empty_store_has_nothing_to_restore(url: str) -> None:
+async def test_restoring_from_an_empty_store_is_not_found(url: str) -> None:
     await tstore.open(url)
     assert await tstore.steps(url) == []
     with pytest.raises(NotFound, match="no commit yet"):
         await tstore.restore(url)
 
 
-async def test_a_step_that_is_there_is_left_as_it_is(url: str) -> None:
+async def test_an_existing_step_is_not_replaced(url: str) -> None:
     await tstore.save(url, {"x": np.array(1)}, 5)
     with pytest.raises(AlreadyExists, match="step 5 is saved already, as version 1"):
         await tstore.save(url, {"x": np.array(2)}, 5)
@@ -324,7 +324,7 @@ async def test_a_step_that_is_there_is_left_as_it_is(url: str) -> None:
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
 
 
-async def test_one_step_saved_by_many_at_once(url: str) -> None:
+async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:
     """Each finds the step free when it begins; those who lose are told what became of it."""
     store, faults = await open_faulty(url)
     gate = faults.hold("create", "commits/*")
@@ -342,7 +342,7 @@ async def test_one_step_saved_by_many_at_once(url: str) -> None:
 
 @pytest.mark.parametrize("operation", ["head", "get"])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-async def test_of_two_saves_of_one_step_one_is_refused(url: str, operation: str, nth: int) -> None:
+async def test_a_save_that_loses_a_race_is_refused(url: str, operation: str, nth: int) -> None:
     """A rival commits while this save is held at some look at the log."""
     await tstore.save(url, {"x": np.array(0)}, 0)
     store, faults = await open_faulty(url)
@@ -360,7 +360,7 @@ async def test_of_two_saves_of_one_step_one_is_refused(url: str, operation: str,
     assert (await tstore.restore(url, 5))["x"] == 2
 
 
-async def test_arrays_that_did_not_change_cost_no_bytes(url: str) -> None:
+async def test_unchanged_arrays_cost_no_bytes(url: str) -> None:
     rng = np.random.default_rng(0)
     tree = {"frozen": rng.random(300_000), "small": np.arange(5), "moving": rng.random(300_000)}
     await tstore.save(url, tree, 0)
@@ -450,7 +450,7 @@ async def test_a_restore_reads_only_what_it_needs(url: str) -> None:
     same(restored["w"].parts[0][1], values["w"][16:24])
 
 
-async def test_of_a_long_chunk_only_the_blocks_with_selected_values_are_read(url: str) -> None:
+async def test_a_partial_read_of_a_long_chunk_reads_only_the_needed_blocks(url: str) -> None:
     values = np.random.default_rng(0).random((1 << 20,))  # 8 MiB, one chunk
     await tstore.save(url, {"w": values}, 0)
     store, faults = await open_faulty(url, "r")
@@ -472,7 +472,7 @@ async def test_of_a_long_chunk_only_the_blocks_with_selected_values_are_read(url
         ),
     ],
 )
-async def test_shards_that_cannot_be_saved(url: str, shape: Any, parts: Any, text: str) -> None:
+async def test_invalid_shards_are_refused_by_save(url: str, shape: Any, parts: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         await tstore.save(url, {"w": tstore.Shards(shape, "f8", parts)}, 0)
 
@@ -494,7 +494,7 @@ def test_shards_that_do_not_fit_are_refused(parts: Any) -> None:
         tstore.Shards((8, 4), "f8", parts)
 
 
-async def test_ten_thousand_leaves(url: str) -> None:
+async def test_ten_thousand_leaves_are_saved_and_restored(url: str) -> None:
     tree = {f"layer{i}": {"w": np.full(8, i), "b": np.array(i, "f4")} for i in range(5000)}
     await tstore.save(url, tree, 0)
     same(await tstore.restore(url), tree)
@@ -546,7 +546,7 @@ async def test_nan_in_an_array_to_be_encoded_is_named(url: str) -> None:
     same((await tstore.restore(url))["bad"]["w"], bad)
 
 
-async def test_a_quantized_copy_is_a_commit_of_its_own(url: str) -> None:
+async def test_a_quantized_copy_is_a_separate_commit(url: str) -> None:
     rng = np.random.default_rng(0)
     tree = {
         "w": rng.normal(size=(300, 400)).astype("f4"),
@@ -617,7 +617,7 @@ NO_DOCUMENTS: list[Any] = [
 
 
 @pytest.mark.parametrize("own", NO_DOCUMENTS, ids=repr)
-async def test_attributes_in_the_place_of_tstores_do_not_hinder_a_restore(url: str, own: Any) -> None:
+async def test_foreign_attributes_do_not_prevent_a_restore(url: str, own: Any) -> None:
     store = await tstore.open(url)
     async with store.transaction(tag="step/1") as tx:
         await tx.create_group("", {"tstore": own})
@@ -631,7 +631,7 @@ async def test_attributes_in_the_place_of_tstores_do_not_hinder_a_restore(url: s
     assert np.allclose((await tstore.restore(url, at="step/1/e4m3"))["w"], np.arange(64), rtol=0.1)
 
 
-async def test_packed_leaves_out_what_has_one_value(url: str) -> None:
+async def test_packed_restores_scalars_unpacked(url: str) -> None:
     tree = {"w": np.ones((64, 64), np.float32), "s": np.float32(3), "a": np.array(2.0)}
     await tstore.save(url, tree, 1, codecs="e4m3")
     for target in (None, tree):
@@ -654,7 +654,7 @@ class ReadOnly(dict[str, Any]):
         raise TypeError("read-only")
 
 
-async def test_targets_with_constructors_of_their_own(url: str) -> None:
+async def test_targets_may_have_other_constructors(url: str) -> None:
     counted = Counted(np.ones(3))
     object.__setattr__(counted, "count", np.array(7))
     await tstore.save(url, {"a": counted, "b": ReadOnly(w=np.ones(2))}, 1)

@@ -93,7 +93,7 @@ async def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_is_writte
     assert not (tmp_path / "s").exists()
 
 
-async def test_levels_that_are_not_too_many_come_back() -> None:
+async def test_trees_of_the_maximum_depth_come_back() -> None:
     url = f"memory://{uuid.uuid4()}"
     await tstore.save(url, nested(200), 0)
     restored = await tstore.restore(url, target=nested(200))
@@ -134,13 +134,13 @@ async def test_shards_that_cover_an_array_of_any_shape_come_back() -> None:
         lambda: Shards((2,), "f4", [((slice("a"),), np.ones(1, "f4"))]),
     ],
 )
-def test_shards_of_wrong_arguments(make: Callable[[], Shards]) -> None:
+def test_shards_with_wrong_arguments_are_refused(make: Callable[[], Shards]) -> None:
     with pytest.raises(InvalidArgument):
         make()
 
 
 @pytest.mark.parametrize("place", [{"w": np.ones(2)}, 7, b"/tmp/s", None])
-async def test_what_is_no_store_is_named(place: Any) -> None:
+async def test_a_url_of_a_wrong_type_is_named(place: Any) -> None:
     with pytest.raises(
         InvalidArgument, match=rf"{type(place).__name__} is not a store; .* save\(url, tree, step\)"
     ):
@@ -217,7 +217,7 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_jax_arrays_and_what_numpy_cannot_take_of_them(tmp_path: Path) -> None:
+def test_jax_arrays_are_saved_and_unsupported_ones_named(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
     url = f"memory://{uuid.uuid4()}"
     blocking.save(url, {"w": jax.numpy.ones(3, "bfloat16"), "key": jax.random.PRNGKey(0)}, 0)

@@ -54,7 +54,7 @@ async def intact(store: Path) -> None:
 # ---- what is not a store
 
 
-async def test_nothing_at_the_path(tmp_path: Path) -> None:
+async def test_a_missing_store_is_named(tmp_path: Path) -> None:
     for call in (
         tstore.open(tmp_path / "no", "r"),
         tstore.restore(tmp_path / "no"),
@@ -101,7 +101,7 @@ async def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, mode: tst
 
 @pytest.mark.parametrize("mode", ["r", "a", "x"])
 @pytest.mark.parametrize("below", ["", "/x"])
-async def test_a_file_is_no_store(tmp_path: Path, mode: tstore.store.Mode, below: str) -> None:
+async def test_a_file_is_not_a_store(tmp_path: Path, mode: tstore.store.Mode, below: str) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(b"mine")
     with pytest.raises((NotAStore, NotFound), match=r"model\.bin"):
@@ -110,18 +110,18 @@ async def test_a_file_is_no_store(tmp_path: Path, mode: tstore.store.Mode, below
 
 
 @pytest.mark.parametrize("mode", ["w", "", "rb", None])
-async def test_a_mode_that_is_none_is_refused(tmp_path: Path, mode: tstore.store.Mode) -> None:
+async def test_an_unknown_mode_is_refused(tmp_path: Path, mode: tstore.store.Mode) -> None:
     with pytest.raises(InvalidArgument, match="mode"):
         await tstore.open(tmp_path, mode)
 
 
 @pytest.mark.parametrize("url", ["", "s4://x", "file://host/x"])
-async def test_a_url_that_is_none_is_refused(url: str) -> None:
+async def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgument):
         await tstore.open(url)
 
 
-async def test_many_hosts_may_make_one_store(tmp_path: Path) -> None:
+async def test_many_hosts_may_create_one_store(tmp_path: Path) -> None:
     stores = await asyncio.gather(*[tstore.open(tmp_path / "new") for _ in range(16)])
     assert len({s.uuid for s in stores}) == 1
 
@@ -352,7 +352,7 @@ async def test_a_snapshot_can_t_be_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-async def test_a_transaction_that_ended_takes_nothing_more(tmp_path: Path, end: str) -> None:
+async def test_an_ended_transaction_refuses_operations(tmp_path: Path, end: str) -> None:
     store = await filled(tmp_path)
     tx = store.transaction()
     array = await tx.array("a")
@@ -394,9 +394,7 @@ async def test_one_host_can_t_have_one_transaction_open_twice(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -0.5, float("nan")])
-async def test_a_timeout_that_leaves_no_time_is_refused_before_anything_is_done(
-    tmp_path: Path, timeout: float
-) -> None:
+async def test_an_invalid_timeout_is_refused_before_anything_is_done(tmp_path: Path, timeout: float) -> None:
     store = await filled(tmp_path)
     before = files(tmp_path)
     for hosts in (1, 2):
@@ -430,7 +428,7 @@ async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_pat
         store.transaction(tag="a", move_tag="a")
 
 
-async def test_a_tag_that_is_not_there_can_t_be_dropped(tmp_path: Path) -> None:
+async def test_a_missing_tag_can_t_be_dropped(tmp_path: Path) -> None:
     store = await filled(tmp_path)
     with pytest.raises(NotFound, match=r"no tag 'god' to drop; its tags are: good"):
         async with store.transaction(drop_tag="god"):

@@ -106,7 +106,7 @@ def test_version_and_help(call: Call) -> None:
         assert "--json" in out
 
 
-def test_the_entry_point(store: Path) -> None:
+def test_the_console_script_runs(store: Path) -> None:
     entry = Path(sys.executable).parent / "tstore"
     process = subprocess.run([entry, "verify", store], capture_output=True, text=True, timeout=60, check=False)
     assert (process.returncode, process.stderr) == (0, "")
@@ -349,7 +349,7 @@ def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
     assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
 
 
-def test_no_report(store: Path, call: Call) -> None:
+def test_a_version_without_a_report_is_named(store: Path, call: Call) -> None:
     failed(call("report", store), "has no report")
 
 
@@ -454,7 +454,7 @@ def test_each_fault_is_one_line(store: Path, call: Call) -> None:
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "gone"])
 @pytest.mark.parametrize("what", ["txn/*/pack-*", "commits/*"])
-def test_harm_of_any_kind_is_found(store: Path, call: Call, what: str, harm: str) -> None:
+def test_damage_of_any_kind_is_detected(store: Path, call: Call, what: str, harm: str) -> None:
     call("quantize", store, "--format", "e4m3")
     path = sorted(store.glob(what), key=lambda p: (p.stat().st_mtime_ns, p.name))[0]
     data = path.read_bytes()
@@ -561,7 +561,7 @@ def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_can_not_be_imported(tmp_path: Path, call: Call) -> None:
+def test_invalid_files_are_not_imported(tmp_path: Path, call: Call) -> None:
     failed(call("import", tmp_path / "none", tmp_path / "store", "--step", 0), str(tmp_path / "none"))
     failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path))
     lying = write_file(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
@@ -569,7 +569,7 @@ def test_files_that_can_not_be_imported(tmp_path: Path, call: Call) -> None:
     assert os.listdir(tmp_path) == ["lying"]
 
 
-def test_names_that_are_taken(store: Path, file: Path, call: Call) -> None:
+def test_taken_names_are_refused(store: Path, file: Path, call: Call) -> None:
     before = file.read_bytes()
     failed(call("import", file, store, "--step", 4), "step 4 is saved already")
     failed(call("export", store, file), "exists")
@@ -748,7 +748,7 @@ def test_a_table_that_is_piped_has_all_columns_in_one_line_each(long_paths: Path
     assert [row.split()[0] for row in rows] == [LONG.format(layer) for layer in range(3)]
 
 
-def test_words_are_not_cut() -> None:
+def test_text_is_wrapped_between_words() -> None:
     assert wrap("about 0.106 s each, of 12", 8) == ["about", "0.106 s", "each, of", "12"]
     assert wrap("a/long/path and more", 7) == ["a/long/", "path", "and", "more"]
     assert wrap("seamless", 3) == ["sea", "mle", "ss"]
@@ -783,7 +783,7 @@ def test_shells_complete_paths(
         assert re.split(r"[,\n]", out)[0] == "file", words  # the shell then completes file names itself
 
 
-def test_characters_that_the_encoding_lacks(store: Path) -> None:
+def test_characters_missing_in_the_encoding_are_replaced(store: Path) -> None:
     call = {"env": {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}}
     listed = run("ls", store, **call)
     assert (listed.returncode, listed.stderr) == (0, "")
@@ -836,7 +836,7 @@ def test_many_names_are_shortened() -> None:
     ]
 
 
-def test_a_refused_connection_is_told_soon(call: Call) -> None:
+def test_a_refused_connection_is_reported_soon(call: Call) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/s"
     for command in (["ls", url], ["quantize", url, "--format", "e4m3"]):
@@ -845,7 +845,7 @@ def test_a_refused_connection_is_told_soon(call: Call) -> None:
         assert time.monotonic() - started < 6
 
 
-def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_command_silently(tmp_path: Path) -> None:
     blocking.save(tmp_path / "store", {f"array {i:05}": np.zeros((), np.int8) for i in range(3000)}, 0)
     for options in ([], ["--json"]):
         command = [sys.executable, "-m", "tstore", "ls", tmp_path / "store", *options]
@@ -859,7 +859,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_an_output_that_is_full(store: Path, options: list[str]) -> None:
+def test_a_full_output_is_an_error(store: Path, options: list[str]) -> None:
     command = [sys.executable, "-m", "tstore", "ls", store, *options]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -869,7 +869,7 @@ def test_an_output_that_is_full(store: Path, options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed(store: Path, tmp_path: Path, closed: str) -> None:
+def test_closed_streams_do_not_matter(store: Path, tmp_path: Path, closed: str) -> None:
     command = [sys.executable, "-m", "tstore", "verify", str(store)]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, timeout=60, check=False
@@ -878,7 +878,7 @@ def test_streams_that_are_closed(store: Path, tmp_path: Path, closed: str) -> No
     assert (b"is intact" in done.stdout) == (closed == "2>&-")
 
 
-def test_progress_is_shown_on_a_terminal_alone(store: Path) -> None:
+def test_progress_is_shown_only_on_a_terminal(store: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tstore", "verify", store, "--json"]
     process = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=False)
@@ -900,7 +900,7 @@ def test_control_characters_are_escaped(tmp_path: Path, call: Call) -> None:
     assert plain("a\x1b[0m\x9b\nü") == "a\\x1b[0m\\x9b\nü"
 
 
-def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_one_sentence_too(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")
 
@@ -911,5 +911,5 @@ def test_a_fault_of_our_own_is_one_sentence_too(store: Path, call: Call, monkeyp
         call("ls", store)
 
 
-def test_a_name_that_is_no_text(store: Path, call: Call) -> None:
+def test_an_undecodable_name_is_an_ordinary_error(store: Path, call: Call) -> None:
     failed(call("ls", os.fsdecode(os.fsencode(store) + b"\xff")), "not a tstore store")

@@ -186,7 +186,7 @@ def test_it_prints_what_the_readme_shows(temporary: Path) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("hosts", [1, 8])
-def test_no_process_outlives_it(temporary: Path, stop: signal.Signals, hosts: int) -> None:
+def test_no_process_outlives_the_demo(temporary: Path, stop: signal.Signals, hosts: int) -> None:
     with demo("--size", SIZE // 1_000_000) as process:
         until(lambda: len(hosts_of(process)) >= hosts)
         started = hosts_of(process)

@@ -63,7 +63,7 @@ class GoesAway(MemoryStorage):
 
 
 @pytest.mark.parametrize(("kind", "check"), [(NoRoom, "large_objects"), (GoesAway, "listing")])
-async def test_a_storage_that_is_full_or_away_breaks_no_promise(kind: type[MemoryStorage], check: str) -> None:
+async def test_a_full_or_unavailable_storage_breaks_no_promise(kind: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
     subject = conformance.Subject(lambda: RemoteStorage(kind(name)))
     findings = {f.check: f for f in await conformance.run_checks(subject)}
@@ -274,7 +274,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("liar", "check"), LIES, ids=lambda p: getattr(p, "__name__", p))
-async def test_a_liar_is_found(liar: type[MemoryStorage], check: str) -> None:
+async def test_a_broken_storage_is_detected(liar: type[MemoryStorage], check: str) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(AssertionError):
         await CHECKS[check](conformance.Subject(lambda: RemoteStorage(liar(name))))

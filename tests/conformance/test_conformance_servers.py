@@ -77,7 +77,7 @@ async def overwrites(request: web.Request) -> web.Response:
     return web.Response(body=stored[request.path], headers={**name, "ETag": '"1"'})
 
 
-async def test_a_server_that_only_calls_itself_ours_is_refused() -> None:
+async def test_a_server_that_impersonates_tstore_is_refused() -> None:
     app = web.Application()
     app[STORED] = stored = {}
     app.router.add_route("*", "/{key:.*}", overwrites)

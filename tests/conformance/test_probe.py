@@ -33,7 +33,7 @@ class Forgets(MemoryStorage):
 
 @pytest.mark.parametrize("mode", ["x", "a"])
 @pytest.mark.parametrize("liar", [Overwrites, LooksThenWrites, LastOneStays, Forgets])
-async def test_a_liar_is_refused_and_left_empty(liar: type[MemoryStorage], mode: tstore.Mode) -> None:
+async def test_a_broken_storage_is_refused_and_left_empty(liar: type[MemoryStorage], mode: tstore.Mode) -> None:
     name = uuid.uuid4().hex
     with pytest.raises(Denied, match=r"does not create exclusively.*two jobs.*Use a local folder") as raised:
         await tstore.open(RemoteStorage(liar(name)), mode)
@@ -53,7 +53,7 @@ async def test_an_honest_storage_is_asked_little() -> None:
     assert len(counted.calls) == seen + 1
 
 
-async def test_of_eight_who_make_one_store_one_has_made_it() -> None:
+async def test_of_eight_concurrent_creators_of_a_store_one_wins() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     made = await asyncio.gather(*[tstore.open(url, "x") for _ in range(8)], return_exceptions=True)
     stores = [m for m in made if isinstance(m, tstore.Store)]
@@ -62,14 +62,14 @@ async def test_of_eight_who_make_one_store_one_has_made_it() -> None:
     assert (await tstore.open(url)).uuid == stores[0].uuid
 
 
-async def test_a_lost_reply_while_the_store_is_made_is_no_failure() -> None:
+async def test_a_lost_reply_during_the_creation_of_a_store_is_no_failure() -> None:
     faulty = Faults(MemoryStorage(uuid.uuid4().hex))
     faulty.lose_reply("create", "tstore.json", times=8)
     store = await tstore.open(faulty, "x")
     assert (await tstore.open(faulty)).uuid == store.uuid
 
 
-async def test_what_fails_for_all_is_raised() -> None:
+async def test_a_storage_that_fails_every_create_is_unavailable() -> None:
     faulty = Faults(MemoryStorage(uuid.uuid4().hex))
     faulty.fail("create", "tstore.json", times=8)
     with pytest.raises(Unavailable):
@@ -128,7 +128,7 @@ async def test_a_file_system_that_does_not_is_refused(tmp_path: Path, scheme: st
         pass
 
 
-async def test_what_lies_on_such_a_file_system_is_read(tmp_path: Path) -> None:
+async def test_a_store_on_such_a_file_system_is_readable(tmp_path: Path) -> None:
     tree = {"a": [1, 2, 3]}
     async with await tstore.open(tmp_path) as store:
         await tstore.save(store, tree, step=7)
@@ -145,7 +145,7 @@ async def test_what_lies_on_such_a_file_system_is_read(tmp_path: Path) -> None:
         assert [c.version async for c in store.history()] == [1]
 
 
-async def test_a_scheme_that_nobody_knows(tmp_path: Path) -> None:
+async def test_an_unknown_scheme_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"gopher.*s3://"):
         await tstore.open("gopher://x")
     with pytest.raises(InvalidArgument, match="Install adlfs"):
@@ -164,7 +164,7 @@ def probed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return code, out, err
 
 
-def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, str(tmp_path / "s"))
     assert (code, err) == (0, "")
     assert "holds" in out
@@ -175,13 +175,13 @@ def test_the_command_shows_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     assert list(tmp_path.iterdir()) == []  # neither of the folders that it made
 
 
-def test_the_command_knows_that_memory_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_that_memory_is_private_to_a_process(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, "memory://probed")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1].startswith("memory://probed: no fault found")
 
 
-def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_a_broken_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = probed(capsys, f"careless://{tmp_path}/s", "--json")
     report = json.loads(out)
     assert (code, report["ok"]) == (1, False)
@@ -191,7 +191,7 @@ def test_the_command_finds_a_liar(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["fails"] == sum(o == "fails" for o in outcomes.values())
 
 
-def test_the_command_tells_at_once_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_an_unreachable_server_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, "gopher://x")
     assert (code, out) == (1, "")
     assert err.startswith("tstore: gopher://x: unknown scheme")

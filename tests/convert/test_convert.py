@@ -27,7 +27,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, No
 # ---- there and back
 
 
-async def test_real_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
+async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
     source, out = real_weights(), tmp_path / "out.safetensors"
     assert await import_safetensors(source, tmp_path / "store", 0) == 1
     exported = await export_safetensors(tmp_path / "store", out)
@@ -41,7 +41,7 @@ async def test_real_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-async def test_real_file_restores_as_a_flat_dict(tmp_path: Path) -> None:
+async def test_a_real_file_is_restored_as_a_flat_dict(tmp_path: Path) -> None:
     tensors, _ = open_tensors(real_weights())
     await import_safetensors(real_weights(), tmp_path / "store", 7)
     assert await tstore.steps(tmp_path / "store") == [7]
@@ -50,7 +50,7 @@ async def test_real_file_restores_as_a_flat_dict(tmp_path: Path) -> None:
     assert all(raw(tree[name]) == raw(tensors[name]) for name in tensors)
 
 
-async def test_real_file_quantized_is_exported_decoded(tmp_path: Path) -> None:
+async def test_a_quantized_file_is_exported_decoded(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     async with await tstore.open(tmp_path / "store") as store:
         await import_safetensors(real_weights(), store, 0, codecs="e4m3")
@@ -198,7 +198,7 @@ async def test_a_lone_array_and_arrays_without_a_structure(tmp_path: Path) -> No
     assert safetensors.numpy.load_file(tmp_path / "b.out")["group.x"].tolist() == [1, 2, 3]
 
 
-async def test_arrays_that_came_or_went_since_the_save_are_exported_as_they_are(tmp_path: Path) -> None:
+async def test_arrays_added_or_removed_since_the_save_are_exported_correctly(tmp_path: Path) -> None:
     await tstore.save(tmp_path / "store", {"a": {"w": np.ones(3)}, "n": 5}, 1)
     store = await tstore.open(tmp_path / "store")
     async with store.transaction() as tx:
@@ -212,13 +212,13 @@ async def test_arrays_that_came_or_went_since_the_save_are_exported_as_they_are(
 
 
 @pytest.mark.parametrize("stored", [5, [1], {"a": 1}, None])
-async def test_an_attribute_that_is_no_metadata_does_not_hinder_an_export(tmp_path: Path, stored: Any) -> None:
+async def test_invalid_metadata_attributes_do_not_prevent_an_export(tmp_path: Path, stored: Any) -> None:
     await tstore.save(tmp_path / "store", {"w": np.ones(3)}, 1, attributes={"safetensors": stored})
     await export_safetensors(tmp_path / "store", tmp_path / "out")
     assert list(safetensors.numpy.load_file(tmp_path / "out")) == ["w"]
 
 
-async def test_names_that_collide_are_named(tmp_path: Path) -> None:
+async def test_colliding_names_are_named(tmp_path: Path) -> None:
     x = np.zeros(3)
     await tstore.save(tmp_path / "store", {"a": {"b": x, "c": x}, "a.b": x, "ok": {1: x, "1": x}}, 0)
     with pytest.raises(InvalidArgument) as error:

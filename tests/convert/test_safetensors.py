@@ -266,7 +266,7 @@ def test_lying_header_lengths_are_corrupt(tmp_path: Path, data: bytes, words: li
         ({"x": entry("U8", [1] * 65, [0, 1])}, "65 dimensions"),
     ],
 )
-def test_what_we_can_not_hold_is_unsupported(tmp_path: Path, header: object, word: str) -> None:
+def test_unsupported_dtypes_and_shapes_are_named(tmp_path: Path, header: object, word: str) -> None:
     path = write_file(tmp_path / "a", header, b"1234")
     with pytest.raises(UnsupportedFormat) as error:
         read_header(path)
@@ -282,7 +282,7 @@ def test_an_index_of_several_files_is_refused_with_advice(tmp_path: Path) -> Non
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         read_header(tmp_path / "nowhere")
     with pytest.raises(InvalidArgument, match="another path"):
@@ -384,7 +384,7 @@ def test_big_endian_arrays_are_written_little_endian(tmp_path: Path) -> None:
     assert open_tensors(tmp_path / "a")[0]["x"].tolist() == [0, 1, 2]
 
 
-def test_an_existing_file_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"mine")
     with pytest.raises(AlreadyExists, match=str(path)):
@@ -396,7 +396,7 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path) -> None:
     assert left_in(tmp_path) == ["a"]
 
 
-def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_file_created_concurrently_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     writer = Writer(path, {"x": (np.dtype("f8"), (3,))})
 
@@ -449,7 +449,7 @@ def test_incomplete_tensors_are_named(tmp_path: Path) -> None:
         ("s", np.zeros(1), ["()", "(1,)"]),
     ],
 )
-def test_parts_that_do_not_fit(tmp_path: Path, name: str, part: Any, words: list[str]) -> None:
+def test_misfitting_parts_are_refused(tmp_path: Path, name: str, part: Any, words: list[str]) -> None:
     with pytest.raises(InvalidArgument) as error:
         with Writer(tmp_path / "a", {"x": (np.dtype("f8"), (2, 3)), "s": (np.dtype("f8"), ())}) as file:
             file.write(name, part)
@@ -479,7 +479,9 @@ def test_a_tensor_is_written_once(tmp_path: Path) -> None:
         ({}, {"a": 1}, "strings"),
     ],
 )
-def test_what_the_format_can_not_hold(tmp_path: Path, tensors: Any, metadata: Any, word: str) -> None:
+def test_tensors_that_the_format_cannot_represent_are_refused(
+    tmp_path: Path, tensors: Any, metadata: Any, word: str
+) -> None:
     with pytest.raises(InvalidArgument) as error:
         Writer(tmp_path / "a", tensors, metadata)
     assert word in str(error.value)
@@ -491,7 +493,7 @@ def test_a_header_beyond_what_readers_accept(tmp_path: Path) -> None:
         Writer(tmp_path / "a", {}, {"long": "x" * 100_000_000})
 
 
-def test_by_alignment_refuses_what_the_format_can_not_hold() -> None:
+def test_by_alignment_refuses_unrepresentable_tensors() -> None:
     with pytest.raises(InvalidArgument, match="int4"):
         by_alignment({"x": (np.dtype(ml_dtypes.int4), (1,))})
 
@@ -514,7 +516,7 @@ def test_writing_outside_the_block(tmp_path: Path) -> None:
         ("open", errno.ENOENT, NotFound),
     ],
 )
-def test_what_the_system_refuses(
+def test_errors_of_the_file_system_are_translated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, expected: type[Exception]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -527,9 +529,7 @@ def test_what_the_system_refuses(
     assert left_in(tmp_path) == []
 
 
-def test_without_hard_links_a_rename_that_replaces_nothing_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hard_links_an_exclusive_rename_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, "no links here")
 

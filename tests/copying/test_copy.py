@@ -145,7 +145,7 @@ async def test_an_empty_store_is_copied(source: str, new: NewUrl) -> None:
     assert (await tstore.open(target, "r")).uuid == store.uuid
 
 
-async def test_both_can_be_written_after(source: str, new: NewUrl) -> None:
+async def test_both_stores_can_be_written_after_a_copy(source: str, new: NewUrl) -> None:
     target = new("local")
     await saved(source, 2)
     await tstore.copy(source, target)
@@ -168,7 +168,7 @@ async def test_many_versions_with_roots(source: str, new: NewUrl) -> None:
     assert await connect(target).get("latest") == b"130"
 
 
-async def test_what_expired_stays_behind(source: str, new: NewUrl) -> None:
+async def test_expired_versions_are_not_copied(source: str, new: NewUrl) -> None:
     target = new("local")
     store = await saved(source, 6)
     await store.collect(Keep(last=1, every=3))
@@ -182,7 +182,7 @@ async def test_what_expired_stays_behind(source: str, new: NewUrl) -> None:
     await check_whole(target, 7)
 
 
-async def test_a_living_version_that_rests_on_expired_ones(source: str, new: NewUrl) -> None:
+async def test_a_living_version_based_on_expired_ones_is_copied(source: str, new: NewUrl) -> None:
     target = new("local")
     store = await edited(source, 20)
     await store.collect(Keep(tags=("edit/7",)))
@@ -192,7 +192,7 @@ async def test_a_living_version_that_rests_on_expired_ones(source: str, new: New
         assert np.array_equal(await values(copied, at), await values(store, at))
 
 
-async def test_manifests_that_are_objects(source: str, new: NewUrl) -> None:
+async def test_manifest_objects_are_copied(source: str, new: NewUrl) -> None:
     store = await tstore.open(source)
     async with store.transaction() as tx:
         x = await tx.create_array("x", shape=(10, 1000), dtype="float64", chunks=(1, 5))
@@ -208,7 +208,7 @@ async def test_manifests_that_are_objects(source: str, new: NewUrl) -> None:
         assert np.array_equal(await values(await check_whole(target)), await values(store))
 
 
-async def test_remains_and_groups_under_way_stay_behind(source: str, new: NewUrl) -> None:
+async def test_remains_and_pending_transactions_are_not_copied(source: str, new: NewUrl) -> None:
     target = new("local")
     store = await saved(source, 1)
     part = tstore.Shards((4, 3000), "float64", [((slice(0, 2), slice(0, 3000)), np.ones((2, 3000)))])
@@ -223,7 +223,7 @@ async def test_remains_and_groups_under_way_stay_behind(source: str, new: NewUrl
 
 
 @pytest.mark.parametrize("to", KINDS)
-async def test_one_version_moves_alone(source: str, to: str, new: NewUrl) -> None:
+async def test_one_version_is_copied_alone(source: str, to: str, new: NewUrl) -> None:
     target = new(to)
     store = await saved(source, 5)
     report = await tstore.copy(store, target, at="step/2")
@@ -245,7 +245,7 @@ async def test_one_version_moves_alone(source: str, to: str, new: NewUrl) -> Non
     await check_whole(target, 3)
 
 
-async def test_one_version_that_rests_on_others(source: str, new: NewUrl) -> None:
+async def test_one_version_is_copied_with_the_chunks_of_others(source: str, new: NewUrl) -> None:
     store = await edited(source, 90)
     await store.collect(Keep(tags=("edit/20", "edit/70")))
     for at in ("edit/20", "edit/70", 90, 91):
@@ -270,7 +270,7 @@ async def test_the_first_version_alone(source: str, new: NewUrl) -> None:
     await check_whole(target, 0)
 
 
-async def test_a_version_that_expired_or_is_not_there(source: str, new: NewUrl) -> None:
+async def test_an_expired_or_missing_version_is_named(source: str, new: NewUrl) -> None:
     target = new("memory")
     store = await saved(source, 3)
     await store.collect(Keep(last=1))
@@ -284,7 +284,7 @@ async def test_a_version_that_expired_or_is_not_there(source: str, new: NewUrl) 
 # ---- what stands at the destination
 
 
-async def test_only_what_is_missing_moves(source: str, new: NewUrl) -> None:
+async def test_only_missing_objects_are_copied(source: str, new: NewUrl) -> None:
     target = new("local")
     await saved(source, 3)
     await tstore.copy(source, target)
@@ -297,7 +297,7 @@ async def test_only_what_is_missing_moves(source: str, new: NewUrl) -> None:
     assert await everything(target) == await everything(source)
 
 
-async def test_what_a_copy_lost_is_made_good(source: str, new: NewUrl) -> None:
+async def test_a_repeated_copy_restores_lost_objects(source: str, new: NewUrl) -> None:
     target = new("local")
     await saved(source, 3)
     await tstore.copy(source, target)
@@ -309,7 +309,7 @@ async def test_what_a_copy_lost_is_made_good(source: str, new: NewUrl) -> None:
     await check_whole(target, 0, 1, 2)
 
 
-async def test_an_older_version_onto_a_newer_copy(source: str, new: NewUrl) -> None:
+async def test_an_older_version_is_not_copied_over_a_newer_one(source: str, new: NewUrl) -> None:
     first, second = new("memory"), new("memory")
     await saved(source, 2)
     await tstore.copy(source, first)
@@ -343,7 +343,7 @@ async def test_another_store_is_refused(source: str, new: NewUrl, tmp_path: Path
 
 
 @pytest.mark.parametrize("operation", ["upload", "append", "finish", "flush", "create", "hint"])
-async def test_a_copy_that_fails_anywhere_is_repeated(operation: str, source: str, new: NewUrl) -> None:
+async def test_a_copy_that_fails_anywhere_can_be_repeated(operation: str, source: str, new: NewUrl) -> None:
     """Until it is whole nothing can be opened; then no object has moved twice."""
     store = await saved(source, 3)
     await store.collect(Keep(last=2))
@@ -391,7 +391,9 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
 
 
 @pytest.mark.parametrize("operation", ["append", "create", "flush", "hint"])
-async def test_a_copy_goes_on_from_version_to_version(operation: str, source: str, new: NewUrl) -> None:
+async def test_an_interrupted_copy_leaves_a_prefix_of_the_history(
+    operation: str, source: str, new: NewUrl
+) -> None:
     """What stands at the destination is a prefix of the source's history at every moment."""
     store = await saved(source, 3)
     target = new("memory")
@@ -415,7 +417,7 @@ async def test_a_copy_goes_on_from_version_to_version(operation: str, source: st
     await check_whole(target, 4, 5, 6, 7)
 
 
-async def test_a_reader_beside_a_copy(source: str, new: NewUrl) -> None:
+async def test_readers_work_during_a_copy(source: str, new: NewUrl) -> None:
     """After every single object that is made there."""
     store = await saved(source, 2)
     target = new("memory")
@@ -456,7 +458,7 @@ async def test_a_damaged_source_is_not_copied(new: NewUrl) -> None:
         await tstore.open(target, "r")
 
 
-async def test_damage_where_pieces_meet(new: NewUrl) -> None:
+async def test_damage_at_the_border_of_pieces_is_detected(new: NewUrl) -> None:
     """Blocks with a checksum of their own lie across the pieces in which a pack is moved."""
     source, target = new("local"), new("memory")
     store = await tstore.open(source)
@@ -477,7 +479,7 @@ async def test_damage_where_pieces_meet(new: NewUrl) -> None:
     await check_whole(target)
 
 
-async def test_a_source_that_is_collected_meanwhile(source: str, new: NewUrl) -> None:
+async def test_a_source_collected_during_a_copy(source: str, new: NewUrl) -> None:
     store = await saved(source, 4)
     gate_at = 3
 
@@ -498,7 +500,7 @@ async def test_a_source_that_is_collected_meanwhile(source: str, new: NewUrl) ->
         await copy_to(store, connect(new("memory")), at="step/1")
 
 
-async def test_commits_that_come_meanwhile_are_not_copied(source: str, new: NewUrl) -> None:
+async def test_commits_during_a_copy_are_not_copied(source: str, new: NewUrl) -> None:
     store = await saved(source, 2)
 
     class Busy(Faults):
@@ -530,7 +532,7 @@ tstore.copy(source, target, progress=tell)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_copy_is_repeated(number: signal.Signals, new: NewUrl) -> None:
+def test_a_killed_copy_can_be_repeated(number: signal.Signals, new: NewUrl) -> None:
     source, target = new("local"), new("local")
     big = {str(i): np.random.default_rng(i).random(2 << 20) for i in range(2)}
     for step in range(3):
@@ -553,7 +555,7 @@ def test_a_killed_copy_is_repeated(number: signal.Signals, new: NewUrl) -> None:
 
 
 @pytest.mark.parametrize("command", [["cp", "-r"], ["rsync", "-a"]])
-async def test_other_programs(command: list[str], new: NewUrl) -> None:
+async def test_copies_by_other_programs_are_continued(command: list[str], new: NewUrl) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     source, target = new("local"), new("local")

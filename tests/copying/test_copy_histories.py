@@ -80,7 +80,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data + b"more")
 
 
-async def test_a_good_pack_of_the_destination_stays(tmp_path: Path) -> None:
+async def test_an_intact_pack_of_the_destination_stays(tmp_path: Path) -> None:
     """The source's has another size and is damaged."""
     source, target = str(tmp_path / "a"), str(tmp_path / "b")
     await saved(source, range(2))
@@ -93,7 +93,7 @@ async def test_a_good_pack_of_the_destination_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pack", "manifest"])
-async def test_a_damaged_object_stays_until_a_good_one_is_at_hand(name: str, tmp_path: Path) -> None:
+async def test_a_damaged_object_is_replaced_only_by_an_intact_one(name: str, tmp_path: Path) -> None:
     source, target = str(tmp_path / "a"), str(tmp_path / "b")
     await saved(source, range(2))
     shutil.copytree(source, tmp_path / "backup")
@@ -150,7 +150,7 @@ async def numbers(url: str, at: int | None = None) -> np.ndarray:
     return x
 
 
-async def test_a_copy_dies_between_any_two_objects() -> None:
+async def test_a_copy_may_die_between_any_two_objects() -> None:
     """A fresh reader always sees the state of the last version that is there, roots or not."""
     source, target = new(), new()
     store = await numbered(source, range(1, 61))
@@ -176,7 +176,7 @@ async def test_a_copy_dies_between_any_two_objects() -> None:
     assert np.array_equal(await numbers(target), states[130])
 
 
-async def test_commits_at_a_copy_that_died_are_seen() -> None:
+async def test_commits_to_an_incomplete_copy_are_visible() -> None:
     """No root of the source stands for a version that the copy took itself."""
     source, target = new(), new()
     store = await numbered(source, range(1, 61))
@@ -221,7 +221,7 @@ async def test_a_writer_at_the_destination_takes_the_next_version(collected: boo
     await check_steps(target, 0, 0, 1, 1)
 
 
-async def test_a_writer_at_the_destination_comes_behind_the_copy() -> None:
+async def test_a_writer_at_the_destination_commits_above_the_copy() -> None:
     """What it builds on is the source's, so nothing is mixed."""
     source, target = new(), new()
     store = await saved(source, range(2))
@@ -256,7 +256,7 @@ class Together(Faults):
 
 @pytest.mark.parametrize("held", [1, 2, 3, 4])
 @pytest.mark.parametrize("other_held", [1, 3, 4, 6])
-async def test_two_copies_at_once_of_histories_that_parted(held: int, other_held: int) -> None:
+async def test_concurrent_copies_of_diverged_histories_are_not_mixed(held: int, other_held: int) -> None:
     """The one that creates the version at which they part wins; the other creates nothing behind it."""
     first, second, target = new(), new(), new()
     await saved(first, range(2))
@@ -279,7 +279,7 @@ async def test_two_copies_at_once_of_histories_that_parted(held: int, other_held
     await check_steps(target, *((0, 0, 0, 0) if ended[1] is lost else (0, 0, 1, 1, 1, 1)))
 
 
-async def test_what_another_copy_made_is_forced_to_the_disk() -> None:
+async def test_objects_of_another_copy_are_synced() -> None:
     """It may have died before that; this copy answers for all of it."""
     source, target = new(), new()
     store = await saved(source, range(2))
@@ -290,7 +290,7 @@ async def test_what_another_copy_made_is_forced_to_the_disk() -> None:
     assert storage.count("sync") == 1
 
 
-async def test_two_copies_at_once_of_one_history() -> None:
+async def test_concurrent_copies_of_one_history_agree() -> None:
     source, target = new(), new()
     store = await saved(source, range(4))
     reports = await asyncio.gather(*[copy_to(store, connect(target)) for _ in range(3)])
@@ -298,7 +298,7 @@ async def test_two_copies_at_once_of_one_history() -> None:
     await check_steps(target, 0, 0, 0, 0)
 
 
-async def test_a_store_and_one_version_of_it_are_copied_to_one_place() -> None:
+async def test_copies_of_a_store_and_of_one_version_to_one_destination_conflict() -> None:
     """The second learns that it came too late."""
     source, target = new(), new()
     store = await saved(source, range(2))
@@ -310,7 +310,7 @@ async def test_a_store_and_one_version_of_it_are_copied_to_one_place() -> None:
         await copy_to(store, Interrupted(connect(target), "tstore.json", other), at=1)
 
 
-async def test_a_destination_that_is_ahead() -> None:
+async def test_a_destination_ahead_of_the_source_is_left_unchanged() -> None:
     """It has all that the source has; what it has collected does not come back."""
     source, target = new(), new()
     store = await saved(source, range(3))
@@ -333,7 +333,7 @@ async def test_a_destination_that_is_ahead() -> None:
     assert await tstore.steps(store) == [3, 4]
 
 
-async def test_a_damaged_destination_that_is_ahead_is_made_good() -> None:
+async def test_a_damaged_destination_ahead_of_the_source_is_repaired() -> None:
     source, target = new(), new()
     await saved(source, range(3))
     await tstore.copy(source, target)
@@ -347,7 +347,7 @@ async def test_a_damaged_destination_that_is_ahead_is_made_good() -> None:
     assert (await ahead.verify()).ok
 
 
-async def test_a_store_is_copied_to_itself_by_another_name(tmp_path: Path) -> None:
+async def test_a_copy_to_the_source_under_another_name_changes_nothing(tmp_path: Path) -> None:
     source = tmp_path / "a"
     await saved(str(source), range(2))
     before = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in source.rglob("*") if p.is_file()}
@@ -370,7 +370,7 @@ async def parted(tmp_path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("moment", ["pack", "manifest", "marker"])
-async def test_the_source_becomes_another_while_it_is_copied(moment: str, tmp_path: Path) -> None:
+async def test_a_source_replaced_during_a_copy_is_a_conflict(moment: str, tmp_path: Path) -> None:
     """As when it is restored from a backup: no records of one history come with the data of another."""
     source, other = await parted(tmp_path)
     target = str(tmp_path / "target")
@@ -407,7 +407,7 @@ async def test_the_source_becomes_another_while_it_is_copied(moment: str, tmp_pa
         await tstore.open(target, "r")
 
 
-async def test_a_handle_from_before_the_source_became_another(tmp_path: Path) -> None:
+async def test_an_old_handle_copies_the_replaced_source(tmp_path: Path) -> None:
     """What is copied is what lies there now."""
     source, other = await parted(tmp_path)
     async with await tstore.open(source) as store:

@@ -143,7 +143,7 @@ async def test_a_repaired_history_is_copied_to_a_server(history: History, tmp_pa
     assert await told(copy) == {**await told(source), 20: VALUES.tobytes()}
 
 
-async def test_a_void_that_no_collection_names_excuses_nothing(tmp_path: Path) -> None:
+async def test_a_void_record_not_named_by_a_collection_excuses_nothing(tmp_path: Path) -> None:
     """An admin can't let the newest version expire by a void record that looks like a repair's."""
     url = str(tmp_path / "store")
     await saved(url, 0, 1)

@@ -61,7 +61,7 @@ CODECS = st.sampled_from([None, [{"name": "bytes"}, {"name": "zstd", "configurat
 
 @settings(max_examples=200, deadline=None)
 @given(cases(), CODECS)
-def test_reading_is_numpys(case: Any, codecs: Any) -> None:
+def test_indexing_and_reading_equal_numpy(case: Any, codecs: Any) -> None:
     async def check() -> None:
         shape, chunks, first, second = case
         values = np.arange(math.prod(shape), dtype="u1").reshape(shape)
@@ -79,7 +79,7 @@ def test_reading_is_numpys(case: Any, codecs: Any) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(cases(), CODECS, st.data())
-def test_writing_is_numpys(case: Any, codecs: Any, data: st.DataObject) -> None:
+def test_indexing_and_writing_equal_numpy(case: Any, codecs: Any, data: st.DataObject) -> None:
     async def check() -> None:
         shape, chunks, first, second = case
         model = np.zeros(shape, "i4")
@@ -248,7 +248,7 @@ async def test_out_must_fit() -> None:
             await array.read(out=out)
 
 
-async def test_what_was_never_written_is_an_error_unless_sparse() -> None:
+async def test_unwritten_chunks_are_an_error_unless_sparse() -> None:
     opened = await store()
     async with opened.transaction() as tx:
         dense = await tx.create_array("dense", (6, 6), "float32", (2, 3), fill_value=9)
@@ -330,7 +330,7 @@ async def test_a_wide_chunk_does_not_hang() -> None:
     assert (read == values[1, ::1000]).all()
 
 
-async def test_what_would_be_lost_silently_is_refused() -> None:
+async def test_silent_data_loss_is_refused() -> None:
     masked = np.ma.masked_array(np.arange(4.0), mask=[0, 1, 0, 0])
     store = await tstore.open("memory://refused")
     async with store.transaction() as tx:

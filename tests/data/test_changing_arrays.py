@@ -125,7 +125,7 @@ def incremented(*arrays: np.ndarray[Any, Any]) -> Iterator[None]:
 
 @pytest.mark.parametrize("place", ["local", "served"])
 @pytest.mark.parametrize("codecs", [None, "lossless", {"format": "e4m3", "axis": -1, "scale": "float"}])
-def test_a_thread_that_changes_the_arrays_all_the_time(tmp_path: Path, place: str, codecs: Any) -> None:
+def test_arrays_changed_by_a_thread_during_a_save(tmp_path: Path, place: str, codecs: Any) -> None:
     large, small = np.ones((2048, 1024), "f4"), np.ones(1000, "f4")
     with contextlib.ExitStack() as stack:
         url: Any = tmp_path / "s"

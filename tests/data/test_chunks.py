@@ -106,7 +106,7 @@ async def our_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: 
 
 @pytest.mark.parametrize("dtype", NUMPY)
 @pytest.mark.parametrize("codecs", ZARR_CODECS)
-def test_the_bytes_of_chunks_are_zarrs(dtype: str, codecs: str) -> None:
+def test_chunks_have_the_bytes_of_zarr(dtype: str, codecs: str) -> None:
     for shape, chunks in [((10, 7), (4, 3)), ((8,), (4,)), ((5,), (9,)), ((), ()), ((2, 3, 4), (1, 3, 2))]:
         values = sample(shape, dtype)
         expected = zarr_chunks(values, chunks, ZARR_CODECS[codecs])
@@ -214,7 +214,7 @@ def test_exmy_chunks_of_the_first_version_are_read() -> None:
 
 @pytest.mark.parametrize("configuration", EXMY, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_the_bytes_of_exmy_chunks_are_zarrs(dtype: str, configuration: dict[str, Any]) -> None:
+def test_exmy_chunks_have_the_bytes_of_zarr(dtype: str, configuration: dict[str, Any]) -> None:
     values, chunks = sample((100, 70), dtype), (32, 64)
     codecs = [zarr.registry.get_codec_class("exmy")(**configuration)]
     assert asyncio.run(our_chunks(values, chunks, codecs)) == zarr_chunks(values, chunks, codecs)

@@ -95,7 +95,7 @@ async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
     assert (after[128:] > 9e3).all()
 
 
-async def test_the_values_of_another_transaction_are_not_wiped_out_either() -> None:
+async def test_values_of_another_transaction_are_not_erased_either() -> None:
     """Both write parts of one chunk of zeros; each alone would do."""
     store = await made(np.zeros(128, "f4"), (128,), "e4m3")
     first, second = store.transaction(), store.transaction()
@@ -109,7 +109,7 @@ async def test_the_values_of_another_transaction_are_not_wiped_out_either() -> N
     assert (await store.snapshot()).version == 2
 
 
-async def test_what_a_resize_leaves_stays_exact() -> None:
+async def test_values_kept_by_a_resize_stay_exact() -> None:
     values = small((100, 100))
     values[:, 90:] = 1e3  # so that the offset could be another once they are cut off
     store = await made(values, (64, 64), "e4m3")
@@ -123,7 +123,7 @@ async def test_what_a_resize_leaves_stays_exact() -> None:
 
 
 @pytest.mark.parametrize(("fill", "exact"), [(0.0, True), (0.5, True), (0.3, False)])
-async def test_what_was_never_written_keeps_the_fill_value(fill: float, exact: bool) -> None:
+async def test_unwritten_values_keep_the_fill_value(fill: float, exact: bool) -> None:
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     tx = store.transaction()
     a = await tx.create_array("a", (100,), "f4", (64,), codecs="e4m3", fill_value=fill, sparse=True)
@@ -153,7 +153,7 @@ async def test_parts_that_cover_a_whole_chunk_need_no_old_values() -> None:
     st.sampled_from([{}, {"block": 32}, {"axis": 0}, {"scale": "float"}]),
     st.lists(st.tuples(st.integers(0, 63), st.integers(1, 20), st.integers(-6, 6)), min_size=1, max_size=6),
 )
-def test_no_part_changes_a_value_that_it_does_not_name(
+def test_a_partial_write_changes_no_other_value(
     name: str, more: dict[str, Any], writes: list[tuple[int, int, int]]
 ) -> None:
     store = blocking.open(f"memory://{uuid.uuid4()}")

@@ -175,7 +175,7 @@ REFUSED: list[tuple[Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "match"), REFUSED)
-async def test_what_can_not_be_read_again_is_refused_by_the_call(call: Call, match: str, tmp_path: Path) -> None:
+async def test_arguments_that_could_not_be_read_again_are_refused(call: Call, match: str, tmp_path: Path) -> None:
     store = await tstore.open(tmp_path)
     await tstore.save(store, {"w": np.zeros(3)}, 1)
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
@@ -209,7 +209,7 @@ async def test_a_save_that_is_refused_makes_no_store(
     assert not (tmp_path / "new").exists()
 
 
-async def test_hosts_are_also_integers_of_numpy(tmp_path: Path) -> None:
+async def test_hosts_may_be_numpy_integers(tmp_path: Path) -> None:
     tree = {f"w{i}": np.full(3, i) for i in range(8)}
     two = np.int64(2)
     saves = [tstore.save(tmp_path, tree, 1, host=host, hosts=two, attempt="a") for host in np.arange(two)]
@@ -217,7 +217,7 @@ async def test_hosts_are_also_integers_of_numpy(tmp_path: Path) -> None:
     assert (await tstore.restore(tmp_path))["w7"].tolist() == [7, 7, 7]
 
 
-async def test_what_is_taken_comes_back(tmp_path: Path) -> None:
+async def test_accepted_arguments_are_read_back(tmp_path: Path) -> None:
     metrics = {
         "a": np.float32(0.5),
         "b": np.int64(3),
@@ -311,7 +311,7 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
         {"time": float("-inf")},
     ],
 )
-async def test_what_no_caller_may_pass_is_no_record_either(values: dict[str, Any], tmp_path: Path) -> None:
+async def test_encoding_refuses_what_callers_may_not_pass(values: dict[str, Any], tmp_path: Path) -> None:
     """Another program may have written it all the same: `test_forged_records` and `test_repair` tell what then."""
     store = await tstore.open(tmp_path)
     await tstore.save(store, {"w": np.zeros(3)}, 1)

@@ -35,7 +35,7 @@ def measured(document: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_values_and_levels_are_counted_as_they_are(seed: int) -> None:
+def test_values_and_levels_are_counted_exactly(seed: int) -> None:
     document = [[value(random.Random(seed)), b"\xff" * 300]]
     count, depth = measured(document)
     packed, text = msgspec.msgpack.encode(document), msgspec.json.encode(document[0][0])
@@ -48,7 +48,7 @@ def test_values_and_levels_are_counted_as_they_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 701 + b"]" * 701])
-def test_deep_text_is_told(text: bytes) -> None:
+def test_deep_text_is_detected(text: bytes) -> None:
     assert "levels" in text_excess(text)
 
 
@@ -62,7 +62,7 @@ def test_commas_in_texts_are_not_counted() -> None:
     assert "values" in text_excess(msgspec.json.encode([text, *range(6)]), values=5)
 
 
-def test_many_values_are_told_at_once() -> None:
+def test_many_values_are_detected_at_once() -> None:
     began = time.process_time()
     assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.METADATA_VALUES, 101)
     assert "values" in text_excess(b"[" + b"[]," * (1 << 23) + b"[]]")

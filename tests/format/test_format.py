@@ -163,7 +163,7 @@ def test_an_older_tstore_does_not_read_past_a_gc_or_a_dropped_tag() -> None:
     assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP)] == [1, 1, 2, 3]
 
 
-def test_the_frame_is_what_the_documentation_says() -> None:
+def test_the_frame_matches_the_documentation() -> None:
     data = encode(ROOT)
     assert data[:8] == b"tstoreT\x01"
     assert data[-16:] == xxhash.xxh3_128_digest(data[:-16])
@@ -172,7 +172,7 @@ def test_the_frame_is_what_the_documentation_says() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_every_flipped_bit_and_every_truncation_is_found(name: str) -> None:
+def test_every_flipped_bit_and_truncation_is_detected(name: str) -> None:
     body, _ = BODIES[name]
     data = encode(body)
     for at in range(len(data)):
@@ -250,7 +250,7 @@ rows = st.lists(
 
 
 @given(st.lists(st.tuples(st.booleans(), rows, rows), max_size=5))
-def test_a_manifest_gives_back_the_nodes_it_was_made_of(nodes: list[tuple[bool, list[Any], list[Any]]]) -> None:
+def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], list[Any]]]) -> None:
     packs: tuple[str | bytes, ...] = ("txn/a/pack-1", b"inline", "txn/a/pack-2")
 
     def table(runs: list[Any]) -> ChunkTable:

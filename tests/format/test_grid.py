@@ -43,7 +43,7 @@ def index_of(selection: Selection) -> tuple[Any, ...]:
 
 
 @given(views())
-def test_views_of_views_are_numpys(case: tuple[tuple[int, ...], list[Any]]) -> None:
+def test_views_of_views_equal_numpy(case: tuple[tuple[int, ...], list[Any]]) -> None:
     shape, indices = case
     expected: Any = np.arange(math.prod(shape)).reshape(shape)
     values = expected
@@ -57,7 +57,7 @@ def test_views_of_views_are_numpys(case: tuple[tuple[int, ...], list[Any]]) -> N
 
 
 @given(grids(), st.data())
-def test_covers_meet_every_selected_element_once(
+def test_covers_contain_every_selected_element_once(
     grid: tuple[tuple[int, ...], tuple[int, ...]], data: st.DataObject
 ) -> None:
     shape, chunks = grid
@@ -81,7 +81,7 @@ def test_covers_meet_every_selected_element_once(
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.data())
-def test_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
+def test_covers_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
     selected = range(length)[data.draw(st.slices(length))]
     for part in axis_covers(selected, length, chunk):
         elements = list(range(part.chunk * chunk, min((part.chunk + 1) * chunk, length))[part.inside])
@@ -110,7 +110,7 @@ def test_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_basic_index_is_refused(index: Any) -> None:
+def test_only_basic_indices_are_accepted(index: Any) -> None:
     with pytest.raises(InvalidArgument):
         whole((3, 4)).narrowed(index)
 

@@ -16,7 +16,7 @@ from tstore.server import Access, Server
 from tstore.storage.connect import connect
 
 
-def test_what_it_measures_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_complete_and_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "place"
     options = ["--hosts", "3", "--size", "1", "--rounds", "2", "--seconds", "0.3"]
     assert main(["bench", str(place), *options, "--json"]) == 0
@@ -35,7 +35,7 @@ def test_what_it_measures_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert err == ""
 
 
-async def test_a_place_where_something_lies_is_refused_and_left(tmp_path: Path) -> None:
+async def test_a_nonempty_folder_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("dear")
     with pytest.raises(NotAStore):
         await bench(str(tmp_path), hosts=2, size=1)
@@ -44,7 +44,7 @@ async def test_a_place_where_something_lies_is_refused_and_left(tmp_path: Path) 
         await bench("memory://bench", hosts=2, size=1)
 
 
-async def test_a_server_forbids_to_remove_what_was_committed(tmp_path: Path) -> None:
+async def test_a_server_refuses_to_remove_commits(tmp_path: Path) -> None:
     async with Server(tmp_path, access=Access(anonymous="admin")) as server:
         report = await bench(server.url, hosts=2, size=1, rounds=1, seconds=0.2)
     assert (report.ok, report.removed) == (True, False)
@@ -52,7 +52,7 @@ async def test_a_server_forbids_to_remove_what_was_committed(tmp_path: Path) -> 
         assert (await store.verify()).ok
 
 
-async def test_a_storage_of_objects_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_object_storage_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server.running() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)

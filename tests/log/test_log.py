@@ -137,7 +137,7 @@ async def messages(url: str) -> list[str]:
     return [c.message async for c in (await tstore.open(url)).history()][::-1]
 
 
-async def test_a_lost_reply_is_recognised_as_the_own_commit() -> None:
+async def test_a_commit_is_recognised_after_a_lost_reply() -> None:
     url = anew()
     store, faults, tx = await started(url)
     faults.lose_reply("create", "commits/*")
@@ -153,7 +153,7 @@ async def test_an_odd_transaction_id_has_no_outcome(odd: Any) -> None:
         await store.outcome(odd)
 
 
-async def test_a_request_that_never_arrived_is_sent_again_behind_a_void() -> None:
+async def test_a_lost_request_is_sent_again_above_a_void_record() -> None:
     url = anew()
     store, faults, tx = await started(url)
     faults.fail("create", "commits/*")
@@ -189,7 +189,7 @@ async def test_a_request_that_lands_before_its_void_is_the_commit() -> None:
     assert await messages(url) == ["m1", "mine"]
 
 
-async def test_another_takes_the_number_while_the_answer_is_awaited() -> None:
+async def test_another_commit_takes_the_version_while_the_response_is_awaited() -> None:
     url = anew()
     _, faults, tx = await started(url)
     faults.postpone("create", "commits/*")
@@ -228,7 +228,7 @@ async def test_when_nothing_can_be_learned_the_outcome_is_unknown(landed: bool, 
     assert await messages(url) == (["m1", "mine"] if landed else ["m1"])
 
 
-async def test_a_commit_that_landed_but_could_not_be_settled_is_no_failure() -> None:
+async def test_a_commit_that_landed_but_could_not_be_synced_is_no_failure() -> None:
     url = anew()
     store, faults, tx = await started(url)
     faults.lose_reply("create", "commits/*")
@@ -267,7 +267,7 @@ async def test_a_failed_create_is_an_error_and_leaves_nothing() -> None:
     ("operation", "pattern"),
     [("create", "roots/*"), ("hint", "latest"), ("get", "commits/*63"), ("get", "roots/*")],
 )
-async def test_what_fails_after_the_commit_does_not_fail_the_commit(operation: str, pattern: str) -> None:
+async def test_a_failure_after_the_commit_does_not_fail_it(operation: str, pattern: str) -> None:
     url = anew()
     await fill(url, 63)
     store, faults = await open_faulty(url)
@@ -324,7 +324,7 @@ async def test_a_record_is_read_once_and_the_newest_with_each_look_for_others() 
     assert [faults.count("get", commit_key(v)) for v in range(1, 6)] == [1, 1, 1, 1, 6]
 
 
-async def test_versions_and_tags_that_are_not_there_are_named() -> None:
+async def test_missing_versions_and_tags_are_named() -> None:
     url = anew()
     await fill(url, 2)
     store = await tstore.open(url)
@@ -338,7 +338,7 @@ async def test_versions_and_tags_that_are_not_there_are_named() -> None:
 
 
 @pytest.mark.parametrize("operation", ["head", "get", "list"])
-async def test_a_storage_that_does_not_answer_is_unavailable(operation: str) -> None:
+async def test_a_storage_that_does_not_respond_is_unavailable(operation: str) -> None:
     url = anew()
     await fill(url, 3)
     store, faults = await open_faulty(url)
@@ -361,7 +361,7 @@ async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
     assert commit_key(hole) in report.faults[0]
 
 
-async def test_what_is_committed_while_a_store_is_verified_is_no_fault() -> None:
+async def test_commits_during_a_verification_are_no_faults() -> None:
     url = anew()
     await fill(url, 3)
     store, faults = await open_faulty(url)
@@ -423,7 +423,7 @@ async def test_a_hole_in_the_log_is_not_filled(tmp_path: Path) -> None:
     assert await tstore.save(url, {"x": np.arange(3)}, 9) == 4
 
 
-async def test_a_tree_that_is_evicted_while_a_root_is_read() -> None:
+async def test_a_tree_may_be_evicted_while_a_root_is_read() -> None:
     """Readers of one store use many versions at once, but only a few trees are cached."""
     url = f"memory://{uuid.uuid4()}"
     store, faults = await open_faulty(url)

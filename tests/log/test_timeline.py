@@ -60,7 +60,7 @@ def expected(upto: int, since: int, offset: int) -> list[int]:
 # ---- roots
 
 
-async def test_a_root_of_another_history_is_not_believed(tmp_path: Path) -> None:
+async def test_a_root_of_another_history_is_not_trusted(tmp_path: Path) -> None:
     """An incremental copy that died, or a restore of files, leaves `roots/` ahead of `commits/`."""
     await fill(tmp_path / "a", 60)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -107,7 +107,7 @@ async def test_a_damaged_root_stops_no_reader_and_no_commit(
     assert "Readers ignore it; delete this object" in fault
 
 
-async def test_a_root_of_the_right_record_with_the_wrong_tree_is_found_by_verify(tmp_path: Path) -> None:
+async def test_verify_detects_a_root_with_the_wrong_tree(tmp_path: Path) -> None:
     await fill(tmp_path, 140)
     path = tmp_path / root_key(64)
     right = decode(path.read_bytes(), Root)
@@ -203,7 +203,7 @@ async def test_a_damaged_newest_record_is_not_taken_for_another_history(connect:
 
 
 @pytest.mark.parametrize("upto", [70, 66])
-async def test_a_cache_does_not_show_what_a_restored_backup_has_not(
+async def test_a_cache_shows_nothing_that_a_restored_backup_lacks(
     upto: int, connect: Callable[[], Any], tmp_path: Path
 ) -> None:
     await fill(connect(), 60)
@@ -255,7 +255,7 @@ async def test_a_store_serves_the_event_loops_of_several_threads(tmp_path: Path)
     assert (await (await tstore.open(tmp_path, "r")).snapshot()).version == 316
 
 
-def test_what_is_kept_of_records_is_shared_by_threads() -> None:
+def test_cached_records_are_shared_by_threads() -> None:
     recent: VersionCache[int] = VersionCache(4)
     failures = list[BaseException]()
     before = sys.getswitchinterval()

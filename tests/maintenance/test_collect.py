@@ -118,7 +118,7 @@ async def test_rules(keep: Keep, steps: list[int]) -> None:
     assert await objects(store.url) == await needed(store)
 
 
-async def test_what_goes_is_counted(url: str) -> None:
+async def test_removed_bytes_are_counted(url: str) -> None:
     store = await saved(url, 5)
     before = sum([await connect(url).size(k) or 0 for k in await objects(url)])
     report = await store.collect(Keep(last=2))
@@ -190,7 +190,7 @@ async def test_metrics_that_can_not_be_compared_do_not_count(url: str) -> None:
         {"tags": "step/1"},
     ],
 )
-def test_rules_that_can_not_be(wrong: dict[str, Any]) -> None:
+def test_invalid_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="Keep"):
         Keep(**wrong)
 
@@ -273,9 +273,7 @@ async def test_an_expired_version_is_reported_as_expired(url: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["get", "head"])
-async def test_what_may_have_expired_is_not_called_damaged_while_the_log_cannot_be_read(
-    url: str, operation: str
-) -> None:
+async def test_possibly_expired_data_is_not_reported_as_damaged(url: str, operation: str) -> None:
     await saved(url, 3)
     reader, faults = await open_faulty(url)
     held = await reader.snapshot(2)
@@ -285,7 +283,7 @@ async def test_what_may_have_expired_is_not_called_damaged_while_the_log_cannot_
         await (await held.array("moving")).read()
 
 
-async def test_later_gcs_know_what_earlier_ones_did(url: str) -> None:
+async def test_later_gcs_respect_earlier_ones(url: str) -> None:
     store = await saved(url, 3)
     await store.collect(Keep(last=2))
     await tstore.save(store, tree_of(3), 3)
@@ -380,7 +378,7 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
     assert [c.version async for c in other.history() if not c.expired and c.tags] == sorted(model, reverse=True)
 
 
-async def test_what_a_chain_of_writes_still_needs_stays(url: str) -> None:
+async def test_chunks_and_manifests_needed_by_later_versions_stay(url: str) -> None:
     """Commits that change a part rest on older ones, which may have expired: also on their manifests."""
     store = await tstore.open(url)
     many = np.random.default_rng(0).random(400_000)
@@ -418,7 +416,7 @@ async def check_layers(store: tstore.Store, step: int, changed: int) -> None:
     assert [tree[f"layer{i}"][-1] for i in range(8)] == [float(step if i < changed else 0) for i in range(8)]
 
 
-async def test_a_listing_that_is_old_makes_nothing_go(url: str) -> None:
+async def test_a_stale_listing_removes_nothing_needed(url: str) -> None:
     """What an expired version wrote and a living one needs stays, though no list shows it yet."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
@@ -440,7 +438,7 @@ async def test_a_listing_that_is_old_makes_nothing_go(url: str) -> None:
     assert (await store.verify()).ok
 
 
-async def test_packs_go_one_by_one(url: str) -> None:
+async def test_packs_of_one_version_are_removed_individually(url: str) -> None:
     """Of the two packs of step 0 one is still needed by step 1, in which only that host's layers are the same."""
     store = await tstore.open(url)
     await layers(store, 0, 0)
@@ -465,7 +463,7 @@ async def test_packs_go_one_by_one(url: str) -> None:
     assert await objects(url) == set()
 
 
-async def test_what_an_expired_version_re_used_of_a_living_one_stays(url: str) -> None:
+async def test_packs_of_living_versions_reused_by_expired_ones_stay(url: str) -> None:
     store = await tstore.open(url)
     await layers(store, 0, 0)
     for step, changed in ((1, 0), (2, 7)):
@@ -477,7 +475,7 @@ async def test_what_an_expired_version_re_used_of_a_living_one_stays(url: str) -
     assert (await other.verify()).ok
 
 
-async def test_what_expired_in_the_middle_of_a_chain_is_no_end_of_it(url: str) -> None:
+async def test_an_expired_version_does_not_end_a_chain(url: str) -> None:
     """The newest version rests on the first one, over a second one that went before the first."""
     store = await tstore.open(url)
     await tstore.save(store, wide(0), 0)
@@ -522,7 +520,7 @@ async def test_a_chain_that_begins_in_an_expired_version_holds_nothing_older(url
     assert (tree["a0"][0], tree["a1"][0]) == (3.0, 2.0)
 
 
-async def test_verify_reads_what_a_living_version_has_of_an_expired_one(tmp_path: Path) -> None:
+async def test_verify_reads_packs_of_expired_versions_still_in_use(tmp_path: Path) -> None:
     store = await tstore.open(tmp_path / "s")
     await tstore.save(store, tree_of(0), 0)
     async with store.transaction(tag="step/1") as tx:
@@ -540,7 +538,7 @@ async def test_verify_reads_what_a_living_version_has_of_an_expired_one(tmp_path
     assert "pack is gone" in fault
 
 
-async def test_roots_go_with_their_versions(url: str) -> None:
+async def test_roots_are_removed_with_their_versions(url: str) -> None:
     store = await tstore.open(url)
     for step in range(140):
         await tstore.save(store, {"x": step}, step, durability="none")
@@ -556,7 +554,7 @@ async def test_roots_go_with_their_versions(url: str) -> None:
 # ---- others at the same time
 
 
-async def test_a_commit_that_re_uses_what_is_about_to_be_condemned_spares_it(url: str) -> None:
+async def test_a_commit_that_reuses_packs_protects_them_from_a_concurrent_gc(url: str) -> None:
     store = await saved(url, 2)
     source = await store.snapshot("step/0")
     collecting, faults = await open_faulty(url)
@@ -601,7 +599,7 @@ async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None
     await check_whole(store)
 
 
-async def test_a_save_re_uses_chunks_of_the_newest_step_while_it_is_collected_around_it(url: str) -> None:
+async def test_a_save_reuses_chunks_of_the_newest_step_during_a_gc(url: str) -> None:
     store, faults = await open_faulty(url)
     for step in range(3):
         await tstore.save(store, tree_of(step), step)
@@ -615,7 +613,7 @@ async def test_a_save_re_uses_chunks_of_the_newest_step_while_it_is_collected_ar
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-async def test_a_save_that_re_uses_what_was_condemned_writes_it_anew(url: str, hosts: int) -> None:
+async def test_a_save_rewrites_chunks_that_were_condemned(url: str, hosts: int) -> None:
     store, faults = await open_faulty(url)
     await tstore.save(store, tree_of(0), 0)
     gate = faults.hold("create", "commits/*")
@@ -657,7 +655,7 @@ async def test_a_save_that_rewrites_chunks_reuses_no_others(url: str) -> None:
     await check_step(other, 1)
 
 
-async def test_restoring_the_newest_step_goes_on_with_a_newer_one_when_it_is_overtaken(url: str) -> None:
+async def test_restoring_the_newest_step_retries_with_a_newer_one_after_a_gc(url: str) -> None:
     await tstore.save(url, {"moving": np.zeros(2000)}, 0)
     step, overtaken = 0, 0
     for asked in (False, True):
@@ -700,7 +698,7 @@ async def slow_group(store: tstore.Store) -> None:
 
 
 @pytest.mark.parametrize("years", [-10, 10])
-async def test_a_host_with_a_wrong_clock_takes_no_writer_for_abandoned(
+async def test_a_host_with_a_wrong_clock_considers_no_writer_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
 ) -> None:
     """Ages are told by the clock that dates the files."""
@@ -718,7 +716,7 @@ async def test_a_host_with_a_wrong_clock_takes_no_writer_for_abandoned(
 
 
 @pytest.mark.parametrize("point", [("create", "commits/*"), ("flush", "txn/*")])
-async def test_a_slow_writer_that_was_taken_for_abandoned_fails_cleanly(url: str, point: tuple[str, str]) -> None:
+async def test_a_slow_writer_considered_abandoned_fails_cleanly(url: str, point: tuple[str, str]) -> None:
     store, faults = await open_faulty(url)
     await tstore.save(store, tree_of(0), 0)
     gate = faults.hold(*point)
@@ -758,7 +756,7 @@ async def test_a_transaction_that_commits_before_its_condemnation_is_spared(url:
     assert np.array_equal(await (await (await other.snapshot()).array("slow")).read(), FROZEN)
 
 
-async def test_what_dead_hosts_and_aborted_transactions_left_goes_after_a_while(tmp_path: Path) -> None:
+async def test_remains_of_dead_hosts_and_aborted_transactions_are_removed_later(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     store = await saved(url, 1)
     with pytest.raises(TStoreError):
@@ -782,7 +780,7 @@ async def test_what_dead_hosts_and_aborted_transactions_left_goes_after_a_while(
     await check_whole(store)
 
 
-async def test_two_gcs_at_once(url: str) -> None:
+async def test_two_concurrent_gcs(url: str) -> None:
     store = await saved(url, 8)
     first, faults = await open_faulty(url)
     gate = faults.hold("create", "commits/*")
@@ -798,7 +796,7 @@ async def test_two_gcs_at_once(url: str) -> None:
     assert await objects(url) == await needed(store)
 
 
-async def test_gcs_readers_and_writers_at_once(url: str) -> None:
+async def test_concurrent_gcs_readers_and_writers(url: str) -> None:
     """Every step that a save acknowledged is whole, or was collected; no reader sees anything else."""
     store = await saved(url, 1)
     done = asyncio.Event()
@@ -833,7 +831,7 @@ async def test_gcs_readers_and_writers_at_once(url: str) -> None:
     assert await objects(url) == await needed(store)
 
 
-async def test_a_save_that_was_overtaken_by_steps_and_their_collection(url: str) -> None:
+async def test_a_save_overtaken_by_steps_and_their_collection_commits(url: str) -> None:
     """What a step replaced is not looked at, so that it need not be there."""
     store, faults = await open_faulty(url)
     await tstore.save(store, wide(0), 0)
@@ -850,7 +848,7 @@ async def test_a_save_that_was_overtaken_by_steps_and_their_collection(url: str)
     assert (await (await tstore.open(url)).verify()).ok
 
 
-async def test_a_write_that_is_overtaken_while_it_is_validated(url: str) -> None:
+async def test_a_write_overtaken_during_validation_is_a_conflict(url: str) -> None:
     store, faults = await open_faulty(url)
     await tstore.save(store, wide(0), 0)
     late = store.transaction()
@@ -907,7 +905,7 @@ async def test_a_transaction_whose_base_expired(url: str) -> None:
     await check_whole(store)
 
 
-async def test_groups_re_use_and_are_spared_too(url: str) -> None:
+async def test_cooperative_transactions_reuse_packs_and_are_spared_too(url: str) -> None:
     """Two hosts save a step whose frozen layer lies in the packs of an older one."""
 
     async def group(opened: tstore.Store, step: int) -> list[int]:
@@ -940,7 +938,7 @@ async def test_groups_re_use_and_are_spared_too(url: str) -> None:
     }
 
 
-async def test_a_void_commit_hands_on_what_was_collected(url: str) -> None:
+async def test_a_void_record_passes_on_the_collection(url: str) -> None:
     store, faults = await open_faulty(url)
     for step in range(3):
         await tstore.save(store, tree_of(step), step)
@@ -988,7 +986,7 @@ async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> N
     assert dead > 5
 
 
-async def test_what_a_dead_gc_left_is_condemned_again_by_the_next_one(url: str) -> None:
+async def test_the_next_gc_condemns_the_remains_of_a_dead_one(url: str) -> None:
     store = await saved(url, 6)
     for keep in (Keep(last=4), Keep(last=3)):  # both die before they delete anything
         dying, faults = await open_faulty(url)
@@ -1001,7 +999,7 @@ async def test_what_a_dead_gc_left_is_condemned_again_by_the_next_one(url: str) 
     await check_whole(store)
 
 
-async def test_a_gc_whose_record_was_not_acknowledged_deletes_nothing_it_may_not(url: str) -> None:
+async def test_a_gc_without_acknowledged_record_deletes_nothing(url: str) -> None:
     for action in ("lose_reply", "postpone", "fail"):
         here = f"{url}-{action}"
         await saved(here, 4)
@@ -1027,7 +1025,7 @@ async def test_nothing_is_deleted_before_the_record_exists(url: str) -> None:
 
 
 @pytest.mark.parametrize("error", [Denied, Unavailable])
-async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
+async def test_undeletable_objects_expire_only_if_the_error_says_so(
     url: str, error: Callable[[str], TStoreError]
 ) -> None:
     await saved(url, 4)
@@ -1046,7 +1044,7 @@ async def test_what_can_not_be_deleted_expires_only_where_the_error_says_so(
     assert await objects(url) == await needed(store)
 
 
-def test_what_killed_creates_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
+def test_old_remains_of_killed_creates_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "s"
     blocking.save(place, tree_of(0), 0)
     old, new, locked = [place / "commits" / f".object.{name}.tmp" for name in ("old", "new", "locked")]
@@ -1068,7 +1066,7 @@ def test_what_killed_creates_left_is_swept_once_it_is_old(tmp_path: Path) -> Non
 # ---- cost
 
 
-async def test_the_cost_does_not_grow_with_what_stays() -> None:
+async def test_the_cost_does_not_grow_with_the_living_versions() -> None:
     async def requests(steps: int) -> int:
         url = f"memory://{uuid.uuid4()}"
         await saved(url, steps)

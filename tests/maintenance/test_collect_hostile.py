@@ -64,7 +64,7 @@ async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_path: Path) -> None:
+async def test_a_forged_gc_makes_no_later_one_delete_living_data(kind: str, tmp_path: Path) -> None:
     store = await saved(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}", 0, 1, 2)
     ids = [(await store.log.reader.record(v)).transaction for v in (1, 2, 3)]
     entries = tuple(Alive(v, ids[v - 1], 1.0, (f"step/{v - 1}",), True, {}, ()) for v in (1, 2, 3))
@@ -97,7 +97,7 @@ async def test_a_forged_gc_makes_no_later_one_delete_what_lives(kind: str, tmp_p
         Record("t", 1, 1e300, metadata={"step": None, "x": [{"y": {}}]}, bytes_added=-1),
     ],
 )
-async def test_absurd_records_stop_no_gc_once_they_are_voided(record: Record, tmp_path: Path) -> None:
+async def test_voided_absurd_records_block_no_gc(record: Record, tmp_path: Path) -> None:
     store = await saved(str(tmp_path), 0)
     await forge(store, record)
     with pytest.raises(Corrupt, match=commit_key(2)):
@@ -112,7 +112,7 @@ async def test_absurd_records_stop_no_gc_once_they_are_voided(record: Record, tm
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
 
 
-async def test_what_a_gc_that_died_condemned_goes_only_once_its_record_is_durable() -> None:
+async def test_objects_condemned_by_a_dead_gc_are_deleted_only_after_its_record_is_durable() -> None:
     """It died between the creation of its record and the fsync of the folder."""
     store, faults = await open_faulty(f"memory://{uuid.uuid4()}")
     for step in range(3):

@@ -79,7 +79,7 @@ async def test_added_removed_and_changed_arrays(url: str) -> None:
     assert (await store.diff(1, 1)).arrays == (await store.diff("two")).arrays == ()
 
 
-async def test_how_far_floats_went_is_that_of_the_chunks_that_differ(url: str) -> None:
+async def test_the_distance_of_floats_is_measured_on_the_differing_chunks(url: str) -> None:
     store = await first(url)
     later = VALUES.copy()
     later[0, 0] += 0.5
@@ -95,7 +95,7 @@ async def test_how_far_floats_went_is_that_of_the_chunks_that_differ(url: str) -
     assert row.distance.sqnr == pytest.approx(exmy.sqnr(a, b))
 
 
-async def test_no_more_is_read_than_the_chunks_that_differ(url: str) -> None:
+async def test_only_differing_chunks_are_read(url: str) -> None:
     await first(url)
     store = await tstore.open(url)
     big = np.zeros((64, 1 << 14), "f4")
@@ -131,7 +131,7 @@ async def test_a_quantized_copy_differs_by_its_noise(url: str) -> None:
     assert row.distance.largest_error == measured.largest_error
 
 
-async def test_another_shape_keeps_the_chunks_in_their_places(url: str) -> None:
+async def test_a_changed_shape_compares_chunks_by_position(url: str) -> None:
     store = await first(url)
     async with store.transaction() as tx:
         await (await tx.array("w")).resize((8, 12))
@@ -159,7 +159,7 @@ async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-async def test_what_was_never_written(url: str, sparse: bool) -> None:
+async def test_unwritten_chunks_are_compared_by_their_fill_value(url: str, sparse: bool) -> None:
     """In a sparse array it has the fill value, else nothing can be compared with it."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
@@ -173,7 +173,7 @@ async def test_what_was_never_written(url: str, sparse: bool) -> None:
     assert (row.distance.count, row.distance.noise) == ((8, 4 * 16 + 4 * 9) if sparse else (4, 4 * 16))
 
 
-async def test_attributes_alone(url: str) -> None:
+async def test_changed_attributes_are_listed(url: str) -> None:
     store = await first(url, fill_value=math.nan)
     async with store.transaction() as tx:
         await tx.delete("w")

@@ -78,7 +78,7 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
     await check_works(store.url)
 
 
-async def test_a_record_that_reads_well_needs_another_word() -> None:
+async def test_voiding_a_readable_record_needs_confirmation() -> None:
     store = await filled(0, 1)
     with pytest.raises(InvalidArgument, match="--void-readable 2"):
         await store.repair([2])
@@ -92,7 +92,7 @@ async def test_a_record_that_reads_well_needs_another_word() -> None:
     await check_works(store.url)
 
 
-async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
+async def test_a_version_with_missing_objects_is_listed() -> None:
     store = await filled(0)
     async with store.transaction(tag="big") as tx:
         for i in range(150):
@@ -108,7 +108,7 @@ async def test_a_version_that_names_what_is_not_there_is_listed() -> None:
     await check_works(store.url)
 
 
-async def test_a_pack_that_is_gone_is_listed() -> None:
+async def test_a_missing_pack_is_listed() -> None:
     store = await filled(0)
     [pack] = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
     await store.log.storage.delete(pack)
@@ -139,7 +139,7 @@ async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) 
     await check_works(store.url)
 
 
-async def test_nothing_is_voided_where_it_could_not_be_told() -> None:
+async def test_nothing_is_voided_below_a_gap() -> None:
     """No commit can follow while later records lie behind a gap."""
     store = await filled(*range(6))
     for version in (3, 4):
@@ -152,13 +152,13 @@ async def test_nothing_is_voided_where_it_could_not_be_told() -> None:
     assert await store.log.storage.list("") == before
 
 
-async def test_a_record_far_behind_the_others_is_not_counted_up_to() -> None:
+async def test_a_record_far_above_the_others_is_no_gap() -> None:
     store = await filled(0)
     await store.log.storage.hint(commit_key(10**19), b"garbage")
     assert len((await store.repair()).damaged) == 1000
 
 
-async def test_roots_that_may_hold_what_was_voided_go() -> None:
+async def test_roots_that_may_include_a_voided_version_are_removed() -> None:
     store = await filled(0)
     for i in range(ROOT_EVERY):
         async with store.transaction(tag=f"t{i}", durability="none") as tx:
@@ -173,7 +173,7 @@ async def test_roots_that_may_hold_what_was_voided_go() -> None:
     await check_works(store.url)
 
 
-async def test_a_root_that_an_open_store_makes_during_a_repair_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_root_created_during_a_repair_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the commit of the repair it does not know that a version which it built on was voided."""
     store = await filled(0)
     for i in range(ROOT_EVERY - 4):
@@ -226,7 +226,7 @@ async def test_a_version_that_the_last_gc_lists_does_not_live_on_in_its_ledger()
     assert (await store.verify()).faults == []
 
 
-async def test_what_later_versions_hold_of_the_voided_one_stays() -> None:
+async def test_chunks_of_a_voided_version_in_use_stay() -> None:
     store = await filled(0)
     await tstore.save(store, {"w": VALUES, "b": np.arange(3)}, 1)  # re-uses the pack of step 0
     await store.collect(Keep(last=1))
@@ -309,7 +309,7 @@ async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None
         pytest.fail("it is never forgotten")
 
 
-async def test_a_commit_that_says_it_is_a_repair_harms_nobody() -> None:
+async def test_a_commit_that_claims_to_be_a_repair_is_harmless() -> None:
     store = await filled(0, 1)
     await store.snapshot()
     record = Record("repair-forged", 2, 1.0, metadata={"voided": [1, 2, -5, "x", 10**9]})
@@ -394,7 +394,7 @@ def test_a_record_that_names_no_collection_names_the_repair(
     assert f"see tstore repair {url}" in capsys.readouterr().err
 
 
-async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
+async def test_verify_reports_a_record_that_names_no_gc() -> None:
     store = await filled(0, 1)
     record = decode(await store.log.storage.get(commit_key(2)), Record)
     await damage(store, 2, forged(msgspec.structs.replace(record, collected=1)))
@@ -405,7 +405,7 @@ async def test_verify_tells_of_a_record_that_names_no_gc() -> None:
         await store.snapshot(1)
 
 
-async def test_a_repair_far_below_the_newest_version_is_met_once() -> None:
+async def test_a_repair_far_below_the_newest_version_is_noticed_once() -> None:
     """There is no root on the way, and more records than are kept in memory."""
     store = await filled(0, 1)
     await store.repair(void_readable=[2])

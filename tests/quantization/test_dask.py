@@ -22,7 +22,9 @@ def client() -> Iterator[Client]:
             yield client
 
 
-async def test_a_cluster_quantizes(tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dask_cluster_quantizes_a_checkpoint(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tstore.quantization.work._TASK", 100_000)
     rng = np.random.default_rng(3)
     tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}

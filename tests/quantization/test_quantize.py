@@ -443,7 +443,7 @@ async def test_a_lossless_rule_takes_every_dtype(tmp_path: Path) -> None:
     assert report.bytes_after < report.bytes_before / 2
 
 
-async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
+async def test_arrays_that_cannot_be_encoded_are_kept_and_reported(tmp_path: Path) -> None:
     bad = values(100, 3)
     bad[3, 1], bad[99, 2] = np.nan, -np.inf
     tree = {
@@ -470,7 +470,7 @@ async def test_what_can_t_be_encoded_stays_and_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [None, "step/1"])
-async def test_a_gc_that_overtakes_it(tmp_path: Path, at: str | None) -> None:
+async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> None:
     """Arrays that stay as they are are referenced, and a gc may condemn their chunks meanwhile."""
     tree = {"w": values(64, 64), "n": np.arange(10_000)}
     await tstore.save(tmp_path, tree, 1)
@@ -523,7 +523,7 @@ async def test_misuse_is_refused_and_nothing_is_committed(
     assert await (await tstore.open(tmp_path)).tags() == {"step/0": 1}
 
 
-async def test_a_taken_tag(tmp_path: Path) -> None:
+async def test_a_taken_tag_is_refused(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": values(64, 50)}, 0)
     await tstore.quantize(tmp_path, "e4m3")
     with pytest.raises(AlreadyExists, match="names version"):
@@ -733,7 +733,7 @@ async def test_data_leaves_vectors_their_bits(tmp_path: Path) -> None:
         ({"min_sqnr": 20, "block": None}, "min_sqnr=20"),
     ],
 )
-async def test_the_message_tells_what_was_asked(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+async def test_the_message_summarises_the_options(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     await tstore.save(tmp_path, {"w": values(100, 128)}, 0)
     report = await tstore.quantize(tmp_path, **options, tag="q")
     [commit, _] = [c async for c in (await tstore.open(tmp_path)).history()]
@@ -859,7 +859,7 @@ class Failing(ThreadPoolExecutor):
         return super().submit(broken) if "w3" in paths else super().submit(call, *args, **named)
 
 
-async def test_a_failing_worker_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_worker_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tstore.quantization.work._TASK", 1)
     await tstore.save(tmp_path, {f"w{i}": values(60, 50) for i in range(4)}, 0)
     with Failing(2) as executor, pytest.raises(OSError, match="the worker is gone"):

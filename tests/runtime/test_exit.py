@@ -108,14 +108,14 @@ def program(*parts: str) -> str:
 
 @pytest.mark.parametrize("first", ["cold", "warm"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_save_that_was_begun_is_finished(tmp_path: Path, ending: str, first: str) -> None:
+def test_a_pending_save_completes_at_exit(tmp_path: Path, ending: str, first: str) -> None:
     with stored(tmp_path / "s", "local") as url:
         processes.python(program(WARM if first == "warm" else "", ENDINGS[ending]), url)
     assert blocking.restore(tmp_path / "s", 1)["w"].tolist() == list(range(3_000_000))
 
 
 @pytest.mark.parametrize("ending", REMOTE)
-def test_a_save_to_a_server_that_was_begun_is_finished(tmp_path: Path, ending: str) -> None:
+def test_a_pending_save_to_a_server_completes_at_exit(tmp_path: Path, ending: str) -> None:
     with stored(tmp_path / "s", "served") as url:
         processes.python(program(WARM, ENDINGS[ending]), url)
     assert blocking.restore(tmp_path / "s", 1)["w"].tolist() == list(range(3_000_000))
@@ -138,7 +138,7 @@ DAEMON = """
 """
 
 
-def test_a_daemon_thread_finishes_the_call_that_it_has_begun_and_begins_no_other(tmp_path: Path) -> None:
+def test_a_daemon_thread_completes_its_call_and_starts_no_other(tmp_path: Path) -> None:
     url = tmp_path / "s"
     process = processes.start(program(DAEMON), url)
     with processes.running(process):
@@ -177,7 +177,7 @@ WAITING = """
 """
 
 
-def test_ctrl_c_at_exit_cancels_what_is_under_way_and_the_process_ends_by_it(tmp_path: Path) -> None:
+def test_ctrl_c_at_exit_cancels_pending_calls_and_ends_the_process(tmp_path: Path) -> None:
     url = tmp_path / "s"
     process = processes.start(program(WAITING), url)
     with processes.running(process):
@@ -202,7 +202,7 @@ NO_THREADS = """
 """
 
 
-def test_a_first_save_when_no_thread_can_be_started_is_made_without(tmp_path: Path) -> None:
+def test_a_first_save_at_exit_needs_no_new_thread(tmp_path: Path) -> None:
     with stored(tmp_path / "s", "local") as url:
         processes.python(program(NO_THREADS), url)
     assert blocking.restore(tmp_path / "s", 1)["w"].tolist() == list(range(3_000_000))
