@@ -216,7 +216,7 @@ async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: Gc
     await faulty.put("latest", [b"1"], REPLACE)
     await faulty.put("commits/1", [b"1"], CREATE)
     [objects] = endpoint.buckets.values()
-    assert {n: o.given.get("cacheControl") for n, o in objects.items()} == {
+    assert {n: o.metadata.get("cacheControl") for n, o in objects.items()} == {
         "s/latest": "no-store",
         "s/commits/1": None,
     }
@@ -536,5 +536,5 @@ def test_a_missing_package_is_named_with_the_command(missing: str) -> None:
         """,
         missing,
     )
-    assert f"the package {missing} is not installed" in said
+    assert f"needs the package {missing}, which is not installed" in said
     assert "pip install 'tstore[gcs]'" in said

@@ -53,7 +53,7 @@ async def test_without_links_it_conforms_as_well(check: conformance.Check, tmp_p
 @pytest.mark.usefixtures("no_links", "no_safe_rename")
 @pytest.mark.parametrize("mode", ["x", "a"])
 async def test_without_links_and_safe_renames_it_is_refused(tmp_path: Path, mode: tstore.Mode) -> None:
-    with pytest.raises(Denied, match=r"neither link\(2\) nor rename without replacing.*another file system"):
+    with pytest.raises(Denied, match=r"neither link\(2\) nor renaming without replacing.*another file system"):
         await tstore.open(tmp_path / "s", mode)
     assert list((tmp_path / "s").iterdir()) == []
 
