@@ -27,7 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import tstore
-from tstore.convert.checkpoint import import_safetensors
+from tstore.convert.safetensors import import_safetensors
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tstore import errors, sharding
 from tstore.array import Array
+from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.save import save
-from tstore.checkpoint.shards import Shards
 from tstore.copying.copy import CopyReport, copy
 from tstore.format.retention import Keep
 from tstore.log.group_commit import Retry

@@ -16,7 +16,7 @@ import pytest
 
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
+from tstore.convert.safetensors import export_safetensors, import_safetensors
 from tstore.errors import Corrupt, TStoreError
 
 TENSORS = [("w", "F32", [2, 3]), ("layer.0.bias", "BF16", [4]), ("n", "I64", []), ("empty", "U8", [0, 5])]

@@ -16,8 +16,7 @@ import pytest
 
 import tstore
 from tstore.cli import main
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import Writer
+from tstore.convert.safetensors import Writer, export_safetensors, import_safetensors
 from tstore.errors import NotAStore
 from tstore.server import Server
 from tstore.storage.memory import MemoryStorage

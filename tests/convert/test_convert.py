@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support.weights import example, raw, real_weights, write_file
-from tstore.convert import checkpoint
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import Writer, open_tensors
+from tstore.convert.safetensors import Writer, export_safetensors, import_safetensors, open_tensors
 from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
 
@@ -281,7 +279,7 @@ async def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
 async def test_slabs_cover_the_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_SLAB", 50_000)
+    monkeypatch.setattr("tstore.convert.safetensors._SLAB", 50_000)
     x = np.random.default_rng(0).random((1000, 1000))
     async with await tstore.open(tmp_path / "store") as store:
         async with store.transaction() as tx:
@@ -295,7 +293,7 @@ async def test_slabs_cover_the_array(
 
 
 async def test_export_holds_one_slab_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_SLAB", 1 << 20)
+    monkeypatch.setattr("tstore.convert.safetensors._SLAB", 1 << 20)
     async with await tstore.open(tmp_path / "store") as store:
         await tstore.save(store, {str(i): np.full((4096, 1024), i, np.float32) for i in range(4)}, 0)
         tracemalloc.start()
@@ -308,13 +306,13 @@ async def test_export_holds_one_slab_at_a_time(tmp_path: Path, monkeypatch: pyte
 
 async def test_the_loop_goes_on_during_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
-    write = checkpoint.Writer.write
+    write = Writer.write
 
     def observed(self: Any, name: str, part: Any) -> None:
         threads.add(threading.current_thread())
         write(self, name, part)
 
-    monkeypatch.setattr(checkpoint.Writer, "write", observed)
+    monkeypatch.setattr(Writer, "write", observed)
     await tstore.save(tmp_path / "store", {"x": np.zeros(3)}, 0)
     await export_safetensors(tmp_path / "store", tmp_path / "out")
     assert threads

@@ -28,8 +28,7 @@ from tests.fuzz.journal import (
 )
 from tests.fuzz.worker import TAGS, Worker
 from tstore import Keep, Shards
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import open_tensors
+from tstore.convert.safetensors import export_safetensors, import_safetensors, open_tensors
 from tstore.errors import Conflict, Corrupt, TStoreError
 
 __all__ = [

@@ -84,7 +84,7 @@ PART = 60
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
 STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
-MERGE = "tstore.transactions.merging:FragmentTree.merged"
+MERGE = "tstore.transactions.fragments:FragmentTree.merged"
 GC, QUEUE, ARRAY = (
     "tstore.maintenance.gc:",
     "tstore.log.group_commit:",
@@ -158,7 +158,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "reads are not validated": [
-        Edit("tstore.transactions.validation:check_reads", "*staged.reads.changed(base, tree), ", "")
+        Edit("tstore.transactions.staging:_check_reads", "*staged.reads.changed(base, tree), ", "")
     ],
     "values do not count as read": [
         Edit(
@@ -185,7 +185,9 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "a tag that is taken is set again": [
         Edit(
-            "tstore.transactions.tags:TagEdits.check", "if tag in existing and tag not in self.moved:", "if False:"
+            "tstore.transactions.staged_tree:TagEdits.check",
+            "if tag in existing and tag not in self.moved:",
+            "if False:",
         )
     ],
     "gc does not spare newer references": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tstore.quantization.allocation import Point, allocate, lower_hull
+from tstore.quantization.plan import Point, allocate, lower_hull
 
 POINTS = st.tuples(st.integers(1, 30), st.integers(0, 1000)).map(lambda p: Point(p[0], float(p[1]), p))
 CURVES = st.lists(st.lists(POINTS, min_size=1, max_size=5), min_size=1, max_size=4)

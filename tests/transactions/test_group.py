@@ -456,7 +456,7 @@ HOST = """
     if kill == "after the fragment":
         async def die(self, level, block):
             os.kill(os.getpid(), signal.SIGKILL)
-        from tstore.transactions.merging import FragmentTree
+        from tstore.transactions.fragments import FragmentTree
         FragmentTree._present = die
     print("ready", flush=True)
     sys.stdin.readline()

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tstore.checkpoint.leaves import dtype_of
-from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.leaves import Shards, dtype_of
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values

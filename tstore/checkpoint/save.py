@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tstore.checkpoint.leaves import as_values
-from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.leaves import Shards, as_values
 from tstore.checkpoint.structure import flatten
 from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned

@@ -18,8 +18,7 @@ from tstore.cli.console import (
 )
 from tstore.cli.tables import show_copied, show_exported, show_imported
 from tstore.cli.text import sized
-from tstore.convert.checkpoint import export_safetensors, import_safetensors
-from tstore.convert.safetensors import read_header
+from tstore.convert.safetensors import export_safetensors, import_safetensors, read_header
 
 __all__ = ["copy", "export", "import_file"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tstore
-from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.leaves import Shards
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, Unavailable
 from tstore.format.layout import MARKER
 from tstore.hosts.processes import Job, serve_commands

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 import tstore
 from tstore import errors
-from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.structure import flatten, unflatten
 from tstore.convert.safetensors import open_tensors
 from tstore.errors import DeadlineExceeded, TStoreError, Unavailable

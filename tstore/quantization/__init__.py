@@ -2,10 +2,9 @@
 
 1. `quantize`: the public verb, from the request to the commit.
 2. `request`: the arguments, checked, and in words. `policy`: rules by path pattern, and targets.
-3. `plan`: the codecs of each array, by the rules or by its data. `study`: the size and error of an array in every
-   format. `allocation`: the least total error of many arrays within a budget of bytes.
-4. `encoding`: arrays fitted, written, read back and measured. `values`: the values of arrays, in memory or by
-   slabs. `rechunk`: new chunks for arrays whose chunks would cut rows or blocks. `work`: many arrays concurrently,
-   in this process or on the workers of an executor.
+3. `plan`: the codecs of each array, by the rules or by its data, and the least total error of many arrays within
+   a budget. `study`: the size and error of an array in every format.
+4. `encoding`: arrays fitted, written, read back and measured. `values`: the values of arrays, in memory or slab by
+   slab. `work`: many arrays concurrently, in this process or on the workers of an executor.
 5. `report`: the measured errors and sizes, as data; `plot`: as pictures.
 """

@@ -31,8 +31,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import Selection, boxes, part_of
-from tstore.quantization.rechunk import encoded_meta
-from tstore.quantization.study import Configuration, Profile, fit_tensor, nonfinite_reason, profile
+from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, nonfinite_reason, profile
 from tstore.quantization.values import SLAB, Region, Values, in_threads
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -12,15 +13,31 @@ from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import default_chunks
-from tstore.quantization.allocation import Point, allocate
 from tstore.quantization.encoding import SMALLEST, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
-from tstore.quantization.rechunk import encoded_meta, stored_bytes
 from tstore.quantization.request import Request
-from tstore.quantization.study import Candidate, Configuration, Study, nonfinite_reason, study
+from tstore.quantization.study import (
+    Candidate,
+    Configuration,
+    Study,
+    encoded_meta,
+    nonfinite_reason,
+    stored_bytes,
+    study,
+)
 from tstore.quantization.values import Values, in_threads
 
-__all__ = ["WIDTHS", "Plan", "SourceArray", "plan_by_rules", "plan_for", "rules_for"]
+__all__ = [
+    "WIDTHS",
+    "Plan",
+    "Point",
+    "SourceArray",
+    "allocate",
+    "lower_hull",
+    "plan_by_rules",
+    "plan_for",
+    "rules_for",
+]
 
 WIDTHS = range(2, 17)
 """The widths of the formats that arrays without a rule may get."""
@@ -29,6 +46,8 @@ _MARGIN = 0.05
 """dB by which an estimate must exceed a floor before its format is tried."""
 
 _TRIES = 3
+
+C = TypeVar("C")
 
 
 class SourceArray(NamedTuple):
@@ -48,6 +67,14 @@ class Plan(NamedTuple):
     choices: dict[str, Choice]
     kept: dict[str, str]
     undecided: dict[str, Configuration]
+
+
+class Point(NamedTuple, Generic[C]):
+    """One way to store an array: its bytes, its error, and the choice that leads to them."""
+
+    size: int
+    error: float
+    choice: C
 
 
 class _Recipe:
@@ -216,6 +243,52 @@ def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Confi
     curve: list[Point[Configuration | None]] = [Point(array.size, 0.0, None)]
     curve += [Point(c.size, weight * c.error, c.codecs) for c in studied.candidates if c.size < array.size]
     return curve
+
+
+def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]]:
+    """Return the point of each curve with the least total error for at most `budget` bytes.
+
+    If even the smallest points exceed the budget, return these. Each curve has at least one point.
+
+    A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count. All arrays
+    begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in the order
+    of the error that each byte removes, while they fit (Shoham and Gersho 1988). Up to the first step that does
+    not fit, this is the least error for that many bytes, so the result is within one step of the optimum.
+    """
+    hulls = [lower_hull(curve) for curve in curves]
+    chosen = [hull[0] for hull in hulls]
+    room = budget - sum(point.size for point in chosen)
+    steps = sorted(
+        (-_gain(a, b), i, k) for i, hull in enumerate(hulls) for k, (a, b) in enumerate(itertools.pairwise(hull))
+    )
+    stopped: set[int] = set()
+    for _, i, k in steps:  # the gains of one hull fall, so that its steps come in order
+        if i in stopped:
+            continue
+        more = hulls[i][k + 1].size - chosen[i].size
+        if more <= room:
+            chosen[i] = hulls[i][k + 1]
+            room -= more
+        else:
+            stopped.add(i)
+    return chosen
+
+
+def lower_hull(points: Sequence[Point[C]]) -> list[Point[C]]:
+    """Return the points of the lower convex hull by size; the error falls from each to the next."""
+    hull: list[Point[C]] = []
+    for point in sorted(points, key=lambda p: (p.size, p.error)):
+        if hull and point.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _gain(a: Point[C], b: Point[C]) -> float:
+    """Return the error that each additional byte removes."""
+    return (a.error - b.error) / (b.size - a.size)
 
 
 async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:

@@ -15,10 +15,22 @@ import exmy
 import numpy as np
 
 from tstore.format.array_metadata import ArrayMeta
-from tstore.quantization.rechunk import encoded_meta, stored_bytes
+from tstore.format.codecs import Codecs, as_configuration, is_exmy
+from tstore.format.grid import default_chunks
 from tstore.quantization.values import Sample, Values
 
-__all__ = ["Candidate", "Configuration", "Profile", "Study", "fit_tensor", "nonfinite_reason", "profile", "study"]
+__all__ = [
+    "Candidate",
+    "Configuration",
+    "Profile",
+    "Study",
+    "encoded_meta",
+    "fit_tensor",
+    "nonfinite_reason",
+    "profile",
+    "stored_bytes",
+    "study",
+]
 
 Configuration = Mapping[str, Any]
 """A configuration of the codec exmy: "format", and which values share an offset ("axis", "block", "scale")."""
@@ -106,6 +118,36 @@ def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[e
         more = (0,) if all_seen else (0, 1, 2)
         chosen |= {(bits, c.format.exponent_bits + k) for c in best for k in more}
     return [c.format.standard for c in surveyed if (c.format.bits, c.format.exponent_bits) in chosen]
+
+
+def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
+    """Return the metadata of the same array in other codecs; raise `InvalidArgument` if they do not fit it."""
+    chunks = old.chunks
+    if is_exmy(codecs) and old.shape:
+        settings = as_configuration(codecs)
+        axis, block = settings.get("axis"), settings.get("block")
+        if axis is not None or block is not None:
+            chunks = _whole_groups(old, -1 if axis is None else axis, block)
+    same = (old.fill_value, old.attributes, old.dimension_names)
+    return ArrayMeta.new(old.shape, old.dtype, chunks, codecs, *same, sparse=old.sparse)
+
+
+def _whole_groups(old: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
+    """Return chunks of whole rows or blocks along an axis: the old ones, or others of about their size."""
+    k = axis % len(old.shape)
+    if old.chunks[k] == old.shape[k] or (block is not None and old.chunks[k] % block == 0):
+        return old.chunks
+    # default_chunks cuts leading axes first, so that the axis of the rows comes last
+    order = [*(i for i in range(len(old.shape)) if i != k), k]
+    cut = default_chunks([old.shape[i] for i in order], old.dtype.itemsize)
+    chunks = dict(zip(order, cut, strict=True))
+    chunks[k] = old.shape[k] if block is None else min(old.shape[k], -(-chunks[k] // block) * block)
+    return tuple(chunks[i] for i in range(len(old.shape)))
+
+
+def stored_bytes(meta: ArrayMeta) -> int:
+    """Return the encoded bytes of all chunks, including the padding at the edges, before any compressors."""
+    return meta.encoded_bound * meta.chunk_count
 
 
 def fit_tensor(

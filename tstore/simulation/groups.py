@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tstore
-from tstore.checkpoint.shards import Shards
+from tstore.checkpoint.leaves import Shards
 from tstore.errors import (
     CommitOutcomeUnknown,
     Conflict,

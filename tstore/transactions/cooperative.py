@@ -38,9 +38,8 @@ from tstore.runtime import world
 from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
-from tstore.transactions.fragments import FAN, check_complete, record_of
-from tstore.transactions.membership import Membership
-from tstore.transactions.merging import FragmentTree
+from tstore.transactions.fragments import FragmentTree, check_complete, record_of
+from tstore.transactions.membership import FAN, Membership
 
 __all__ = ["CooperativeCommit", "checked_timeout"]
 

@@ -12,9 +12,11 @@ import xxhash
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index, checked_name
 from tstore.format.layout import folder_of
-from tstore.transactions.fragments import FAN
 
-__all__ = ["Membership", "detected_attempt", "slug"]
+__all__ = ["FAN", "Membership", "detected_attempt", "slug"]
+
+FAN = 100
+"""How many fragments are merged at once; a power of ten, so that a block's keys share a prefix."""
 
 _MOST_HOSTS = 100_000
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")

@@ -16,7 +16,7 @@ from tstore.array import Array
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Conflict, Corrupt, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
@@ -28,15 +28,14 @@ from tstore.format.tree import Changes, Tree, checked_path
 from tstore.log.expiry import check_alive, newest_tree, unexpired
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
+from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.objects import Durability
 from tstore.transactions.lifecycle import Lifecycle
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
 from tstore.transactions.staged_array import StagedArray
-from tstore.transactions.staged_tree import StagedTree
-from tstore.transactions.tags import TagEdits
-from tstore.transactions.validation import check_reads, chunks_to_patch
+from tstore.transactions.staged_tree import StagedTree, TagEdits
 
 __all__ = ["Isolation", "Staging"]
 
@@ -212,8 +211,8 @@ class Staging:
         """
         staged = self.tree
         if self._isolation == "serializable":
-            await check_reads(self._log.reader, staged, self._tags, newer)
-        chunks = await chunks_to_patch(self._log.reader, staged, own, newer)
+            await _check_reads(self._log.reader, staged, self._tags, newer)
+        chunks = await _chunks_to_patch(self._log.reader, staged, own, newer)
         if not chunks:
             return None
         version = newer[-1][0]  # older ones may have expired; if this one has, a newer one exists to look at
@@ -266,3 +265,38 @@ class Staging:
             if self._staged is None:  # two concurrent first uses must see one base
                 self._staged = StagedTree(tree, f"{self._log.storage.url} at version {tree.version}")
         return self._staged
+
+
+async def _check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
+    """Raise `Conflict` if newer commits changed what a serializable transaction has read."""
+    base = staged.base
+    for version, _ in newer:
+        tree = await log.tree(version)
+        changed = [*staged.reads.changed(base, tree), *tags.changed(base.tags, tree.tags)]
+        if changed:
+            raise Conflict(
+                f"{staged.origin}: version {version}, committed since then, changed what this serializable "
+                "transaction has read, so it is not committed; read again and repeat it",
+                changed,
+            )
+
+
+async def _chunks_to_patch(log: LogReader, staged: StagedTree, own: Changes, newer: Newer) -> dict[str, set[int]]:
+    """Return the chunks, by path, that newer commits wrote and this transaction wrote in part.
+
+    Raises `Conflict` if any other of its changes overlaps with a newer commit.
+    """
+    chunks: dict[str, set[int]] = {}
+    for version, other in newer:
+        overlap = own.overlap(await log.trees.changes(version, other))
+        patched, lost = staged.patched_again(overlap.chunks)
+        conflicts = [*overlap.fatal, *lost]
+        if conflicts:
+            raise Conflict(
+                f"{staged.origin}: version {version}, committed since then, changed the same as this transaction, "
+                "so it is not committed; read again and repeat it",
+                conflicts,
+            )
+        for path, numbers in patched.items():
+            chunks.setdefault(path, set()).update(numbers)
+    return chunks

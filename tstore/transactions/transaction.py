@@ -33,8 +33,8 @@ from tstore.storage.objects import Durability
 from tstore.transactions.cooperative import CooperativeCommit, checked_timeout
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership
+from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation, Staging
-from tstore.transactions.tags import TagEdits
 
 __all__ = ["Isolation", "Transaction", "staging_of"]
 
