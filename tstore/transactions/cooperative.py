@@ -5,7 +5,7 @@
 2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
    different fragment of the same host is refused, and so is another number of hosts with the same name and
    attempt.
-3. Fragments are merged in a tree (`merging`). A host whose fragment is durable merges what is complete and
+3. Fragments are merged in a tree (`fragments`). A host whose fragment is durable merges what is complete and
    unclaimed from its own block upwards.
 4. The host that finds the top level complete first checks and merges it: same metadata and structure, no chunk
    twice, every chunk present. Then it appends the record, reading every record from the lowest base of the
